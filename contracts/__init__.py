@@ -1,0 +1,6 @@
+"""Values that cross a process boundary. Depends on msgspec alone.
+
+Modules: `identity` (ids), `naming` (names of blocks), `layout` (shape of a block), `sampling`,
+`instance` (what an instance tells about itself), `messages` (router <-> instance), `events`
+(which blocks an instance caches), `wire` (the one codec). Import the modules, not this package.
+"""

@@ -1,0 +1,58 @@
+"""What an instance says about itself: to the registry, and to routers as its load changes."""
+
+from typing import Literal
+
+import msgspec
+
+from contracts.identity import Generation, InstanceId
+from contracts.layout import KVLayout
+
+Role = Literal["prefill", "decode", "unified"]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot. Rates are measured by the instance itself; before any work they come from its warm-up."""
+
+    free_blocks: int
+    total_blocks: int
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens admitted and not yet computed."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    held_blocks: int = 0
+    """Blocks kept under a lease for a handoff."""
+
+
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One link to a peer instance as its consumer measured it."""
+
+    peer: InstanceId
+    transport: str
+    bytes_per_second: float
+
+
+class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A registry record. It lives for a TTL and is renewed with fresh `load`."""
+
+    instance: InstanceId
+    generation: Generation
+    role: Role
+    model: str
+    """Name under which clients ask for the model."""
+    layout: KVLayout
+    max_model_len: int
+    rpc_address: str
+    """ZeroMQ ROUTER that takes `contracts.messages`."""
+    transfer_address: str
+    """ZeroMQ ROUTER of this instance's block transfer."""
+    events_address: str
+    """ZeroMQ PUB of `contracts.events`."""
+    http_address: str
+    """`host:port` of /health and /metrics."""
+    host: str
+    """Equal for instances that can share memory."""
+    load: Load
+    draining: bool = False
+    model_aliases: list[str] = []

@@ -1,0 +1,29 @@
+"""The shape of a block's memory. All who only move blocks see `block_bytes`."""
+
+import msgspec
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """A block is `[num_layers, 2 (K, V), num_kv_heads, block_tokens, head_dim]`, contiguous.
+
+    `fingerprint` identifies the weights that computed the KV: instances whose layouts are not equal never
+    exchange blocks.
+    """
+
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    block_tokens: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+        return elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_tokens

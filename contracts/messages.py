@@ -1,0 +1,207 @@
+"""Messages between a router (ZeroMQ DEALER) and an instance (ZeroMQ ROUTER): one MessagePack frame each.
+
+A router sends one of `ToInstance`, an instance answers with `ToRouter`, many per request. Times are relative
+(`_s`), since clocks of two hosts differ. An instance forgets a router's requests when the router is gone.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from contracts.events import Tier
+from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+from contracts.instance import InstanceRecord, LinkStatus, Load
+from contracts.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one handoff. The consumer refuses a producer of another generation, and the other way round."""
+
+    ticket: TicketId
+    source: InstanceId
+    source_generation: Generation
+    source_address: str
+    sink: InstanceId
+    sink_generation: Generation
+    timeout_s: float
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What to compute. The first `num_prompt_tokens` of `token_ids` are the prompt; the rest was generated before.
+
+    (A replay or a preempted sequence has such a rest.) `sequences` are the indexes of the sequences to write: `n=2`
+    is `[0, 1]`. More than one index requires that nothing was generated yet.
+    """
+
+    request_id: RequestId
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    root: BlockName
+    """Parent of the first block's name."""
+    sequences: list[int] = msgspec.field(default_factory=lambda: [0])
+    priority: int = 0
+    """As in vLLM: smaller runs first."""
+    timeout_s: float = 600.0
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """Compute the prompt, sample the first token of each sequence and hand the blocks to `ticket.sink`.
+
+    Without a ticket nothing is handed on: the request ends with its first token.
+    """
+
+    work: Work
+    ticket: Ticket | None = None
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    """Fetch the prompt's blocks by `ticket`, then write the answer from the second token on."""
+
+    work: Work
+    ticket: Ticket
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Do all of it on this instance."""
+
+    work: Work
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop and free. Unknown or finished requests are ignored. `sequence` None means all of them."""
+
+    request_id: RequestId
+    sequence: int | None = None
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, tag="snapshot_request"):
+    """Ask which blocks are cached now."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent each second by a router; an instance that hears none for 10 s drops that router's requests.
+
+    The instance answers with `LoadReport`.
+    """
+
+
+ToInstance = Prefill | Decode | Generate | Cancel | SnapshotRequest | Heartbeat
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    chosen: Logprob
+    top: list[Logprob]
+    """Most likely first."""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
+    """New tokens of one sequence. `position` is the index of the first of them among the generated tokens.
+
+    So nothing can be repeated or lost unnoticed. `finish_reason` is set on the last message of a sequence; a token that
+    ended it (end of sequence, stop token) is included, and named by `stop_token_id`.
+    """
+
+    request_id: RequestId
+    sequence: int
+    position: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=True):
+    """Where the time to the first token went. Sent once, with the first token. Prompt logprobs ride here."""
+
+    request_id: RequestId
+    queue_s: float
+    prefill_s: float
+    cached_tokens: dict[Tier, int] = {}
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=True):
+    """Sent once by the decode instance when all blocks have arrived.
+
+    `handoff_s` runs from the fetch's start to its end, `exposed_s` from the moment prefill had finished computing to the fetch's
+    end: what the overlap could not hide. `reused_blocks` were here already and never travelled.
+    """
+
+    request_id: RequestId
+    transport: str
+    handoff_s: float
+    exposed_s: float
+    transferred_blocks: int
+    reused_blocks: int
+    transferred_bytes: int
+
+
+ErrorCode = Literal[
+    "invalid", "too_long", "overloaded", "handoff_failed", "timeout", "draining", "internal"
+]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """The request ended here without an answer; its resources are free. `lost` names a peer that is to blame."""
+
+    request_id: RequestId
+    code: ErrorCode
+    message: str
+    lost: InstanceId | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
+    """All cached blocks; valid after event batch `sequence`."""
+
+    instance: InstanceId
+    generation: Generation
+    sequence: int
+    device: list[BlockName]
+    host: list[BlockName] = []
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
+    instance: InstanceId
+    generation: Generation
+    load: Load
+    links: list[LinkStatus] = []
+    draining: bool = False
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """Several answers in one frame: all tokens of one engine step for one router."""
+
+    messages: list[Tokens | PrefillReport | HandoffReport | Failed]
+
+
+ToRouter = Batch | Tokens | PrefillReport | HandoffReport | Failed | Snapshot | LoadReport
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """To a `memory` registry: a new or renewed record that lives for `ttl_s`."""
+
+    record: InstanceRecord
+    ttl_s: float
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    instance: InstanceId
+    generation: Generation
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """The registry's answer to both."""
+
+    generation: Generation
+
+
+ToRegistry = Register | Leave

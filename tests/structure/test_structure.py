@@ -1,0 +1,61 @@
+"""Rules of docs/style that no linter checks: sizes of files, words of the domain, isolation of devices."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bench", "contracts", "engine", "kvtransfer", "services")
+MAX_LINES = 400
+VAGUE = {"utils", "util", "helpers", "helper", "manager", "base", "misc", "common_utils"}
+
+
+def source_files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    long = {str(p.relative_to(ROOT)): n for p in source_files() if (n := len(p.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [str(p.relative_to(ROOT)) for p in source_files() if not p.read_text().lstrip().startswith(('"""', 'r"""'))]
+    assert not silent
+
+
+def test_no_module_has_a_vague_name() -> None:
+    assert not [str(p) for p in source_files() if p.stem in VAGUE]
+
+
+def test_only_device_py_and_the_transports_name_a_device() -> None:
+    device = re.compile(r"torch\.(cuda|xpu)\b")
+    allowed = {ROOT / "engine" / "device.py"}
+    found = [
+        str(p.relative_to(ROOT))
+        for p in source_files()
+        if p not in allowed and "transports" not in p.parts and p.parts[-2] != "bench" and device.search(p.read_text())
+    ]
+    assert not found
+
+
+def test_no_pickle_anywhere() -> None:
+    pickle = re.compile(r"^\s*(import pickle|from pickle)|send_pyobj|recv_pyobj", re.MULTILINE)
+    assert not [str(p.relative_to(ROOT)) for p in source_files() if pickle.search(p.read_text())]
+
+
+def test_nobody_but_settings_reads_the_environment() -> None:
+    reads = re.compile(r"os\.environ|os\.getenv")
+    allowed = {"services/cli.py", "services/common/configuration.py", "services/local/supervisor.py", "engine/device.py"}
+    found = {
+        relative
+        for p in source_files()
+        if (relative := str(p.relative_to(ROOT))) not in allowed and "bench" not in p.parts and reads.search(p.read_text())
+    }
+    assert not found
+
+
+def test_the_router_never_loads_torch() -> None:
+    code = "import sys, services.router.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
