@@ -1,0 +1,164 @@
+"""Real processes on real sockets: a `baton serve` of one's own, its logs, its health and its metrics.
+
+Waiting is always for a fact (a health answer, a metric), with a deadline; nothing sleeps and hopes.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(fact: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not fact():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.05)
+
+
+def baton(*args: str) -> list[str]:
+    return [sys.executable, "-m", "services.cli", *args]
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON__")}
+    return clean | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+class Cluster:
+    """`with Cluster(model, prefill=1, decode=1) as cluster: cluster.client.post(...)`. Ends all processes on exit."""
+
+    def __init__(
+        self,
+        model: Path | str | None,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        unified: int = 0,
+        args: tuple[str, ...] = (),
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = baton("serve", *([str(model)] if model else []))
+        command += ["--port", str(self.port), "--device", "cpu"]
+        command += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified), *args]
+        self._command = command
+        self._size = prefill + decode + unified
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
+        self.client = httpx.Client(base_url=self.url, timeout=120.0)
+
+    def __enter__(self) -> "Cluster":
+        self.process = subprocess.Popen(
+            self._command, cwd=ROOT, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            wait_until(self._is_complete, timeout_s=START_TIMEOUT_S, what="a cluster that serves")
+        except BaseException:
+            self.stop()
+            print(self.log())  # noqa: T201 - pytest shows it with the failure
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if kind is not None:
+            print(self.log())  # noqa: T201 - pytest shows it with the failure
+        self._log.close()
+
+    def stop(self) -> int:
+        """Ends the cluster as Ctrl-C does. Returns the exit status."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+            raise
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def _is_complete(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"baton serve ended with status {self.process.returncode}")
+        with contextlib.suppress(httpx.TransportError):
+            answer = self.client.get("/health")
+            return answer.status_code == 200 and len(answer.json()["instances"]) == self._size
+        return False
+
+    def health(self) -> dict[str, Any]:
+        return dict(self.client.get("/health").json())
+
+    def instances(self, role: str | None = None) -> list[dict[str, Any]]:
+        return [i for i in self.health()["instances"] if role in (None, i["role"])]
+
+    def pid(self, role: str, index: int = 0) -> int:
+        """Process id of one instance, from its own /health."""
+        address = self.instances(role)[index]["http_address"]
+        return int(httpx.get(f"http://{address}/health").json()["pid"])
+
+    def metrics(self, address: str | None = None) -> dict[str, float]:
+        """Sum of each sample name over its labels; of the router, or of the instance at `address`."""
+        text = httpx.get(f"http://{address or self.url.removeprefix('http://')}/metrics").text
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    def complete(self, prompt: str | list[int], **params: Any) -> dict[str, Any]:
+        """POST /v1/completions, not streamed; raises on an error status."""
+        answer = self.client.post("/v1/completions", json={"prompt": prompt, **params})
+        if answer.status_code != 200:
+            raise AssertionError(f"{answer.status_code}: {answer.text}")
+        return dict(answer.json())
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            if answer.status_code != 200:
+                raise AssertionError(f"{answer.status_code}: {answer.read().decode()}")
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+    def wait_idle(self, timeout_s: float = 15.0) -> None:
+        """Until no instance runs, waits for or holds anything: whatever was leaked would stay."""
+        wait_until(lambda: not self.busy(), timeout_s=timeout_s, what=f"an idle cluster, but {self.busy()}")
+
+    def busy(self) -> dict[str, float]:
+        """What is not free, by instance and metric; empty when all is."""
+        found: dict[str, float] = {}
+        watched = ("vllm:num_requests_running", "vllm:num_requests_waiting", "baton:held_blocks", "baton:leases")
+        for instance in self.instances():
+            metrics = self.metrics(instance["http_address"])
+            found |= {f"{instance['instance']} {name}": metrics[name] for name in watched if metrics[name]}
+        router = self.metrics()
+        found |= {f"router {name}": router[name] for name in watched[:2] if router.get(name)}
+        return found
