@@ -1,0 +1,32 @@
+"""Fixtures of the end-to-end tests: one cluster a module where tests can share it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random-weight Llama with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    write_tiny_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(llama: Path) -> Iterator[Cluster]:
+    """One prefill and one decode instance; every test leaves it idle."""
+    with Cluster(llama, args=("--dtype", "float32", "--api-key", "secret")) as running:
+        running.client.headers["authorization"] = "Bearer secret"
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").wait_idle()

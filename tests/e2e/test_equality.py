@@ -1,0 +1,77 @@
+"""Greedy tokens through router → prefill → transfer → decode equal `transformers.generate`, for every family and transport."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.cluster import Cluster
+from tests.tiny_models import FAMILIES, write_tiny_model
+
+BLOCK = 16
+NEW_TOKENS = 12
+pytestmark = pytest.mark.slow
+
+
+def expected_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([list(prompt)])
+    generated = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    return [int(token) for token in generated[0, len(prompt) :]]
+
+
+def served_tokens(cluster: Cluster, prompt: Sequence[int], count: int) -> list[int]:
+    answer = cluster.complete(
+        list(prompt), max_tokens=count, temperature=0, ignore_eos=True, logprobs=0, return_tokens_as_token_ids=True
+    )
+    return [int(token.removeprefix("token_id:")) for token in answer["choices"][0]["logprobs"]["tokens"]]
+
+
+def prompt_of(length: int, *, start: int = 0) -> list[int]:
+    return [7 + (start + 31 * i + i * i) % 200 for i in range(length)]
+
+
+PROMPTS = {
+    "shorter than a block": prompt_of(5),
+    "exactly a block": prompt_of(BLOCK, start=3),
+    "many blocks": prompt_of(5 * BLOCK + 3, start=5),
+    "the same again: its prefix is cached on both sides": prompt_of(5 * BLOCK + 3, start=5),
+    "a cached prefix and something new": prompt_of(5 * BLOCK + 3, start=5)[: 4 * BLOCK] + prompt_of(40, start=11),
+}
+
+
+@pytest.mark.parametrize("transport", ["usm", "zeromq"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) -> None:
+    write_tiny_model(family, tmp_path)
+    # A step reads at most 32 prompt tokens, so the long prompts are prefilled in chunks.
+    flags = ("--dtype", "float32", "--kv-transport", transport, "--block-size", str(BLOCK))
+    flags += ("--max-num-batched-tokens", "32", "--disaggregation-min-tokens", "0")
+    with Cluster(tmp_path, args=flags) as cluster:
+        for case, prompt in PROMPTS.items():
+            served = served_tokens(cluster, prompt, NEW_TOKENS)
+            assert served == expected_tokens(tmp_path, prompt, NEW_TOKENS), case
+        cluster.wait_idle()
+        assert cluster.metrics()["baton:handoff_seconds_count"] == len(PROMPTS)
+        (decode,) = cluster.instances("decode")
+        assert [link["transport"] for link in decode["links"]] == [transport]
+
+
+def test_tokens_are_the_same_when_a_small_cache_forces_preemption(llama: Path) -> None:
+    """Six streams that together need more blocks than decode has: some are preempted, recomputed and go on."""
+    flags = ("--dtype", "float32", "--num-gpu-blocks-override", "24", "--max-model-len", "256")
+    flags += ("--disaggregation-min-tokens", "0")
+    prompts = [prompt_of(40, start=17 * i) for i in range(6)]
+    with Cluster(llama, args=flags) as cluster:
+        body = {"max_tokens": 80, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        answer = cluster.complete(prompts, **body, return_tokens_as_token_ids=True)  # type: ignore[arg-type]
+        cluster.wait_idle()
+        (decode,) = cluster.instances("decode")
+        assert cluster.metrics(decode["http_address"])["vllm:num_preemptions_total"] > 0
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        served = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        assert served == expected_tokens(llama, prompt, 80)

@@ -1,0 +1,96 @@
+"""The official OpenAI client against a real cluster."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.slow
+QUESTION = [{"role": "user", "content": "Tell me about blocks and batons, please, and take your time."}]
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="secret", max_retries=0) as connected:
+        yield connected
+
+
+def test_models_lists_the_served_model(client: openai.OpenAI) -> None:
+    assert [model.object for model in client.models.list().data] == ["model"]
+
+
+def test_chat_streamed_equals_chat_at_once(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    common = {"model": model, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**common)  # type: ignore[call-overload]
+    chunks = list(client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+
+
+def test_completions_streamed_equal_completions_at_once(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    common = {"model": model, "prompt": "once upon a time", "max_tokens": 20, "temperature": 0}
+    whole = client.completions.create(**common)  # type: ignore[call-overload]
+    text = "".join(c.choices[0].text for c in client.completions.create(**common, stream=True))  # type: ignore[call-overload]
+    assert text == whole.choices[0].text
+
+
+def test_two_sequences_differ_and_a_seed_repeats_both(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+
+    def two() -> list[str]:
+        answer = client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=16, temperature=1.0, n=2, seed=11  # type: ignore[arg-type]
+        )
+        return [choice.message.content or "" for choice in answer.choices]
+
+    first = two()
+    assert first[0] != first[1]
+    assert two() == first
+
+
+def test_logprobs_of_chat(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3  # type: ignore[arg-type]
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert answer.usage is not None and len(logprobs.content) == answer.usage.completion_tokens
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == max(top.logprob for top in token.top_logprobs)
+
+
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, cluster: Cluster) -> None:
+    model = client.models.list().data[0].id
+    full = client.completions.create(model=model, prompt="stop here", max_tokens=30, temperature=0).choices[0].text
+    stop = full[8:11]
+    answer = client.completions.create(model=model, prompt="stop here", max_tokens=30, temperature=0, stop=[stop])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == full[: full.index(stop)]
+
+
+def test_a_client_that_disconnects_leaves_nothing(client: openai.OpenAI, cluster: Cluster) -> None:
+    model = client.models.list().data[0].id
+    stream = client.completions.create(
+        model=model, prompt="a long story", max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.response.close()
+    cluster.wait_idle()
+
+
+def test_errors_have_openais_shape(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.chat.completions.create(model="no-such-model", messages=QUESTION)  # type: ignore[arg-type]
+    wrong_key = openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong_key.models.list()
+    wrong_key.close()
