@@ -1,0 +1,29 @@
+"""`baton-bench NAME …`: one benchmark a file, imported only when it is asked for."""
+
+import importlib
+import sys
+
+BENCHES = {
+    "serve": (
+        "bench.serve",
+        "load on any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
+    ),
+    "kv": ("bench.kv", "block transfer between two processes, every transport"),
+    "attention-cpu": ("bench.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),
+    "attention-gpu": ("bench.attention_gpu", "paged attention on an accelerator"),
+}
+
+
+def main() -> None:
+    """Entry point of `baton-bench`."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.stdout.write(
+            "usage: baton-bench NAME [options]   (--help after NAME explains it; --json for programs)\n\n"
+        )
+        for name, (_, what) in BENCHES.items():
+            sys.stdout.write(f"  {name:<15}{what}\n")
+        return
+    name, *arguments = sys.argv[1:]
+    if name not in BENCHES:
+        sys.exit(f"baton-bench: no benchmark is named {name!r}; there are {', '.join(BENCHES)}")
+    importlib.import_module(BENCHES[name][0]).run(arguments)
