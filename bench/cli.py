@@ -17,9 +17,7 @@ BENCHES = {
 def main() -> None:
     """Entry point of `baton-bench`."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        sys.stdout.write(
-            "usage: baton-bench NAME [options]   (--help after NAME explains it; --json for programs)\n\n"
-        )
+        sys.stdout.write("usage: baton-bench NAME [options]   (--help after NAME explains it; --json for programs)\n\n")
         for name, (_, what) in BENCHES.items():
             sys.stdout.write(f"  {name:<15}{what}\n")
         return

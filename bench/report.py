@@ -39,6 +39,4 @@ def show(rows: Iterable[Row], *, as_json: bool) -> None:
     cells = [header, *(tuple(_cell(value) for value in asdict(row).values()) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     for line in cells:
-        sys.stdout.write(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
-        )
+        sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")

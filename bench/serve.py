@@ -75,9 +75,7 @@ async def drive(requests: list[Request], options: argparse.Namespace) -> tuple[l
     gate = asyncio.Semaphore(options.max_concurrency or len(requests))
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    async with httpx.AsyncClient(
-        base_url=options.base_url, timeout=600, limits=limits, headers=headers
-    ) as client:
+    async with httpx.AsyncClient(base_url=options.base_url, timeout=600, limits=limits, headers=headers) as client:
         if options.model is None:
             options.model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         started = time.perf_counter()
@@ -105,9 +103,7 @@ def summarise(outcomes: list[Outcome], duration_s: float, options: argparse.Name
         raise SystemExit(f"baton-bench serve: no request succeeded; the first error was {outcomes[0].error}")
     tokens_in, tokens_out = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
     within = [
-        o
-        for o in good
-        if o.ttft_s * 1e3 <= options.goodput_ttft_ms and o.tpot_s * 1e3 <= options.goodput_tpot_ms
+        o for o in good if o.ttft_s * 1e3 <= options.goodput_ttft_ms and o.tpot_s * 1e3 <= options.goodput_tpot_ms
     ]
     rows = [
         ("Successful requests", len(good), ""),
@@ -141,9 +137,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", help="default: the first one that /v1/models lists")
     made.add_argument("--api-key")
     made.add_argument("--dataset-name", choices=("random", "trace"), default="random")
-    made.add_argument(
-        "--dataset-path", type=Path, help="an Azure .csv or a Mooncake .jsonl, with --dataset-name trace"
-    )
+    made.add_argument("--dataset-path", type=Path, help="an Azure .csv or a Mooncake .jsonl, with --dataset-name trace")
     made.add_argument("--length-scale", type=float, default=1.0, help="multiplies a trace's lengths")
     made.add_argument("--time-scale", type=float, default=1.0, help="multiplies a trace's times")
     made.add_argument("--num-prompts", type=int, default=100)

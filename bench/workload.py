@@ -58,13 +58,11 @@ def _mooncake(path: Path) -> Iterator[tuple[float, int, int]]:
         yield row["timestamp"] / 1000, row["input_length"], row["output_length"]
 
 
-def trace_requests(
-    path: Path, *, count: int, length_scale: float, time_scale: float, seed: int
-) -> list[Request]:
+def trace_requests(path: Path, *, count: int, length_scale: float, time_scale: float, seed: int) -> list[Request]:
     """The first `count` requests of a trace (Azure `.csv`, Mooncake `.jsonl`), lengths and times multiplied."""
     rng = random.Random(seed)
     rows = _azure(path) if path.suffix == ".csv" else _mooncake(path)
-    requests = []
+    requests: list[Request] = []
     for at_s, inputs, outputs in rows:
         if len(requests) == count:
             break

@@ -145,9 +145,7 @@ class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=T
     transferred_bytes: int
 
 
-ErrorCode = Literal[
-    "invalid", "too_long", "overloaded", "handoff_failed", "timeout", "draining", "internal"
-]
+ErrorCode = Literal["invalid", "too_long", "overloaded", "handoff_failed", "timeout", "draining", "internal"]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

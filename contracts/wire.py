@@ -26,7 +26,7 @@ class Decoder(Generic[T]):
     """
 
     def __init__(self, expected: object, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)
         self._max_bytes = max_bytes
 
     def decode(self, frame: bytes | memoryview) -> T:

@@ -1,1 +1,1 @@
-""
+"""The process that fetches a prompt's blocks and writes the answer."""

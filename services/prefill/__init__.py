@@ -1,1 +1,1 @@
-""
+"""The process that reads prompts and hands their blocks on."""

@@ -1,1 +1,1 @@
-""
+"""The process that does all of a request alone."""

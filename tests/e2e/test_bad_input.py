@@ -108,6 +108,15 @@ def test_a_port_in_use_is_named(llama: Path) -> None:
 
 def test_a_context_that_cannot_fit_names_the_largest_that_would(llama: Path) -> None:
     said = fails_at_start(
-        "serve", str(llama), "--device", "cpu", "--port", "0", "--num-gpu-blocks-override", "4", "--max-model-len", "512"
+        "serve",
+        str(llama),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--num-gpu-blocks-override",
+        "4",
+        "--max-model-len",
+        "512",
     )
     assert "64" in said and "512" in said

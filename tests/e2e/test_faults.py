@@ -21,7 +21,9 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk.get("choices"))
 
 
-def stream_in_thread(cluster: Cluster, body: dict[str, Any]) -> tuple[threading.Thread, list[dict[str, Any]], list[str]]:
+def stream_in_thread(
+    cluster: Cluster, body: dict[str, Any]
+) -> tuple[threading.Thread, list[dict[str, Any]], list[str]]:
     chunks: list[dict[str, Any]] = []
     errors: list[str] = []
 

@@ -46,7 +46,12 @@ def test_two_sequences_differ_and_a_seed_repeats_both(client: openai.OpenAI) -> 
 
     def two() -> list[str]:
         answer = client.chat.completions.create(
-            model=model, messages=QUESTION, max_tokens=16, temperature=1.0, n=2, seed=11  # type: ignore[arg-type]
+            model=model,
+            messages=QUESTION,
+            max_tokens=16,
+            temperature=1.0,
+            n=2,
+            seed=11,  # type: ignore[arg-type]
         )
         return [choice.message.content or "" for choice in answer.choices]
 
@@ -58,7 +63,12 @@ def test_two_sequences_differ_and_a_seed_repeats_both(client: openai.OpenAI) -> 
 def test_logprobs_of_chat(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(
-        model=model, messages=QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3  # type: ignore[arg-type]
+        model=model,
+        messages=QUESTION,
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,  # type: ignore[arg-type]
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None

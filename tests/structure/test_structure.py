@@ -21,7 +21,9 @@ def test_no_file_is_longer_than_400_lines() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [str(p.relative_to(ROOT)) for p in source_files() if not p.read_text().lstrip().startswith(('"""', 'r"""'))]
+    silent = [
+        str(p.relative_to(ROOT)) for p in source_files() if not p.read_text().lstrip().startswith(('"""', 'r"""'))
+    ]
     assert not silent
 
 
@@ -47,11 +49,18 @@ def test_no_pickle_anywhere() -> None:
 
 def test_nobody_but_settings_reads_the_environment() -> None:
     reads = re.compile(r"os\.environ|os\.getenv")
-    allowed = {"services/cli.py", "services/common/configuration.py", "services/local/supervisor.py", "engine/device.py"}
+    allowed = {
+        "services/cli.py",
+        "services/common/configuration.py",
+        "services/local/supervisor.py",
+        "engine/device.py",
+    }
     found = {
         relative
         for p in source_files()
-        if (relative := str(p.relative_to(ROOT))) not in allowed and "bench" not in p.parts and reads.search(p.read_text())
+        if (relative := str(p.relative_to(ROOT))) not in allowed
+        and "bench" not in p.parts
+        and reads.search(p.read_text())
     }
     assert not found
 
