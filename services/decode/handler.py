@@ -1,0 +1,131 @@
+"""What a decode instance does with a request: reserve blocks, fetch the missing ones, write the answer.
+
+Blocks are freed only when the fetch is over: until then a copy may write to them.
+"""
+
+import asyncio
+import logging
+from typing import Literal
+
+from contracts.identity import BlockName
+from contracts.messages import Decode, Generate, HandoffReport, Ticket
+from contracts.wire import WireError
+from kvtransfer.errors import LocalTransferError, RemoteTransferError
+from services.decode.reservations import Reservations
+from services.instance.engine_thread import EngineCalls
+from services.instance.errors import RequestFailed
+from services.instance.first_tokens import FirstTokens, decode_first_tokens
+from services.instance.generation import Writing, generate
+from services.instance.ports import EngineStats, FetchResult, Reservation, RouterPort, SinkPort
+from services.instance.requests import Request
+from services.instance.serving import Assignment
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeHandler:
+    """`services.instance.serving.RoleHandler`."""
+
+    def __init__(
+        self,
+        engine: EngineCalls,
+        transfer: SinkPort,
+        router: RouterPort,
+        *,
+        fallback: Literal["fail", "local"],
+        max_waiting: int,
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._router = router
+        self._fallback = fallback
+        self._reservations = Reservations(engine, max_waiting=max_waiting)
+
+    def can_serve(self, message: Assignment) -> bool:
+        return isinstance(message, Decode | Generate)
+
+    async def serve(self, request: Request, message: Assignment) -> None:
+        if isinstance(message, Decode):
+            await self._decode(request, message.ticket)
+        else:
+            await generate(self._engine, request)
+
+    def on_turn(self, stats: EngineStats) -> None:
+        self._reservations.on_free_blocks(stats.free_blocks)
+
+    def num_queued(self) -> int:
+        return len(self._reservations)
+
+    async def _decode(self, request: Request, ticket: Ticket) -> None:
+        writing = Writing()
+        request.progress = writing
+        inner = request.work.request_id
+        try:
+            reservation = await self._reserve(request, ticket)
+            fetched = await self._fetch(request, ticket, reservation)
+            if fetched is None:
+                request.is_admitted = True
+                await self._engine.call(lambda engine: engine.admit_locally(inner))
+            else:
+                await self._admit(request, reservation, fetched)
+            await writing.wait()
+        finally:
+            if not (writing.is_over and request.is_admitted):
+                self._engine.post(lambda engine: engine.cancel(inner))
+
+    async def _reserve(self, request: Request, ticket: Ticket) -> Reservation:
+        try:
+            async with asyncio.timeout(ticket.timeout_s):
+                return await self._reservations.reserve(request.work)
+        except TimeoutError:
+            raise RequestFailed("overloaded", f"no room for the prompt within {ticket.timeout_s:g} s") from None
+
+    async def _fetch(self, request: Request, ticket: Ticket, reservation: Reservation) -> FetchResult | None:
+        """None: the handoff failed and this instance computes what is missing itself."""
+        inner = request.work.request_id
+
+        def on_blocks(names: list[BlockName]) -> None:
+            self._engine.post(lambda engine: engine.mark_received(inner, names))
+
+        try:
+            return await self._transfer.fetch(ticket, reservation.missing, on_blocks=on_blocks)
+        except RemoteTransferError as exc:
+            if self._fallback == "fail":
+                raise RequestFailed("handoff_failed", _describe(exc), lost=ticket.source) from exc
+            logger.warning(
+                "request %s: computed here, since the handoff failed: %s", request.request_id, _describe(exc)
+            )
+            return None
+        except LocalTransferError as exc:
+            raise RequestFailed("handoff_failed", _describe(exc)) from exc
+
+    async def _admit(self, request: Request, reservation: Reservation, fetched: FetchResult) -> None:
+        try:
+            first = decode_first_tokens(fetched.payload)
+        except WireError as exc:
+            raise RequestFailed("handoff_failed", f"first tokens: {exc}") from exc
+        inner = request.work.request_id
+        going = {token.sequence: token.token_id for token in first.tokens if not token.is_finished}
+        going = {sequence: token for sequence, token in going.items() if sequence in request.live}
+        self._router.send(request.router, _report(request, reservation, fetched, first))
+        for sequence in request.live - set(going):
+            request.end_sequence(sequence)
+        if going:
+            request.is_admitted = True
+            await self._engine.call(lambda engine: engine.admit(inner, going))
+
+
+def _report(request: Request, reservation: Reservation, fetched: FetchResult, first: FirstTokens) -> HandoffReport:
+    return HandoffReport(
+        request_id=request.request_id,
+        transport=fetched.transport,
+        handoff_s=fetched.seconds,
+        exposed_s=min(fetched.seconds, fetched.exposed_s + first.since_end_s),
+        transferred_blocks=fetched.num_blocks,
+        reused_blocks=reservation.reused,
+        transferred_bytes=fetched.num_bytes,
+    )
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

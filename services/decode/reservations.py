@@ -1,0 +1,122 @@
+"""Requests that wait for blocks: granted strictly by priority, then arrival, so that a large one is never starved.
+
+All that wait ask the engine together, in one command, and again whenever more blocks are free than at the last refusal.
+"""
+
+import asyncio
+import bisect
+from dataclasses import dataclass
+
+from contracts.messages import Work
+from engine.errors import RequestError
+from services.instance.engine_thread import EngineCalls
+from services.instance.errors import RequestFailed
+from services.instance.ports import EnginePort, Reservation
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    work: Work
+    order: int
+    granted: asyncio.Future[Reservation]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.work.priority, self.order
+
+
+@dataclass(frozen=True, slots=True)
+class _Grants:
+    """Answers to the first of those who asked. If there are fewer than asked, `free_blocks` were not enough."""
+
+    answers: list[Reservation | RequestError]
+    free_blocks: int
+
+
+class Reservations:
+    def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
+        self._engine = engine
+        self._max_waiting = max_waiting
+        self._waiting: list[_Waiter] = []
+        self._num_asked = 0
+        self._is_asking = False
+        self._refused_at: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def reserve(self, work: Work) -> Reservation:
+        """Waits for room. Raises `RequestFailed` when too many wait, `RequestError` when it can never fit.
+
+        When cancelled, the caller frees what may have been reserved meanwhile.
+        """
+        if self._refused_at is not None and len(self._waiting) >= self._max_waiting:
+            raise RequestFailed("overloaded", f"{len(self._waiting)} handoffs wait for blocks")
+        waiter = _Waiter(work, self._num_asked, asyncio.get_running_loop().create_future())
+        self._num_asked += 1
+        bisect.insort(self._waiting, waiter, key=lambda w: w.key)
+        if self._waiting[0] is waiter:
+            self._refused_at = None
+        self._ask()
+        try:
+            return await waiter.granted
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._refused_at = None
+                self._ask()
+
+    def on_free_blocks(self, free_blocks: int) -> None:
+        if self._refused_at is not None:
+            if free_blocks > self._refused_at:
+                self._refused_at = None
+                self._ask()
+            else:
+                self._refused_at = free_blocks
+
+    def _ask(self) -> None:
+        if self._is_asking or not self._waiting or self._refused_at is not None:
+            return
+        self._is_asking = True
+        asked = list(self._waiting)
+        answer = self._engine.call(lambda engine: _grant(engine, [waiter.work for waiter in asked]))
+        answer.add_done_callback(lambda done: self._answered(asked, done))
+
+    def _answered(self, asked: list[_Waiter], done: "asyncio.Future[_Grants]") -> None:
+        self._is_asking = False
+        if done.cancelled() or (error := done.exception()) is not None:
+            for waiter in asked:
+                self._settle(waiter, error if not done.cancelled() else None)
+            return
+        grants = done.result()
+        for waiter, answer in zip(asked, grants.answers, strict=False):
+            self._settle(waiter, answer)
+        refused = asked[len(grants.answers) :]
+        if refused and self._waiting and self._waiting[0] is refused[0]:
+            self._refused_at = grants.free_blocks
+        self._ask()
+
+    def _settle(self, waiter: _Waiter, answer: Reservation | BaseException | None) -> None:
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+        if waiter.granted.done():
+            return  # given up meanwhile: its owner has sent the cancel behind our question
+        if isinstance(answer, Reservation):
+            waiter.granted.set_result(answer)
+        else:
+            waiter.granted.set_exception(answer or RequestFailed("internal", "the engine has stopped"))
+
+
+def _grant(engine: EnginePort, works: list[Work]) -> _Grants:
+    """In the engine's thread: one after the other until one finds no room."""
+    answers: list[Reservation | RequestError] = []
+    for work in works:
+        try:
+            reservation = engine.reserve(work)
+        except RequestError as exc:
+            answers.append(exc)
+            continue
+        if reservation is None:
+            break
+        answers.append(reservation)
+    return _Grants(answers, engine.stats().free_blocks)

@@ -1,0 +1,172 @@
+"""Owns the engine: builds it and calls it, all in one thread. Knows nothing of requests, routers or transfers.
+
+Commands enter through a queue, what a step produced leaves through one callback on the event loop. A thread with
+nothing to do blocks on its queue. A command never waits for more than the step that is running.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from engine.errors import EngineError
+from services.instance.errors import EngineBroken
+from services.instance.ports import EnginePort, EngineStats, StepResult
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SWITCH_INTERVAL_S = 0.0005
+"""How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one round of the engine's thread left: `at` is `time.monotonic()` when the step had ended."""
+
+    result: StepResult
+    stats: EngineStats
+    at: float
+
+
+class EngineCalls(Protocol):
+    """What request handling may do with the engine."""
+
+    def call(self, action: Callable[[EnginePort], T]) -> asyncio.Future[T]: ...
+
+    def post(self, action: Callable[[EnginePort], object]) -> None: ...
+
+
+class EngineThread:
+    """`start` builds the engine; `attach` begins to run it; `call` and `post` belong to the event loop's thread."""
+
+    def __init__(self, build: Callable[[], EnginePort]) -> None:
+        self._build = build
+        self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
+        self._attached = threading.Event()
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._ready: Future[EnginePort] = Future()
+
+    def start(self) -> EnginePort:
+        """Waits until the engine is built. Raises what building it raised."""
+        self._thread.start()
+        return self._ready.result()
+
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_turn: Callable[[Turn], None],
+        on_broken: Callable[[EngineBroken], None],
+    ) -> None:
+        """From now on steps run. Both callbacks are called on `loop`; after `on_broken` nothing else is."""
+        self._loop = loop
+        self._on_turn = on_turn
+        self._on_broken = on_broken
+        self._attached.set()
+
+    def call(self, action: Callable[[EnginePort], T]) -> asyncio.Future[T]:
+        """Runs `action` in the engine's thread, in order with all others, before its next step."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self._is_broken:
+            future.set_exception(EngineBroken("the engine has stopped"))
+        else:
+            self._commands.put(_Command(action, future))  # type: ignore[arg-type]
+        return future
+
+    def post(self, action: Callable[[EnginePort], object]) -> None:
+        """As `call`, for actions without an answer; an error is logged."""
+        if not self._is_broken:
+            self._commands.put(_Command(action, None))
+
+    async def stop(self) -> None:
+        """Lets the running step end and closes the engine."""
+        self._attached.set()
+        self._commands.put(None)
+        while self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, 1.0)
+
+    def _main(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as exc:  # noqa: BLE001 - start() raises it again in the thread that waits
+            self._ready.set_exception(exc)
+            return
+        self._ready.set_result(engine)
+        self._attached.wait()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        try:
+            self._run(engine)
+        except Exception as exc:
+            logger.exception("the engine broke")
+            self._is_broken = True
+            broken = EngineBroken(f"the engine broke: {exc}")
+            self._deliver(self._on_broken, broken)
+        finally:
+            engine.close()
+
+    def _run(self, engine: EnginePort) -> None:
+        is_idle = True
+        while True:
+            commands = self._take(wait=is_idle)
+            if commands is None:
+                return
+            for command in commands:
+                command.run(engine)
+            if any(command.future is not None for command in commands):
+                self._deliver(_settle, commands)
+            result = engine.step()
+            self._deliver(self._on_turn, Turn(result, engine.stats(), time.monotonic()))
+            is_idle = not engine.has_work()
+
+    def _take(self, *, wait: bool) -> "list[_Command[object]] | None":
+        """All commands that are there; when idle, waits for the first. None: stop."""
+        commands: list[_Command[object]] = []
+        while (wait and not commands) or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return None
+            commands.append(command)
+        return commands
+
+    def _deliver(self, callback: Callable[[T], None], value: T) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, value)
+
+
+class _Command(Generic[T]):
+    def __init__(self, action: Callable[[EnginePort], T], future: "asyncio.Future[T] | None") -> None:
+        self.future = future
+        self._action = action
+        self._value: T | None = None
+        self._error: Exception | None = None
+
+    def run(self, engine: EnginePort) -> None:
+        try:
+            self._value = self._action(engine)
+        except EngineError as exc:
+            self._error = exc
+        except Exception as exc:
+            logger.exception("a command to the engine failed")
+            self._error = exc
+
+    def settle(self) -> None:
+        if self.future is None or self.future.done():
+            return
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(self._value)  # type: ignore[arg-type]
+
+
+def _settle(commands: list[_Command[object]]) -> None:
+    for command in commands:
+        command.settle()

@@ -1,0 +1,54 @@
+"""A whole answer, or the rest of one, written by this instance's engine. Shared by the decode and unified roles."""
+
+import asyncio
+
+from engine.outputs import CompletedBlocks, SequenceOutput
+from services.instance.engine_thread import EngineCalls
+from services.instance.errors import RequestFailed
+from services.instance.requests import Request
+
+
+class Writing:
+    """`Progress` of a request whose answer is written here: all that matters is its end."""
+
+    def __init__(self) -> None:
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def completed(self, blocks: CompletedBlocks) -> None:
+        """Nobody waits for these blocks."""
+
+    def token(self, output: SequenceOutput) -> None:
+        """The router has it already."""
+
+    def held(self, at: float) -> None:
+        """Blocks of an answer are not held."""
+
+    def ended(self) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def failed(self, message: str) -> None:
+        if not self._end.done():
+            self._end.set_exception(RequestFailed("internal", message))
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done() and not self._end.cancelled() and self._end.exception() is None
+
+    async def wait(self) -> None:
+        """Raises `RequestFailed` when the engine gave the request up."""
+        await self._end
+
+
+async def generate(engine: EngineCalls, request: Request) -> None:
+    """Computes the prompt and writes the answer. Raises `engine.errors.RequestError` when it never can."""
+    work = request.work
+    writing = Writing()
+    request.progress = writing
+    request.is_admitted = True
+    try:
+        await engine.call(lambda e: e.add(work))
+        await writing.wait()
+    finally:
+        if not writing.is_over:
+            engine.post(lambda e: e.cancel(work.request_id))

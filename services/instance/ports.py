@@ -1,0 +1,112 @@
+"""What request handling needs of the engine, of block transfer and of the links to routers.
+
+The real ones fit without knowing of these; tests use fakes. Value types come from where they are made.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, Protocol
+
+from contracts.events import BlockEvent
+from contracts.identity import BlockName, RequestId, TicketId
+from contracts.instance import LinkStatus
+from contracts.layout import KVLayout
+from contracts.messages import Ticket, ToRouter, Work
+from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from services.common.rpc import RouterId
+
+Mode = Literal["generate", "prefill"]
+
+
+class EnginePort(Protocol):
+    """`engine.Engine`, called from one thread alone."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def max_model_len(self) -> int: ...
+    def add(self, work: Work, *, mode: Mode = "generate") -> None: ...
+    def reserve(self, work: Work) -> Reservation | None: ...
+    def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None: ...
+    def admit(self, request_id: RequestId, first_tokens: dict[int, int]) -> None: ...
+    def admit_locally(self, request_id: RequestId) -> None: ...
+    def cancel(self, request_id: RequestId, sequence: int | None = None) -> None: ...
+    def release(self, request_id: RequestId) -> None: ...
+    def step(self) -> StepResult: ...
+    def has_work(self) -> bool: ...
+    def cached_names(self) -> list[BlockName]: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class FetchResult(Protocol):
+    """What a finished fetch tells: `exposed_s` is the time from the producer's end to the fetch's end."""
+
+    @property
+    def payload(self) -> bytes: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def exposed_s(self) -> float: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class SourcePort(Protocol):
+    """The producing end of a transfer: `kvtransfer.TransferNode`."""
+
+    def open(self, ticket: Ticket) -> None: ...
+    def publish(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None: ...
+    def finish(self, ticket_id: TicketId, payload: bytes) -> None: ...
+    def fail(self, ticket_id: TicketId, reason: str) -> None: ...
+    def released(self, ticket_id: TicketId) -> Awaitable[str]: ...
+    def cancel(self, ticket_id: TicketId) -> None: ...
+
+
+class SinkPort(Protocol):
+    """The consuming end of a transfer."""
+
+    def fetch(
+        self,
+        ticket: Ticket,
+        wanted: Sequence[tuple[BlockName, int]],
+        *,
+        on_blocks: Callable[[list[BlockName]], None] | None = None,
+    ) -> Awaitable[FetchResult]: ...
+    def cancel(self, ticket_id: TicketId) -> None: ...
+
+
+class LinksPort(Protocol):
+    def links(self) -> list[LinkStatus]: ...
+
+
+class RouterPort(Protocol):
+    """`services.common.rpc.InstanceServer`, once it is started."""
+
+    def routers(self) -> list[RouterId]: ...
+    def send(self, router: RouterId, message: ToRouter) -> None: ...
+
+
+class EventsPort(Protocol):
+    @property
+    def sequence(self) -> int: ...
+    def publish(self, events: list[BlockEvent]) -> None: ...
+
+
+__all__ = [
+    "EnginePort",
+    "EngineStats",
+    "EventsPort",
+    "FetchResult",
+    "LinksPort",
+    "Mode",
+    "NamedBlock",
+    "Reservation",
+    "RouterPort",
+    "SinkPort",
+    "SourcePort",
+    "StepResult",
+]

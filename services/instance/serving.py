@@ -1,0 +1,273 @@
+"""Takes the messages of routers, keeps one task per request, and sends back what its engine's steps bring.
+
+What serving a request means is for the role to know; that each request ends once, frees all it had before its router
+hears of a failure, and outlives neither its router nor its deadline, is decided here. Everything runs on the event
+loop's thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Protocol
+
+from contracts.identity import BlockName, Generation, InstanceId, RequestId
+from contracts.instance import Load
+from contracts.messages import (
+    Batch,
+    Cancel,
+    Decode,
+    Failed,
+    Generate,
+    Heartbeat,
+    LoadReport,
+    Prefill,
+    Snapshot,
+    SnapshotRequest,
+    ToInstance,
+)
+from engine.errors import RequestError
+from kvtransfer.errors import TransferError
+from services.common.rpc import RouterId
+from services.instance.engine_thread import EngineCalls, Turn
+from services.instance.errors import RequestFailed
+from services.instance.ports import EngineStats, EventsPort, LinksPort, RouterPort
+from services.instance.requests import Request, RequestTable
+
+logger = logging.getLogger(__name__)
+
+Assignment = Prefill | Decode | Generate
+
+LONGEST_TIMEOUT_S = 86_400.0
+
+
+class RoleHandler(Protocol):
+    """What makes a prefill, a decode or a unified instance of this process."""
+
+    def can_serve(self, message: Assignment) -> bool: ...
+
+    async def serve(self, request: Request, message: Assignment) -> None:
+        """The whole life of a request. Whether it returns, raises or is cancelled: when it is over, all is free."""
+
+    def on_turn(self, stats: EngineStats) -> None:
+        """The engine has moved on; blocks may have become free."""
+
+    def num_queued(self) -> int:
+        """Requests that wait outside the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    instance: InstanceId
+    generation: Generation
+
+
+@dataclass(slots=True)
+class _Attempt:
+    task: asyncio.Task[None]
+    deadline: asyncio.TimerHandle
+    is_aborted: bool = False
+    failure: Failed | None = None
+
+
+class Serving:
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        role: RoleHandler,
+        engine: EngineCalls,
+        stats: EngineStats,
+        router: RouterPort,
+        events: EventsPort,
+        links: LinksPort,
+    ) -> None:
+        self._identity = identity
+        self._role = role
+        self._engine = engine
+        self._router = router
+        self._events = events
+        self._links = links
+        self._attempts: dict[Request, _Attempt] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.table = RequestTable()
+        self.stats = stats
+        self.is_draining = False
+
+    def load(self) -> Load:
+        return load_of(self.stats, num_queued=self._role.num_queued())
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        match message:
+            case Prefill() | Decode() | Generate():
+                self._accept(router, message)
+            case Cancel():
+                self._cancel(router, message)
+            case Heartbeat():
+                self._router.send(router, self._load_report())
+            case SnapshotRequest():
+                names = self._engine.call(lambda engine: engine.cached_names())
+                names.add_done_callback(lambda done: self._send_snapshot(router, done))
+
+    def on_router_lost(self, router: RouterId) -> None:
+        for request in self.table.of_router(router):
+            self._abort(request, None)
+
+    def on_turn(self, turn: Turn) -> None:
+        self.stats = turn.stats
+        for router, answers in self.table.apply(turn.result, turn.at).items():
+            self._router.send(router, Batch(answers))
+        self._events.publish(turn.result.events)
+        self._role.on_turn(turn.stats)
+
+    def fail_all(self, reason: str) -> None:
+        """The engine is gone, and with it everything that could be freed."""
+        for request in self.table.all():
+            failed = Failed(request_id=request.request_id, code="internal", message=reason)
+            self._router.send(request.router, failed)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""
+        self.is_draining = True
+        for router in self._router.routers():
+            self._router.send(router, self._load_report())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests did not end within %g s", len(self.table), timeout_s)
+            for request in self.table.all():
+                self._abort(request, _failed(request, RequestFailed("draining", "the instance stops")))
+            await self._idle.wait()
+
+    def _accept(self, router: RouterId, message: Assignment) -> None:
+        work = message.work
+        refused = refusal(message, can_serve=self._role.can_serve(message), is_draining=self.is_draining)
+        if refused is not None:
+            self._router.send(router, refused)
+            return
+        if (previous := self.table.find(router, work.request_id)) is not None:
+            logger.info("request %s: a new attempt replaces the running one", work.request_id)
+            self._abort(previous, None)
+        request = self.table.add(router, work)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._role.serve(request, message), name=request.work.request_id)
+        timeout_s = min(max(work.timeout_s, 0.0), LONGEST_TIMEOUT_S)
+        late = RequestFailed("timeout", f"not done within {timeout_s:g} s")
+        deadline = loop.call_later(timeout_s, self._abort, request, _failed(request, late))
+        self._attempts[request] = _Attempt(task, deadline)
+        self._idle.clear()
+        task.add_done_callback(lambda _: self._end(request))
+
+    def _cancel(self, router: RouterId, message: Cancel) -> None:
+        request = self.table.find(router, message.request_id)
+        if request is None:
+            return
+        sequence = message.sequence
+        if sequence is None or request.live <= {sequence}:
+            self._abort(request, None)
+        elif sequence in request.live:
+            request.live.discard(sequence)
+            if request.is_admitted:
+                inner = request.work.request_id
+                self._engine.post(lambda engine: engine.cancel(inner, sequence))
+
+    def _abort(self, request: Request, failure: Failed | None) -> None:
+        """Ends a request from outside. Without `failure` its router wants to hear no more of it."""
+        attempt = self._attempts[request]
+        if failure is None:
+            self.table.detach(request)
+        if not attempt.is_aborted:
+            attempt.is_aborted = True
+            attempt.failure = failure
+            request.live.clear()
+            attempt.task.cancel()
+
+    def _end(self, request: Request) -> None:
+        attempt = self._attempts.pop(request)
+        attempt.deadline.cancel()
+        failure = attempt.failure
+        if not attempt.task.cancelled() and (error := attempt.task.exception()) is not None:
+            failure = failure or _failed(request, error)
+        if failure is not None and self.table.find(request.router, request.request_id) is request:
+            logger.info("request %s failed: %s: %s", failure.request_id, failure.code, failure.message)
+            self._router.send(request.router, failure)
+        self.table.remove(request)
+        if not self._attempts:
+            self._idle.set()
+
+    def _send_snapshot(self, router: RouterId, names: "asyncio.Future[list[BlockName]]") -> None:
+        if names.cancelled() or names.exception() is not None:
+            return
+        identity = self._identity
+        snapshot = Snapshot(
+            instance=identity.instance,
+            generation=identity.generation,
+            sequence=self._events.sequence,
+            device=names.result(),
+        )
+        self._router.send(router, snapshot)
+
+    def _load_report(self) -> LoadReport:
+        return LoadReport(
+            instance=self._identity.instance,
+            generation=self._identity.generation,
+            load=self.load(),
+            links=self._links.links(),
+            draining=self.is_draining,
+        )
+
+
+def refusal(message: Assignment, *, can_serve: bool, is_draining: bool) -> Failed | None:
+    """Why a message is not served, if it is not."""
+    request_id = message.work.request_id
+    if is_draining:
+        return Failed(request_id=request_id, code="draining", message="the instance stops")
+    if not can_serve:
+        kind = type(message).__name__
+        return Failed(request_id=request_id, code="invalid", message=f"this instance's role does not serve {kind}")
+    return None
+
+
+def failure_of(request_id: RequestId, error: BaseException) -> Failed:
+    match error:
+        case RequestFailed():
+            return Failed(request_id=request_id, code=error.code, message=str(error), lost=error.lost)
+        case RequestError():
+            return Failed(request_id=request_id, code=error.code, message=error.message)
+        case TransferError():
+            return Failed(request_id=request_id, code="handoff_failed", message=f"{type(error).__name__}: {error}")
+        case _:
+            logger.error("request %s failed", request_id, exc_info=error)
+            return Failed(request_id=request_id, code="internal", message=f"{type(error).__name__}: {error}")
+
+
+def load_of(stats: EngineStats, *, num_queued: int) -> Load:
+    return Load(
+        free_blocks=stats.free_blocks,
+        total_blocks=stats.total_blocks,
+        running=stats.running,
+        waiting=stats.waiting + stats.reserved + num_queued,
+        queued_tokens=stats.queued_tokens,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        held_blocks=stats.held_blocks,
+    )
+
+
+async def to_the_end(cleanup: Coroutine[object, object, None]) -> None:
+    """Awaits `cleanup` until it is over, even when cancelled meanwhile; the cancellation comes afterwards."""
+    task = asyncio.ensure_future(cleanup)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+def _failed(request: Request, error: BaseException) -> Failed:
+    return failure_of(request.request_id, error)

@@ -1,0 +1,125 @@
+"""Settings of an instance process, whatever its role. Engine settings carry vLLM's names.
+
+Read once in `main` by `services.common.configuration`; nobody changes them afterwards.
+"""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from contracts.identity import InstanceId
+from contracts.instance import Role
+
+Device = Literal["auto", "cpu", "cuda", "xpu"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Transport = Literal["auto", "memory", "usm", "zeromq"]
+Checksum = Literal["full", "sampled", "off"]
+Fallback = Literal["fail", "local"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One field, one flag: `max_model_len` is `--max-model-len`."""
+
+    model: Annotated[str, Meta(description="folder of a Hugging Face model (config.json, safetensors)", min_length=1)]
+    served_model_name: Annotated[
+        list[str],
+        Meta(description="names under which clients may ask for the model; the first is reported (default: the model)"),
+    ] = []
+    device: Annotated[Device, Meta(description="where the model runs; auto takes xpu, then cuda, then cpu")] = "auto"
+    device_index: Annotated[
+        int | None, Meta(description="which device of the machine; the process then sees that one alone", ge=0)
+    ] = None
+    dtype: Annotated[Dtype, Meta(description="of weights and KV; auto takes the model's own")] = "auto"
+    max_model_len: Annotated[
+        int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)
+    ] = None
+    max_num_seqs: Annotated[
+        int | None, Meta(description="sequences that run at once (default: 256, or all tokens of a step)", ge=1)
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Meta(description="tokens of one step; longer prompts are computed in chunks", ge=1)
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(description="fraction of the device's memory for weights, work space and KV", gt=0, le=1)
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int | None, Meta(description="size of the KV cache; overrides --gpu-memory-utilization", ge=1)
+    ] = None
+    block_size: Annotated[
+        int | None, Meta(description="tokens of a KV block (default: 16 on cpu, 64 elsewhere)", ge=1)
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None, Meta(description="number of KV blocks, whatever memory there is", ge=1)
+    ] = None
+    seed: Annotated[int, Meta(description="of dummy weights")] = 0
+    enable_prefix_caching: Annotated[bool, Meta(description="keep blocks of ended requests for equal prefixes")] = True
+    load_format: Annotated[Literal["auto", "dummy"], Meta(description="dummy takes random weights, without files")] = (
+        "auto"
+    )
+    enforce_eager: Annotated[bool, Meta(description="never capture graphs of decode steps")] = False
+    trust_remote_code: Annotated[bool, Meta(description="run Python code that comes with the model")] = False
+    max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
+
+    instance_id: Annotated[
+        str, Meta(description="unique in the cluster and stable over restarts (default: role-host-pid)", max_length=200)
+    ] = ""
+    host: Annotated[str, Meta(description="address that all ports are bound to", min_length=1)] = "127.0.0.1"
+    advertise_host: Annotated[
+        str, Meta(description="address under which others reach this instance (default: --host, or this host's own)")
+    ] = ""
+    rpc_port: Annotated[Port, Meta(description="for routers; 0 takes a free one")] = 0
+    transfer_port: Annotated[Port, Meta(description="for block transfers; 0 takes a free one")] = 0
+    events_port: Annotated[Port, Meta(description="for events of the cache; 0 takes a free one")] = 0
+    http_port: Annotated[Port, Meta(description="for /health and /metrics; 0 takes a free one")] = 0
+    registry: Annotated[
+        str, Meta(description="memory://HOST:PORT (a router), redis://…, rediss://… or unix:///…; empty: none")
+    ] = ""
+    registry_ttl_s: Annotated[float, Meta(description="a record that is not renewed for so long expires", gt=0)] = 10.0
+
+    kv_transport: Annotated[
+        Transport, Meta(description="how blocks travel; auto takes the fastest that works for a pair")
+    ] = "auto"
+    kv_checksum: Annotated[Checksum, Meta(description="verify each block that arrives, one in eight, or none")] = "full"
+    kv_lease_s: Annotated[
+        float, Meta(description="blocks held for an instance that has fallen silent are freed after this", gt=0)
+    ] = 10.0
+    handoff_fallback: Annotated[
+        Fallback,
+        Meta(description="when a handoff fails: fail lets the router replay, local computes what is missing here"),
+    ] = "fail"
+    max_waiting: Annotated[
+        int, Meta(description="handoffs that may wait for free blocks before others are refused", ge=0)
+    ] = 1024
+    drain_timeout_s: Annotated[float, Meta(description="time for running requests to end after SIGTERM", ge=0)] = 30.0
+
+    threads: Annotated[int | None, Meta(description="CPU threads for the model (default: torch's choice)", ge=1)] = None
+    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
+
+
+def instance_id(settings: InstanceSettings, role: Role) -> InstanceId:
+    return InstanceId(settings.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}")
+
+
+def advertised_host(settings: InstanceSettings) -> str:
+    """The address for the registry: a wildcard is of no use to others."""
+    if settings.advertise_host:
+        return settings.advertise_host
+    wildcard = settings.host in ("0.0.0.0", "::", "*")
+    return socket.gethostname() if wildcard else settings.host
+
+
+def model_names(settings: InstanceSettings) -> list[str]:
+    """The name that is reported, then its aliases."""
+    if settings.served_model_name:
+        return list(settings.served_model_name)
+    folder = Path(settings.model).name
+    return [settings.model] if folder in ("", settings.model) else [settings.model, folder]

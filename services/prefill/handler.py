@@ -1,0 +1,92 @@
+"""What a prefill instance does with a request: read the prompt, hand its blocks on, keep them until they are fetched.
+
+Blocks are freed only when the transfer says that no copy reads them any more, however the request ended.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from contracts.messages import Prefill, Ticket
+from services.instance.engine_thread import EngineCalls
+from services.instance.errors import RequestFailed
+from services.instance.ports import EngineStats, SourcePort
+from services.instance.requests import Request
+from services.instance.serving import Assignment, to_the_end
+from services.prefill.reading import HandedReading, Reading
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillHandler:
+    """`services.instance.serving.RoleHandler`."""
+
+    def __init__(self, engine: EngineCalls, transfer: SourcePort, *, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._clock = clock
+
+    def can_serve(self, message: Assignment) -> bool:
+        return isinstance(message, Prefill)
+
+    async def serve(self, request: Request, message: Assignment) -> None:
+        assert isinstance(message, Prefill)
+        if message.ticket is None:
+            await self._read(request)
+        else:
+            await self._hand_off(request, message.ticket)
+
+    def on_turn(self, stats: EngineStats) -> None:
+        """Nothing waits for it."""
+
+    def num_queued(self) -> int:
+        return 0
+
+    async def _read(self, request: Request) -> None:
+        reading = Reading()
+        request.progress = reading
+        try:
+            await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            await reading.end
+        finally:
+            self._free(request, reading)
+
+    async def _hand_off(self, request: Request, ticket: Ticket) -> None:
+        reading = HandedReading(self._transfer, ticket, clock=self._clock)
+        request.progress = reading
+        self._transfer.open(ticket)
+        released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
+        try:
+            await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            ends: list[asyncio.Future[Any]] = [reading.end, released]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.end.done():
+                raise RequestFailed("handoff_failed", f"instance {ticket.sink} does not fetch: {released.result()}")
+            reading.end.result()
+            await asyncio.wait([released])
+        except Exception as exc:
+            self._transfer.fail(ticket.ticket, str(exc))
+            raise
+        finally:
+            reading.is_open = False
+            await to_the_end(self._let_go(request, reading, ticket, released))
+
+    async def _let_go(
+        self, request: Request, reading: Reading, ticket: Ticket, released: "asyncio.Future[str]"
+    ) -> None:
+        if not released.done():
+            self._transfer.cancel(ticket.ticket)
+        try:
+            reason = await released
+        finally:
+            self._free(request, reading)
+        log = logger.debug if reason == "fetched" else logger.info
+        log("request %s: blocks given up by %s: %s", request.request_id, ticket.sink, reason)
+
+    def _free(self, request: Request, reading: Reading) -> None:
+        inner = request.work.request_id
+        if reading.is_held:
+            self._engine.post(lambda engine: engine.release(inner))
+        else:
+            self._engine.post(lambda engine: engine.cancel(inner))

@@ -1,0 +1,27 @@
+"""What a unified instance does with a request: all of it."""
+
+from contracts.messages import Generate
+from services.instance.engine_thread import EngineCalls
+from services.instance.generation import generate
+from services.instance.ports import EngineStats
+from services.instance.requests import Request
+from services.instance.serving import Assignment
+
+
+class UnifiedHandler:
+    """`services.instance.serving.RoleHandler`."""
+
+    def __init__(self, engine: EngineCalls) -> None:
+        self._engine = engine
+
+    def can_serve(self, message: Assignment) -> bool:
+        return isinstance(message, Generate)
+
+    async def serve(self, request: Request, message: Assignment) -> None:
+        await generate(self._engine, request)
+
+    def on_turn(self, stats: EngineStats) -> None:
+        """Nothing waits outside the engine."""
+
+    def num_queued(self) -> int:
+        return 0
