@@ -1,0 +1,228 @@
+import asyncio
+from typing import Literal
+
+from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
+from kvtransfer.errors import LocalTransferError, PeerLost
+from services.decode.handler import DecodeHandler
+from services.instance.first_tokens import FirstToken, encode_first_tokens
+from tests.unit.instance.fakes import ROUTER, Bench, Fetched, name, output, run, settle, ticket, work
+
+
+def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) -> Bench:
+    return Bench(
+        lambda b: DecodeHandler(b.calls, b.transfer, b.router, fallback=fallback, max_waiting=max_waiting),
+    )
+
+
+def fetched(*tokens: FirstToken) -> Fetched:
+    return Fetched(encode_first_tokens(list(tokens), since_end_s=0.05))
+
+
+def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_token_on() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        assert b.transfer.asked == [("fetch", [(name(1), 4), (name(2), 5)])]
+        assert b.transfer.on_blocks is not None
+        b.transfer.on_blocks([name(1)])
+        b.transfer.on_blocks([name(2)])
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
+        await settle()
+        assert b.engine.asked[1:] == [
+            ("mark_received", inner, [name(1)]),
+            ("mark_received", inner, [name(2)]),
+            ("admit", inner, {0: 42}),
+        ]
+        (report,) = b.router.answers()
+        assert report == HandoffReport(
+            request_id=work().request_id,
+            transport="usm",
+            handoff_s=0.5,
+            exposed_s=0.1 + 0.05,
+            transferred_blocks=2,
+            reused_blocks=1,
+            transferred_bytes=2048,
+        )
+        b.turn(tokens=[output(inner, 43, position=1, finish="stop")])
+        await settle()
+        assert b.engine.verbs()[-1] == "admit"
+        b.check()
+
+    run(test())
+
+
+def test_sequences_that_ended_with_their_first_token_are_not_admitted() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(sequences=(0, 1)), ticket()))
+        await settle()
+        inner = b.inner()
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 5, True), FirstToken(1, 6, False)))
+        await settle()
+        assert b.engine.asked[-1] == ("admit", inner, {1: 6})
+        b.turn(tokens=[output(inner, 7, sequence=1, position=1, finish="length")])
+        await settle()
+        b.check()
+
+    run(test())
+
+
+def test_when_every_sequence_has_ended_the_reservation_is_freed() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 5, True)))
+        await settle()
+        assert b.engine.verbs() == ["reserve", "cancel"]
+        assert [type(m).__name__ for m in b.router.answers()] == ["HandoffReport"]
+        b.check()
+
+    run(test())
+
+
+def test_a_sequence_cancelled_during_the_handoff_is_not_admitted() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(sequences=(0, 1)), ticket()))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id, sequence=0))
+        assert b.engine.verbs() == ["reserve"]
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 5, False), FirstToken(1, 6, False)))
+        await settle()
+        assert b.engine.asked[-1] == ("admit", b.inner(), {1: 6})
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        b.check()
+
+    run(test())
+
+
+def test_a_lost_source_is_blamed_after_everything_is_free() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.fetched.set_exception(PeerLost("gone"))
+        await settle()
+        (failed,) = b.router.answers()
+        assert (failed.code, failed.lost) == ("handoff_failed", "prefill-0")
+        assert b.engine.verbs() == ["reserve", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_a_fault_of_this_side_blames_nobody() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.fetched.set_exception(LocalTransferError("closed"))
+        await settle()
+        (failed,) = b.router.answers()
+        assert (failed.code, failed.lost) == ("handoff_failed", None)
+        b.check()
+
+    run(test())
+
+
+def test_if_asked_to_it_computes_the_prompt_itself_when_the_handoff_fails() -> None:
+    async def test() -> None:
+        b = bench("local")
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        b.transfer.fetched.set_exception(PeerLost("gone"))
+        await settle()
+        assert b.engine.verbs() == ["reserve", "admit_locally"]
+        b.turn(tokens=[output(inner, 5, finish="stop")])
+        await settle()
+        assert [m.token_ids for m in b.router.answers()] == [[5]]
+        b.check()
+
+    run(test())
+
+
+def test_an_undecodable_payload_fails_the_handoff() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.fetched.set_result(Fetched(b"garbage"))
+        await settle()
+        assert b.router.answers()[-1].code == "handoff_failed"
+        assert b.engine.verbs() == ["reserve", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_cancelled_during_the_fetch_it_frees_only_when_no_copy_writes_any_more() -> None:
+    async def test() -> None:
+        b = bench()
+        b.transfer.stopping = asyncio.get_running_loop().create_future()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        assert b.engine.verbs() == ["reserve"]
+        b.transfer.stopping.set_result(None)
+        await settle()
+        assert b.engine.verbs() == ["reserve", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_without_room_it_waits_and_goes_on_when_blocks_are_free() -> None:
+    async def test() -> None:
+        b = bench()
+        b.engine.free_blocks = 1
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        assert b.serving.load().waiting == 1
+        assert not b.transfer.asked
+        b.turn()
+        await settle()
+        assert not b.transfer.asked
+        b.engine.free_blocks = 2
+        b.turn()
+        await settle()
+        assert b.transfer.verbs() == ["fetch"]
+        b.serving.on_router_lost(ROUTER)
+        await settle()
+        b.check()
+
+    run(test())
+
+
+def test_without_room_until_the_ticket_ends_it_is_overloaded() -> None:
+    async def test() -> None:
+        b = bench()
+        b.engine.free_blocks = 0
+        hasty = ticket().__class__(**{f: getattr(ticket(), f) for f in ticket().__struct_fields__} | {"timeout_s": 0.0})
+        b.serving.on_message(ROUTER, Decode(work(), hasty))
+        while not b.router.sent:
+            await asyncio.sleep(0)
+        assert b.router.answers()[-1].code == "overloaded"
+        b.check()
+
+    run(test())
+
+
+def test_it_also_generates_but_does_not_prefill() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Generate(work("a")))
+        b.serving.on_message(ROUTER, Prefill(work("b")))
+        await settle()
+        assert b.engine.asked[0][2] == "generate"
+        assert b.router.answers()[-1].code == "invalid"
+        b.serving.on_router_lost(ROUTER)
+        await settle()
+        b.check()
+
+    run(test())

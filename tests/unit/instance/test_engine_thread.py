@@ -1,0 +1,124 @@
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from engine.errors import ModelError, RequestError
+from engine.outputs import StepResult
+from services.instance.engine_thread import EngineThread, Turn
+from services.instance.errors import EngineBroken
+from tests.unit.instance.fakes import FakeEngine, output, run, work
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.broken: asyncio.Future[EngineBroken] = asyncio.get_running_loop().create_future()
+
+    def attach(self, thread: EngineThread) -> None:
+        thread.attach(asyncio.get_running_loop(), on_turn=self.turns.append, on_broken=self.broken.set_result)
+
+
+def started(engine: FakeEngine) -> EngineThread:
+    thread = EngineThread(lambda: engine)
+    assert thread.start() is engine
+    return thread
+
+
+def test_commands_run_in_order_and_answer() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        thread, watcher = started(engine), Watcher()
+        watcher.attach(thread)
+        thread.post(lambda e: e.add(work("a")))
+        thread.post(lambda e: e.cancel(work("a").request_id))
+        assert await thread.call(lambda e: e.max_model_len) == 128
+        assert engine.verbs() == ["add", "cancel"]
+        await thread.stop()
+        assert engine.is_closed
+
+    run(test())
+
+
+def test_an_idle_engine_takes_no_steps() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        thread, watcher = started(engine), Watcher()
+        watcher.attach(thread)
+        await thread.call(lambda e: None)
+        await thread.call(lambda e: None)
+        await thread.stop()
+        assert engine.num_steps <= 2
+
+    run(test())
+
+
+def test_every_step_leaves_by_one_turn() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.results = [StepResult(tokens=[output(work().request_id, n)]) for n in range(3)]
+        thread, watcher = started(engine), Watcher()
+        watcher.attach(thread)
+        thread.post(lambda e: None)
+        while sum(len(turn.result.tokens) for turn in watcher.turns) < 3:
+            await asyncio.sleep(0)
+        assert [t.result.tokens[0].token_ids for t in watcher.turns if t.result.tokens] == [[0], [1], [2]]
+        await thread.stop()
+
+    run(test())
+
+
+def test_an_error_of_a_command_reaches_its_caller_and_nobody_else() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        thread, watcher = started(engine), Watcher()
+        watcher.attach(thread)
+        engine.error = RequestError("invalid", "no")
+        with pytest.raises(RequestError):
+            await thread.call(lambda e: e.add(work()))
+        await thread.call(lambda e: e.add(work()))
+        await thread.stop()
+
+    run(test())
+
+
+def test_a_step_that_raises_breaks_the_engine() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        thread, watcher = started(engine), Watcher()
+
+        def explode() -> StepResult:
+            raise RuntimeError("device lost")
+
+        engine.step = explode  # type: ignore[method-assign]
+        watcher.attach(thread)
+        thread.post(lambda e: None)
+        assert "device lost" in str(await watcher.broken)
+        with pytest.raises(EngineBroken):
+            await thread.call(lambda e: None)
+        await thread.stop()
+        assert engine.is_closed
+
+    run(test())
+
+
+def test_what_stops_the_engine_from_being_built_is_raised_by_start() -> None:
+    def build() -> FakeEngine:
+        raise ModelError("no config.json")
+
+    with pytest.raises(ModelError):
+        EngineThread(build).start()
+
+
+def test_a_command_that_was_given_up_still_runs() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        thread, watcher = started(engine), Watcher()
+        watcher.attach(thread)
+        action: Callable[[object], None] = lambda e: engine.cancel(work().request_id)  # noqa: E731
+        thread.call(action).cancel()
+        await thread.call(lambda e: None)
+        assert engine.verbs() == ["cancel"]
+        await thread.stop()
+
+    run(test())

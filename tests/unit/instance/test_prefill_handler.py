@@ -1,0 +1,172 @@
+from contracts.messages import Cancel, Prefill
+from engine.errors import RequestError
+from engine.outputs import CompletedBlocks, NamedBlock
+from services.instance.first_tokens import FirstToken, decode_first_tokens
+from services.prefill.handler import PrefillHandler
+from tests.unit.instance.fakes import ROUTER, Bench, name, output, run, settle, ticket, work
+
+
+def bench() -> Bench:
+    return Bench(lambda b: PrefillHandler(b.calls, b.transfer, clock=lambda: 1.25))
+
+
+def test_blocks_are_handed_on_as_they_complete_and_first_tokens_with_the_last() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(sequences=(0, 1)), ticket()))
+        await settle()
+        inner = b.inner()
+        assert b.engine.asked == [("add", inner, "prefill")]
+        b.turn(completed=[CompletedBlocks(inner, [NamedBlock(name(0), 3)])])
+        b.turn(
+            completed=[CompletedBlocks(inner, [NamedBlock(name(1), 4)])],
+            tokens=[output(inner, 5), output(inner, 6, sequence=1, finish="stop")],
+            held=[inner],
+        )
+        assert b.transfer.verbs() == ["open", "publish", "publish", "finish"]
+        first = decode_first_tokens(b.transfer.asked[-1][1])
+        assert first.tokens == [FirstToken(0, 5, False), FirstToken(1, 6, True)]
+        assert first.since_end_s == 0.25
+        assert [t.token_ids for t in b.router.answers()] == [[5], [6]]
+        await settle()
+        assert b.engine.verbs() == ["add"], "freed while it may still be read"
+        b.transfer.release.set_result("fetched")
+        await settle()
+        assert b.engine.asked[-1] == ("release", inner)
+        assert "cancel" not in b.transfer.verbs()
+        b.check()
+
+    run(test())
+
+
+def test_cancelled_while_computing_it_frees_only_when_nothing_reads_any_more() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        assert b.transfer.verbs() == ["open", "cancel"]
+        assert b.engine.verbs() == ["add"]
+        b.transfer.release.set_result("cancelled")
+        await settle()
+        assert b.engine.verbs() == ["add", "cancel"]
+        assert not b.router.sent
+        b.check()
+
+    run(test())
+
+
+def test_a_cancel_that_comes_twice_frees_once() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        b.serving.on_router_lost(ROUTER)
+        await settle()
+        b.transfer.release.set_result("cancelled")
+        await settle()
+        assert b.engine.verbs() == ["add", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_held_blocks_are_released_when_the_router_cancels() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        b.turn(tokens=[output(inner, 5)], held=[inner])
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        b.transfer.release.set_result("cancelled")
+        await settle()
+        assert b.engine.asked[-1] == ("release", inner)
+        b.check()
+
+    run(test())
+
+
+def test_a_sink_that_dies_while_the_prompt_is_computed_ends_the_request() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        b.transfer.release.set_result("peer_lost")
+        await settle()
+        (failed,) = b.router.answers()
+        assert failed.code == "handoff_failed"
+        assert b.engine.verbs() == ["add", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_a_sink_that_dies_after_the_first_token_frees_silently() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        b.turn(tokens=[output(inner, 5)], held=[inner])
+        await settle()
+        b.transfer.release.set_result("peer_lost")
+        await settle()
+        assert [type(m).__name__ for m in b.router.answers()] == ["Tokens"]
+        assert b.engine.verbs() == ["add", "release"]
+        b.check()
+
+    run(test())
+
+
+def test_a_refused_prompt_fails_its_transfer_at_once() -> None:
+    async def test() -> None:
+        b = bench()
+        b.engine.error = RequestError("too_long", "prompt too long")
+        b.transfer.release.set_result("failed")
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        assert ("fail", "prompt too long") in b.transfer.asked
+        assert b.router.answers()[-1].code == "too_long"
+        b.check()
+
+    run(test())
+
+
+def test_without_a_ticket_the_blocks_are_released_with_the_first_token() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work()))
+        await settle()
+        inner = b.inner()
+        b.turn(completed=[CompletedBlocks(inner, [])], tokens=[output(inner, 5, finish="length")], held=[inner])
+        await settle()
+        assert b.engine.verbs() == ["add", "release"]
+        assert not b.transfer.asked
+        b.check()
+
+    run(test())
+
+
+def test_blocks_that_complete_after_a_cancel_are_not_handed_on() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        b.turn(completed=[CompletedBlocks(inner, [NamedBlock(name(0), 3)])], tokens=[output(inner, 5)], held=[inner])
+        assert b.transfer.verbs() == ["open", "cancel"]
+        b.transfer.release.set_result("cancelled")
+        await settle()
+        assert b.engine.asked[-1] == ("release", inner), "by then it was held"
+        b.check()
+
+    run(test())

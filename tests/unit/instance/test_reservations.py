@@ -1,0 +1,114 @@
+import asyncio
+
+import pytest
+
+from contracts.messages import Work
+from engine.errors import RequestError
+from engine.outputs import Reservation
+from services.decode.reservations import Reservations
+from services.instance.errors import RequestFailed
+from tests.unit.instance.fakes import FakeEngine, InlineCalls, run, settle, work
+
+
+def full_engine() -> FakeEngine:
+    engine = FakeEngine()
+    engine.free_blocks = 0
+    return engine
+
+
+def ask(line: Reservations, *works: Work) -> "list[asyncio.Task[Reservation]]":
+    return [asyncio.ensure_future(line.reserve(w)) for w in works]
+
+
+def test_those_that_fit_are_granted_in_order_of_arrival() -> None:
+    async def test() -> None:
+        engine = full_engine()
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        first, second = ask(line, work("a"), work("b"))
+        await settle()
+        engine.free_blocks = 2
+        line.on_free_blocks(2)
+        await settle()
+        assert first.done() and not second.done()
+        engine.free_blocks = 3
+        line.on_free_blocks(3)
+        await settle()
+        assert second.done()
+        assert len(line) == 0
+
+    run(test())
+
+
+def test_a_smaller_priority_goes_first() -> None:
+    async def test() -> None:
+        engine = full_engine()
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        low, high = ask(line, work("a", priority=5), work("b", priority=-1))
+        await settle()
+        engine.free_blocks = 2
+        line.on_free_blocks(2)
+        await settle()
+        assert high.done() and not low.done()
+        low.cancel()
+        await settle()
+        assert len(line) == 0
+
+    run(test())
+
+
+def test_one_that_gives_up_makes_way_for_the_next() -> None:
+    async def test() -> None:
+        engine = full_engine()
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        first, second = ask(line, work("a"), work("b"))
+        await settle()
+        engine.free_blocks = 2
+        first.cancel()
+        await settle()
+        assert second.done() and second.result().request_id == "b"
+
+    run(test())
+
+
+def test_an_impossible_request_does_not_stop_the_line() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.error = RequestError("too_long", "never fits")
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        first, second = ask(line, work("a"), work("b"))
+        await settle()
+        assert isinstance(first.exception(), RequestError)
+        assert second.result().request_id == "b"
+
+    run(test())
+
+
+def test_a_line_that_is_too_long_refuses() -> None:
+    async def test() -> None:
+        line = Reservations(InlineCalls(full_engine()), max_waiting=1)
+        (first,) = ask(line, work("a"))
+        await settle()
+        with pytest.raises(RequestFailed) as caught:
+            await line.reserve(work("b"))
+        assert caught.value.code == "overloaded"
+        first.cancel()
+        await settle()
+
+    run(test())
+
+
+def test_blocks_freed_after_a_shortage_are_noticed_even_below_the_first_refusal() -> None:
+    async def test() -> None:
+        engine = full_engine()
+        engine.free_blocks, engine.blocks_per_request = 5, 6
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        (waiting,) = ask(line, work("a"))
+        await settle()
+        line.on_free_blocks(1)
+        engine.blocks_per_request = 3
+        engine.free_blocks = 4
+        line.on_free_blocks(4)
+        await settle()
+        assert waiting.done()
+
+    run(test())
