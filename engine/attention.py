@@ -1,0 +1,97 @@
+"""Connects transformers' models to paged attention: the one attention function, and what it is told per step.
+
+A model's layers call `attend` below through transformers' AttentionInterface. What a step needs travels as a
+keyword argument of the model's forward, never as global state. No mask function is registered for the name, so transformers
+builds no mask at all (masking_utils: implementations without one are told None).
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.errors import UnsupportedModel
+from engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
+
+NAME = "baton"
+
+
+class AttentionContext(Protocol):
+    """Answers for one layer: query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """One step of the engine. `specs` and `layers` are indexed by layer."""
+
+    backend: AttentionBackend
+    layers: list[Tensor]
+    specs: list[AttentionSpec]
+    meta: AttentionMetadata
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
+        cache = self.layers[layer]
+        self.backend.store(key, value, cache, self.meta)
+        return self.backend.attend(query, cache, self.meta, self.specs[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    spec: AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProbe:
+    """Runs a model once to see which layers ask for attention, and with what."""
+
+    shapes: dict[int, list[LayerShape]] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
+        assert spec is not None
+        shape = LayerShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2], spec)
+        self.shapes.setdefault(layer, []).append(shape)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def register() -> None:
+    """Makes the name known to transformers; again is harmless."""
+    AttentionInterface.register(NAME, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    baton: AttentionContext | None = None,
+    **rules: object,
+) -> tuple[Tensor, None]:
+    layer = getattr(module, "layer_idx", None)
+    if baton is None or not isinstance(layer, int):
+        raise UnsupportedModel(f"{type(module).__name__} does not pass its caller's arguments to attention")
+    spec = None if isinstance(baton, PagedAttention) else _spec(module, query.shape[-1], rules)
+    output = baton.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec)
+    return output.unsqueeze(0), None
+
+
+def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> AttentionSpec:
+    if getattr(module, "is_causal", True) is False or rules.get("is_causal") is False:
+        raise UnsupportedModel(f"{type(module).__name__} is not causal")
+    scaling, window = rules.get("scaling"), rules.get("sliding_window")
+    softcap, sinks = rules.get("softcap"), rules.get("s_aux")
+    return AttentionSpec(
+        scale=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
+        sliding_window=window if isinstance(window, int) and window > 0 else None,
+        softcap=float(softcap) if isinstance(softcap, (int, float)) and softcap else None,
+        sinks=sinks.detach() if isinstance(sinks, torch.Tensor) else None,
+    )

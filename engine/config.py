@@ -1,0 +1,57 @@
+"""The settings of one engine, checked before any weight is read. Names are vLLM's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda", "xpu"]
+DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`None` means: chosen by the device or by the model's config."""
+
+    model: str
+    """A folder in Hugging Face's format."""
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    seed: int = 0
+    enable_prefix_caching: bool = True
+    load_format: LoadFormat = "auto"
+    enforce_eager: bool = False
+    trust_remote_code: bool = False
+    max_logprobs: int = 20
+
+    def check(self) -> None:
+        """Raises `ConfigError` for the first value that cannot be."""
+        at_least_one = {
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_bytes": self.kv_cache_bytes,
+            "block_size": self.block_size,
+            "num_gpu_blocks_override": self.num_gpu_blocks_override,
+        }
+        for name, value in at_least_one.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
+        if self.max_logprobs < 0:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must not be negative")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs"
+                f" ({self.max_num_seqs}): a step could not hold one token of every sequence; raise the"
+                " one or lower the other"
+            )

@@ -1,0 +1,142 @@
+"""The only file that names cuda, xpu or cpu: which device there is, and what it can do.
+
+Decided by feature detection, never by version. Native `torch.xpu` comes first; the legacy stack of older Arc installs
+(intel-extension-for-pytorch) adds the same names to torch when it is imported.
+"""
+
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from engine.config import DeviceName, EngineConfig
+from engine.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CPU_KV_FRACTION = 0.25
+CPU_KV_MAX_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    block_tokens: int
+    max_num_batched_tokens: int
+
+
+def select_device(name: DeviceName) -> torch.device:
+    """Raises `ConfigError` if the device asked for is not there."""
+    if name in ("auto", "xpu"):
+        _import_legacy_xpu()
+    available = [kind for kind in ("xpu", "cuda") if _is_available(kind)] + ["cpu"]
+    kind = available[0] if name == "auto" else name
+    if kind not in available:
+        raise ConfigError(f"device {name!r} is not available here; torch sees: {', '.join(available)}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, 0)  # one visible GPU per process
+    _module(device).set_device(device)
+    return device
+
+
+def defaults(device: torch.device) -> DeviceDefaults:
+    if device.type == "cpu":
+        return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512)
+    return DeviceDefaults(block_tokens=64, max_num_batched_tokens=2048)
+
+
+def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | None) -> torch.dtype:
+    """`auto` keeps the model's own, save that half precision on CPUs becomes bfloat16, which they multiply natively."""
+    if asked != "auto":
+        return DTYPES[asked]
+    if model_dtype in (torch.float16, torch.bfloat16):
+        return torch.bfloat16 if device.type == "cpu" else model_dtype
+    if model_dtype == torch.float32 or device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16
+
+
+def is_host(device: torch.device) -> bool:
+    """The device's memory is the host's: any process can map it."""
+    return device.type == "cpu"
+
+
+def has_graphs(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(_module(device), "graph")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        _module(device).synchronize(device)
+
+
+def memory(device: torch.device) -> Memory:
+    if device.type != "cpu":
+        free, total = _module(device).mem_get_info(device)
+        return Memory(free, total)
+    return _host_memory()
+
+
+def reset_peak(device: torch.device) -> int:
+    """Bytes allocated now; `peak_bytes` counts from here."""
+    if device.type == "cpu":
+        return 0
+    _module(device).empty_cache()
+    _module(device).reset_peak_memory_stats(device)
+    return int(_module(device).memory_allocated(device))
+
+
+def peak_bytes(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else int(_module(device).max_memory_allocated(device))
+
+
+def kv_cache_bytes(device: torch.device, config: EngineConfig, activation_bytes: int) -> int:
+    """How much memory the KV cache may take, once the weights are loaded."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type == "cpu":
+        return min(CPU_KV_MAX_BYTES, int(memory(device).free_bytes * CPU_KV_FRACTION))
+    _module(device).empty_cache()
+    now = memory(device)
+    usable = int(now.total_bytes * config.gpu_memory_utilization)
+    return usable - (now.total_bytes - now.free_bytes) - activation_bytes
+
+
+def _module(device: torch.device) -> ModuleType:
+    module: ModuleType = torch.get_device_module(device)
+    return module
+
+
+def _is_available(kind: str) -> bool:
+    return hasattr(torch, kind) and bool(getattr(torch, kind).is_available())
+
+
+def _import_legacy_xpu() -> None:
+    name = "intel_extension_for_pytorch"
+    if not _is_available("xpu") and importlib.util.find_spec(name) is not None:
+        importlib.import_module(name)
+
+
+def _host_memory() -> Memory:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    free = os.sysconf("SC_AVPHYS_PAGES") * page
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (value := limit.read_text().strip()) != "max":
+        total = min(total, int(value))
+        free = min(free, max(0, int(value) - int(used.read_text())))
+    return Memory(free, total)

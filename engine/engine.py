@@ -1,0 +1,224 @@
+"""The engine: token ids in, KV and token ids out. Single-threaded; its owner calls it from one thread.
+
+Knows nothing of networks, transports or text. `step` is the whole life of it: schedule, run, apply.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from contracts.identity import BlockName, RequestId
+from contracts.layout import KVLayout
+from contracts.messages import Work
+from engine import capacity, device
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.errors import RequestError, UsageError
+from engine.kernels import attention_backend
+from engine.kv_cache import KVCache
+from engine.meter import Meter
+from engine.model_loader import LoadedModel, Progress, load_model
+from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from engine.reservations import Reservations
+from engine.roster import Limits, Roster
+from engine.runner import Runner
+from engine.sampling import check_work
+from engine.scheduler import Scheduler
+from engine.sequence import Mode, State
+from engine.warm_up import exercise
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """`kv` is the KV cache's memory; `layout` the shape of a block of it."""
+
+    def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
+        """Loads the model, sizes the KV cache and warms up. Raises `engine.errors`."""
+        config.check()
+        report = progress or _say_nothing
+        self._device = device.select_device(config.device)
+        defaults = device.defaults(self._device)
+        model = load_model(config, self._device, report)
+        self._max_logprobs = config.max_logprobs
+        self._caching = config.enable_prefix_caching
+        self.vocab_size = model.vocab_size
+        self.eos_ids = model.eos_ids
+        self.max_model_len = model.max_model_len
+        self.layout = KVLayout(
+            fingerprint=model.fingerprint,
+            num_layers=len(model.specs),
+            num_kv_heads=model.num_kv_heads,
+            block_tokens=config.block_size or defaults.block_tokens,
+            head_dim=model.head_dim,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+        batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
+        self.limits = Limits(
+            block_tokens=self.layout.block_tokens,
+            max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=batched,
+        )
+        self._start(config, model, report)
+
+    def _start(self, config: EngineConfig, model: LoadedModel, report: Progress) -> None:
+        report("sizing the KV cache", 0.0)
+        backend = attention_backend(self._device, model.dtype)
+        usable = self._count_blocks(config, model)
+        capacity.check_fit(self.layout, usable, self.max_model_len)
+        num_blocks = usable + 1
+        self.kv = KVCache(self.layout, num_blocks, self._device)
+        self._runner = Runner(model, self.kv, backend, self.limits)
+        report("warming up", 0.0)
+        exercise(self._runner, num_blocks, self.limits, 16)
+        self._meter = Meter()
+        measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
+        self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
+        self._meter.decode_step_s = measured.decode_step_s
+        self._pool = BlockPool(num_blocks, caching=self._caching)
+        self._roster = Roster(self._pool, self.limits, self.eos_ids)
+        self._scheduler = Scheduler(self._roster)
+        self._reservations = Reservations(self._roster)
+        report("ready", 1.0)
+
+    def add(self, work: Work, *, mode: Mode = "generate") -> None:
+        """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first
+        token, and keeps the blocks where they are until `release`. Raises `RequestError`."""
+        self._check(work)
+        self._roster.enqueue(self._roster.enrol(work, mode, time.monotonic()))
+
+    def reserve(self, work: Work) -> Reservation | None:
+        """Memory for a prompt that another instance computes; None: no room now, ask again later.
+
+        The reserved blocks are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
+        """
+        self._check(work)
+        if work.request_id in self._roster.requests:
+            raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
+        if self._scheduler.is_short_of_blocks:
+            return None
+        return self._reservations.reserve(work, time.monotonic())
+
+    def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
+        """These missing blocks hold their verified content now."""
+        self._reservations.mark_received(request_id, names)
+
+    def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
+        """All blocks are there: each sequence goes on after its first token, which is not reported again."""
+        self._reservations.admit(request_id, first_tokens)
+        self._copy_blocks()
+
+    def admit_locally(self, request_id: RequestId) -> None:
+        """The handoff failed: compute the prompt here, from the blocks that have arrived."""
+        self._reservations.admit_locally(request_id)
+
+    def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
+        """Frees at once, in any state. No copy may touch the request's blocks any more."""
+        self._roster.cancel(request_id, sequence)
+
+    def release(self, request_id: RequestId) -> None:
+        """The blocks of a held request have been fetched, or never will be."""
+        request = self._roster.requests.get(request_id)
+        if request is None:
+            return
+        if request.sequences[0].state is not State.HELD:
+            raise UsageError(f"request {request_id} is not held")
+        self._roster.end_request(request)
+
+    def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
+        """The longest cached prefix of `names`, kept in place until `unpin`."""
+        return self._reservations.pin(names)
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        self._reservations.unpin(names)
+
+    def has_work(self) -> bool:
+        """Whether `step` could advance anything now."""
+        return self._pool.has_events or self._scheduler.has_work()
+
+    def step(self) -> StepResult:
+        started = time.monotonic()
+        plan = self._scheduler.schedule(started)
+        sampled = self._runner.run(plan)
+        result = self._scheduler.apply(plan, sampled, time.monotonic())
+        self._copy_blocks()
+        self._meter.record(plan, time.monotonic() - started)
+        result.events = self._pool.take_events()
+        return result
+
+    def cached_names(self) -> list[BlockName]:
+        return self._pool.cached_names()
+
+    def stats(self) -> EngineStats:
+        roster, meter = self._roster, self._meter
+        waiting = list(roster.waiting())
+        sequences = [s for request in roster.requests.values() for s in request.sequences]
+        held = [s for s in sequences if s.state is State.HELD]
+        return EngineStats(
+            free_blocks=self._pool.num_free,
+            total_blocks=self._pool.num_total,
+            cached_blocks=self._pool.num_cached,
+            held_blocks=sum(len(s.blocks) for s in held),
+            running=len(roster.running),
+            waiting=len(waiting) + len(roster.ready),
+            held=len(held),
+            reserved=sum(s.state is State.RESERVED for s in sequences),
+            queued_tokens=sum(s.num_remaining for s in [*waiting, *roster.running] if s.num_remaining > 1),
+            prefill_tokens_per_s=meter.prefill_tokens_per_s,
+            decode_step_s=meter.decode_step_s,
+            preemptions=roster.num_preemptions,
+            prompt_tokens=meter.prompt_tokens,
+            generated_tokens=meter.generated_tokens,
+            prefix_query_tokens=self._scheduler.num_prefix_query_tokens,
+            prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
+            steps=meter.steps,
+        )
+
+    def check_invariants(self) -> None:
+        self._roster.check_invariants()
+
+    def close(self) -> None:
+        self.kv.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, work: Work) -> None:
+        check_work(work, self.limits, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
+
+    def _copy_blocks(self) -> None:
+        """At once: a block that is freed before its copy was made could be filled by another request."""
+        copies = self._roster.take_copies()
+        if copies:
+            self.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
+
+    def _count_blocks(self, config: EngineConfig, model: LoadedModel) -> int:
+        override = config.num_gpu_blocks_override
+        activation = 0
+        if override is None and config.kv_cache_bytes is None and not device.is_host(self._device):
+            activation = self._measure_activations(model)
+        available = 0 if override else device.kv_cache_bytes(self._device, config, activation)
+        return capacity.count_blocks(self.layout, available, override)
+
+    def _measure_activations(self, model: LoadedModel) -> int:
+        """Bytes that the largest step needs beside weights and KV cache."""
+        tokens = self.limits.max_num_batched_tokens
+        num_blocks = 2 + -(-tokens // self.layout.block_tokens) + self.limits.max_num_seqs
+        cache = KVCache(self.layout, num_blocks, self._device)
+        before = device.reset_peak(self._device)
+        runner = Runner(model, cache, attention_backend(self._device, model.dtype), self.limits)
+        exercise(runner, num_blocks, self.limits, tokens)
+        used = device.peak_bytes(self._device) - before
+        cache.close()
+        return used
+
+
+def _say_nothing(what: str, fraction: float) -> None:
+    pass

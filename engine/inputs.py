@@ -1,0 +1,104 @@
+"""Turns a plan into tensors with few operations. Keeps each slot's block table as a row that only grows at its end."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels import AttentionMetadata
+from engine.roster import Limits
+from engine.scheduler import Chunk, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    input_ids: Tensor  # int64 [1, num_tokens]
+    position_ids: Tensor  # int64 [1, num_tokens]
+    logit_rows: Tensor  # int64 [num_logits]: rows of which logits are wanted
+    meta: AttentionMetadata
+    sample_at: list[int]
+    """For each row of the plan, which logits row."""
+    prompt_at: dict[int, int]
+    """For chunks that want all their logits: the first logits row."""
+
+
+class InputBuilder:
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self._device = device
+        self._block_tokens = limits.block_tokens
+        width = -(-limits.max_model_len // limits.block_tokens)
+        self._tables = np.zeros((limits.max_num_seqs, width), dtype=np.int32)
+        self._filled = [0] * limits.max_num_seqs
+        self._epochs = [-1] * limits.max_num_seqs
+
+    def build(self, plan: Plan) -> StepInputs:
+        chunks = plan.chunks
+        for chunk in chunks:
+            self._update_table(chunk)
+        slots_of = np.array([c.sequence.slot for c in chunks])
+        starts = np.array([c.start for c in chunks])
+        lengths = np.array([c.length for c in chunks])
+        query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        ends = starts + lengths
+        if len(chunks) == query_starts[-1]:  # decodes only
+            positions, rows = starts, slots_of
+            tokens = np.array([c.sequence.token_ids[c.start] for c in chunks])
+        else:
+            positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+            rows = np.repeat(slots_of, lengths)
+            parts = (c.sequence.token_ids[c.start : c.start + c.length] for c in chunks)
+            tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(query_starts[-1]))
+        blocks = self._tables[rows, positions // self._block_tokens].astype(np.int64)
+        longest = int(ends.max())
+        meta = AttentionMetadata(
+            query_starts=self._to_device(query_starts),
+            context_lens=self._to_device(ends.astype(np.int32)),
+            block_tables=self._to_device(self._tables[slots_of, : -(-longest // self._block_tokens)]),
+            slots=self._to_device(blocks * self._block_tokens + positions % self._block_tokens),
+            max_query_len=int(lengths.max()),
+            max_context_len=longest,
+        )
+        logit_rows, sample_at, prompt_at = _logit_rows(plan, query_starts.tolist())
+        return StepInputs(
+            input_ids=self._to_device(tokens)[None],
+            position_ids=self._to_device(positions)[None],
+            logit_rows=self._to_device(np.array(logit_rows)),
+            meta=meta,
+            sample_at=sample_at,
+            prompt_at=prompt_at,
+        )
+
+    def _update_table(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        slot, blocks = sequence.slot, sequence.blocks
+        if self._epochs[slot] != sequence.epoch:
+            self._epochs[slot] = sequence.epoch
+            self._filled[slot] = 0
+        filled = self._filled[slot]
+        if filled < len(blocks):
+            self._tables[slot, filled : len(blocks)] = blocks[filled:]
+            self._filled[slot] = len(blocks)
+
+    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _logit_rows(plan: Plan, query_starts: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
+    """Which rows of hidden states become logits, and where each is found among them."""
+    rows: list[int] = []
+    last_of: dict[int, int] = {}
+    prompt_at: dict[int, int] = {}
+    for number, chunk in enumerate(plan.chunks):
+        end = query_starts[number + 1]
+        if chunk.sequence.request.wants_prompt_logprobs:
+            prompt_at[number] = len(rows)
+            rows += range(query_starts[number], end)
+            last_of[number] = len(rows) - 1
+        elif chunk.is_last:
+            last_of[number] = len(rows)
+            rows.append(end - 1)
+    return rows or [0], [last_of[row.chunk] for row in plan.rows], prompt_at

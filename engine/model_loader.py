@@ -1,0 +1,213 @@
+"""Loads a decoder from a local Hugging Face folder through transformers, and finds out how it attends.
+
+Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import attention, device, rotary
+from engine.attention import AttentionProbe
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelError, UnsupportedModel
+from engine.fingerprint import dummy_fingerprint, weights_fingerprint
+from engine.kernels import AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and how far it is, from 0 to 1."""
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    num_kv_heads: int
+    head_dim: int
+    specs: list[AttentionSpec]
+    """One per layer."""
+    eos_ids: frozenset[int]
+    fingerprint: str
+
+
+def load_model(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel:
+    """Raises `ModelError` (`UnsupportedModel`) or `ConfigError`."""
+    folder = Path(config.model)
+    hf_config = _read_config(folder, config)
+    name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
+    text_config = hf_config.get_text_config()
+    _refuse_unsupported(name, hf_config, text_config)
+    dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
+    max_model_len = _max_model_len(config, text_config)
+    attention.register()
+    progress("loading weights", 0.0)
+    if config.load_format == "dummy":
+        module = _make_dummy(hf_config, config, dtype, target)
+    else:
+        module = _load_weights(folder, config, dtype).to(target)
+    module.eval().requires_grad_(False)
+    variant = rotary.freeze(module, max_model_len)
+    progress("loading weights", 1.0)
+    probe = _probe(module, name, target)
+    specs, num_kv_heads, head_dim = _uniform_layers(probe, name, text_config.num_hidden_layers)
+    if config.load_format == "dummy":
+        fingerprint = dummy_fingerprint(folder, variant, seed=config.seed, device=target.type)
+    else:
+        fingerprint = weights_fingerprint(folder, variant)
+    return LoadedModel(
+        module=module,
+        name=name,
+        dtype=dtype,
+        vocab_size=int(text_config.vocab_size),
+        max_model_len=max_model_len,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        specs=specs,
+        eos_ids=_eos_ids(module, text_config),
+        fingerprint=fingerprint,
+    )
+
+
+def _read_config(folder: Path, config: EngineConfig):  # type: ignore[no-untyped-def]
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; it is not a model in Hugging Face's format")
+    try:
+        json.loads(path.read_text())
+    except ValueError as exc:
+        raise ModelError(f"{path} is not valid JSON: {exc}") from exc
+    if config.load_format == "auto" and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{path} cannot be used: {_first_line(exc)}") from exc
+
+
+def _refuse_unsupported(name: str, hf_config, text_config) -> None:  # type: ignore[no-untyped-def]
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; only decoders can be served")
+    if others := set(getattr(text_config, "layer_types", None) or []) - SUPPORTED_LAYERS:
+        raise UnsupportedModel(
+            f"{name} has layers of type {', '.join(sorted(others))}; paged attention serves"
+            f" {' and '.join(sorted(SUPPORTED_LAYERS))} only"
+        )
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise UnsupportedModel(f"{name} attends in both directions; only causal decoders can be served")
+
+
+def _max_model_len(config: EngineConfig, text_config) -> int:  # type: ignore[no-untyped-def]
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is None:
+        if config.max_model_len is None:
+            raise ConfigError("the model's config names no max_position_embeddings; set max_model_len")
+        return config.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len ({config.max_model_len}) is more than the model was made for"
+            f" (max_position_embeddings = {longest})"
+        )
+    return config.max_model_len or int(longest)
+
+
+def _make_dummy(hf_config, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:  # type: ignore[no-untyped-def]
+    torch.manual_seed(config.seed)
+    try:
+        with torch.device(target):
+            module: nn.Module = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                trust_remote_code=config.trust_remote_code,
+            )
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{config.model} cannot be built: {_first_line(exc)}") from exc
+    return module
+
+
+def _load_weights(folder: Path, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"the weights in {folder} cannot be loaded: {_first_line(exc)}") from exc
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
+    if mismatched := sorted(map(str, report["mismatched_keys"])):
+        raise ModelError(f"{len(mismatched)} weights in {folder} do not fit its config, such as {mismatched[0]}")
+    loaded: nn.Module = module
+    return loaded
+
+
+@torch.inference_mode()
+def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe:
+    """Two tokens through the model: who asks for attention?"""
+    probe = AttentionProbe()
+    try:
+        module(
+            input_ids=torch.tensor([[0, 1]], device=target),
+            position_ids=torch.tensor([[0, 1]], device=target),
+            logits_to_keep=torch.tensor([1], device=target),
+            use_cache=False,
+            baton=probe,
+        )
+    except UnsupportedModel as exc:
+        raise UnsupportedModel(f"{name} cannot be served: {exc}") from exc
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+        raise UnsupportedModel(f"{name} cannot run on paged attention: {_first_line(exc)}") from exc
+    return probe
+
+
+def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> tuple[list[AttentionSpec], int, int]:
+    """The layers' rules, and the one shape of K and V that they must share."""
+    if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
+        raise UnsupportedModel(
+            f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
+            " attention interface; layers without KV, or with attention of their own, are not supported"
+        )
+    shapes = [probe.shapes[layer][0] for layer in range(num_layers)]
+    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim) for s in shapes}
+    num_kv_heads, key_dim, value_dim = next(iter(sizes))
+    if len(sizes) > 1 or key_dim != value_dim:
+        raise UnsupportedModel(
+            f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
+            " KV heads, key and value size), as latent attention (MLA) or mixed layers have"
+        )
+    return [s.spec for s in shapes], num_kv_heads, key_dim
+
+
+def _eos_ids(module: nn.Module, text_config) -> frozenset[int]:  # type: ignore[no-untyped-def]
+    ids: set[int] = set()
+    for source in (getattr(module, "generation_config", None), text_config):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines()
+    return f"{type(exc).__name__}: {lines[0] if lines else ''}"

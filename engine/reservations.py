@@ -1,0 +1,102 @@
+"""The decode side of a handoff, and pins for fetches by name. Pure.
+
+reserve -> (mark_received)* -> admit, or admit_locally when the handoff failed. Whoever drives this must not free
+(cancel, admit_locally) while a copy may still write to the reserved blocks.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from contracts.identity import BlockName, RequestId
+from contracts.messages import Work
+from contracts.naming import block_names
+from engine.errors import UsageError
+from engine.outputs import NamedBlock, Reservation
+from engine.roster import Roster
+from engine.sequence import Sequence, State
+
+
+class Reservations:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def reserve(self, work: Work, now: float) -> Reservation | None:
+        """Pins what is cached and allocates the rest; None: no room now."""
+        roster = self._roster
+        pool, block_tokens = roster.pool, roster.limits.block_tokens
+        names = block_names(work.root, work.token_ids, block_tokens)
+        num_full = len(work.token_ids) // block_tokens
+        cached = pool.match(names[:num_full])
+        needed = len(names) - len(cached)
+        spare = pool.num_total // 100 if roster.running else 0
+        if pool.num_free - pool.num_unowned(cached) - needed < spare:
+            return None
+        trunk = roster.enrol(work, "generate", now)
+        pool.share(cached)
+        fresh = pool.allocate(needed)
+        assert fresh is not None
+        trunk.state = State.RESERVED
+        trunk.blocks = cached + fresh
+        trunk.names = names[:num_full]
+        missing = [NamedBlock(n, b) for n, b in zip(names[len(cached) :], fresh, strict=True)]
+        trunk.request.missing = dict(missing)
+        return Reservation(work.request_id, names, len(cached), missing)
+
+    def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
+        trunk = self._reserved(request_id)
+        full = set(trunk.names)
+        for name in names:
+            block = trunk.request.missing.pop(name, None)
+            if block is None:
+                raise UsageError(f"request {request_id}: block {name.hex()} is not missing")
+            if name in full:
+                self._roster.pool.register([name], [block])
+
+    def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
+        """All blocks are there: the sequences go on after their first tokens. Those that these tokens end, that were
+        cancelled, or that have no token do not."""
+        trunk = self._reserved(request_id)
+        request = trunk.request
+        if request.missing:
+            raise UsageError(f"request {request_id}: {len(request.missing)} blocks have not been received")
+        trunk.num_computed = len(trunk.token_ids)
+        trunk.num_registered = len(trunk.names)
+        request.is_first_reported = True
+        wanted = {index: token for index, token in first_tokens.items() if index in request.to_start}
+        self._roster.start_sequences(trunk, wanted)
+
+    def admit_locally(self, request_id: RequestId) -> None:
+        """Computes the prompt here. Blocks that arrived are found again in the cache."""
+        trunk = self._reserved(request_id)
+        trunk.request.missing.clear()
+        self._roster.free_blocks(trunk)
+        self._roster.enqueue(trunk)
+
+    def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
+        """The longest cached prefix, kept until `unpin`."""
+        roster = self._roster
+        wanted = list(names)
+        blocks = roster.pool.match(wanted)
+        roster.pool.share(blocks)
+        pinned = [NamedBlock(name, block) for name, block in zip(wanted, blocks, strict=False)]
+        for name, _ in pinned:
+            roster.pins[name] = roster.pins.get(name, 0) + 1
+        return pinned
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        roster = self._roster
+        blocks: list[int] = []
+        for name in names:
+            block = roster.pool.block_of(name)
+            if block is None or name not in roster.pins:
+                raise UsageError(f"block {name.hex()} is not pinned")
+            roster.pins[name] -= 1
+            if roster.pins[name] == 0:
+                del roster.pins[name]
+            blocks.append(block)
+        roster.pool.release(blocks)
+
+    def _reserved(self, request_id: RequestId) -> Sequence:
+        request = self._roster.requests.get(request_id)
+        if request is None or request.sequences[0].state is not State.RESERVED:
+            raise UsageError(f"request {request_id} holds no reservation")
+        return request.sequences[0]

@@ -1,0 +1,229 @@
+"""All requests of the engine, the queues their sequences stand in, and the blocks and slots they own.
+
+Pure: the transitions that `scheduler` and `reservations` are written in. A sequence is in exactly one place:
+`waiting` (a heap with lazy deletion), `ready`, `running`, or held/reserved by its request alone.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from contracts.identity import BlockName, RequestId
+from contracts.messages import Work
+from engine.block_pool import BlockPool
+from engine.errors import RequestError
+from engine.sequence import Mode, Request, Sequence, SortKey, State
+
+
+class BlockCopy(NamedTuple):
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    block_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Roster:
+    def __init__(self, pool: BlockPool, limits: Limits, eos_ids: frozenset[int]) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.requests: dict[RequestId, Request] = {}
+        self.running: list[Sequence] = []
+        self.ready: list[Sequence] = []
+        self.pins: dict[BlockName, int] = {}
+        self.num_preemptions = 0
+        self._eos_ids = eos_ids
+        self._waiting: list[tuple[SortKey, int, Sequence]] = []
+        self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._copies: list[BlockCopy] = []
+        self._next_order = 0
+        self._next_epoch = 0
+
+    def enrol(self, work: Work, mode: Mode, now: float) -> Sequence:
+        """A new request; its trunk is in no queue yet."""
+        if work.request_id in self.requests:
+            raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
+        sampling = work.sampling
+        stop_ids = frozenset(sampling.stop_token_ids)
+        request = Request(
+            work=work,
+            mode=mode,
+            order=self._next_order,
+            arrived=now,
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
+            max_model_len=self.limits.max_model_len,
+            to_start=list(work.sequences),
+        )
+        self._next_order += 1
+        trunk = Sequence(request, work.sequences[0], list(work.token_ids))
+        request.sequences.append(trunk)
+        self.requests[work.request_id] = request
+        return trunk
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_tokens)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """To the waiting queue, at the place its key gives it."""
+        assert not sequence.blocks
+        sequence.state = State.WAITING
+        heapq.heappush(self._waiting, (sequence.key, self.new_epoch(), sequence))
+
+    def head(self) -> Sequence | None:
+        """The waiting sequence that is next, left where it is."""
+        while self._waiting and self._waiting[0][2].state is not State.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def pop_head(self) -> None:
+        heapq.heappop(self._waiting)
+
+    def waiting(self) -> Iterator[Sequence]:
+        return (sequence for _, _, sequence in self._waiting if sequence.state is State.WAITING)
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._slots)
+
+    def run(self, sequence: Sequence) -> None:
+        """Into the batch, or to `ready` when every slot is taken. The sequence owns its blocks."""
+        if not self._slots:
+            sequence.state = State.READY
+            self.ready.append(sequence)
+            return
+        sequence.state = State.RUNNING
+        sequence.slot = self._slots.pop()
+        sequence.epoch = self.new_epoch()
+        self.running.append(sequence)
+
+    def promote_ready(self) -> None:
+        """Free slots go to those who already own blocks."""
+        if self.ready and self._slots:
+            queue, self.ready = sorted(self.ready, key=lambda s: s.key), []
+            for sequence in queue:
+                self.run(sequence)
+
+    def leave_batch(self, sequence: Sequence) -> None:
+        """Out of `running` or `ready`, keeping its blocks."""
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+        elif sequence.state is State.READY:
+            self.ready.remove(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Frees its memory; it will be recomputed, from the cache as far as that still reaches."""
+        self.num_preemptions += 1
+        self.leave_batch(sequence)
+        self.free_blocks(sequence)
+        self.enqueue(sequence)
+
+    def free_blocks(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_registered = 0
+
+    def end(self, sequence: Sequence) -> None:
+        """Frees everything; the request ends with its last sequence."""
+        self.leave_batch(sequence)
+        self.free_blocks(sequence)
+        sequence.state = State.ENDED
+        request = sequence.request
+        request.sequences.remove(sequence)
+        if not request.sequences:
+            del self.requests[request.work.request_id]
+
+    def end_request(self, request: Request) -> None:
+        for sequence in list(request.sequences):
+            self.end(sequence)
+
+    def cancel(self, request_id: RequestId, index: int | None) -> None:
+        """Ends a request, or one of its sequences, in any state. Unknown ones are ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if index is None or request.work.sequences == [index] or request.to_start == [index]:
+            self.end_request(request)
+        elif index in request.to_start:
+            request.to_start.remove(index)
+        else:
+            for sequence in [s for s in request.sequences if s.index == index]:
+                if sequence.state is not State.HELD:
+                    self.end(sequence)
+
+    def start_sequences(self, trunk: Sequence, first_tokens: dict[int, int]) -> None:
+        """The prompt is computed and each index has its first token: those that go on join the batch.
+
+        The trunk becomes the first of them and keeps its place; the others share its full blocks and copy the last.
+        """
+        request = trunk.request
+        request.to_start = []
+        generated = trunk.num_generated + 1
+        going = {i: t for i, t in first_tokens.items() if request.verdict(generated, t) is None}
+        for index in list(going)[1:]:
+            self._fork(trunk, index, going[index])
+        if not going:
+            self.end(trunk)
+            return
+        trunk.index = next(iter(going))
+        trunk.token_ids.append(going[trunk.index])
+        if trunk.state is not State.RUNNING:
+            self.run(trunk)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies to execute before any block is written again."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def new_epoch(self) -> int:
+        self._next_epoch += 1
+        return self._next_epoch
+
+    def check_invariants(self) -> None:
+        sequences = [s for request in self.requests.values() for s in request.sequences]
+        pinned = [b for name, n in self.pins.items() for b in [self.pool.block_of(name)] * n if b is not None]
+        self.pool.check_invariants([block for s in sequences for block in s.blocks] + pinned)
+        assert all(self.pool.block_of(name) is not None for name in self.pins), "a pinned block was evicted"
+        by_state = {state: {id(s) for s in sequences if s.state is state} for state in State}
+        assert {id(s) for s in self.running} == by_state[State.RUNNING]
+        assert {id(s) for s in self.ready} == by_state[State.READY]
+        assert {id(s) for s in self.waiting()} == by_state[State.WAITING]
+        assert not by_state[State.ENDED]
+        taken = [s.slot for s in self.running]
+        assert sorted(taken + self._slots) == list(range(self.limits.max_num_seqs)), "slots leaked"
+        for sequence in sequences:
+            _check_sequence(sequence, self.limits.block_tokens)
+
+    def _fork(self, trunk: Sequence, index: int, first_token: int) -> None:
+        sequence = Sequence(trunk.request, index, [*trunk.token_ids, first_token])
+        trunk.request.sequences.append(sequence)
+        num_full, tail = divmod(trunk.num_computed, self.limits.block_tokens)
+        own = self.pool.allocate(1 if tail else 0)
+        if own is None:  # no room for the copied tail: it waits and finds the full blocks in the cache
+            self.enqueue(sequence)
+            return
+        self.pool.share(trunk.blocks[:num_full])
+        self._copies += [BlockCopy(trunk.blocks[num_full], target) for target in own]
+        sequence.blocks = trunk.blocks[:num_full] + own
+        sequence.names = trunk.names[:num_full]
+        sequence.num_computed = trunk.num_computed
+        sequence.num_registered = num_full
+        self.run(sequence)
+
+
+def _check_sequence(sequence: Sequence, block_tokens: int) -> None:
+    if sequence.state is State.WAITING:
+        assert not sequence.blocks
+        assert sequence.num_computed == 0
+    else:
+        assert sequence.num_computed <= len(sequence.blocks) * block_tokens
+        assert len(sequence.blocks) <= -(-len(sequence.token_ids) // block_tokens)
+    assert sequence.num_computed < len(sequence.token_ids) or sequence.state in (State.HELD, State.RESERVED)
+    assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds a block twice"

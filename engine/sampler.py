@@ -1,0 +1,127 @@
+"""Chooses tokens from logits, a batch at a time. What is asked for is in each request's SamplingParams.
+
+Order, as in vLLM: allowed tokens, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p; then the inverse
+of the cumulative probability, in vocabulary order, at the token's own random number. No row sees another.
+"""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from engine.logprobs import row_logprobs
+from engine.penalties import Penalties
+from engine.sampling import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
+from engine.scheduler import Sampled, SampleRow
+
+CANDIDATES = 1024
+"""Sorting a whole vocabulary is slow; the largest logits nearly always hold all that top_k and top_p keep."""
+
+
+class Sampler:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._penalties = Penalties(device)
+
+    def sample(self, logits: Tensor, rows: Rows[SampleRow]) -> Sampled:
+        """logits [num_rows, vocab_size], of any floating dtype."""
+        params = [row.sequence.request.work.sampling for row in rows]
+        if all(is_plain_greedy(p) for p in params) and not any(_is_too_short(row) for row in rows):
+            return Sampled(logits.argmax(dim=-1).tolist())
+        raw = logits.float()
+        scores = self._adjusted(raw, rows)
+        random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+        tokens = scores.argmax(dim=-1)
+        if random:
+            picked = torch.tensor(random, device=self._device)
+            tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
+        chosen = tokens.tolist()
+        wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        return Sampled(chosen, row_logprobs(raw, chosen, wanted) if wanted else None)
+
+    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow]) -> Tensor:
+        """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
+        scores = raw.clone()
+        forbidden: list[tuple[int, int]] = []
+        biased: list[tuple[int, int, float]] = []
+        for i, row in enumerate(rows):
+            sampling = row.sequence.request.work.sampling
+            if sampling.allowed_token_ids is not None:
+                allowed = torch.tensor(sampling.allowed_token_ids, device=self._device)
+                kept = scores[i, allowed]
+                scores[i] = float("-inf")
+                scores[i, allowed] = kept
+            if _is_too_short(row):
+                forbidden += [(i, t) for t in row.sequence.request.stop_ids if 0 <= t < raw.shape[1]]
+            biased += [(i, token, bias) for token, bias in sampling.logit_bias.items()]
+        if forbidden:
+            where = torch.tensor(forbidden, device=self._device).unbind(1)
+            scores[where] = float("-inf")
+        if biased:
+            row_index = torch.tensor([b[0] for b in biased], device=self._device)
+            token_index = torch.tensor([b[1] for b in biased], device=self._device)
+            scores[row_index, token_index] += torch.tensor([b[2] for b in biased], device=self._device)
+        penalised = [i for i, r in enumerate(rows) if has_penalties(r.sequence.request.work.sampling)]
+        if penalised:
+            picked = torch.tensor(penalised, device=self._device)
+            scores[picked] = self._penalties.apply(scores[picked], [rows[i].sequence for i in penalised])
+        return scores
+
+    def _draw(self, scores: Tensor, rows: Rows[SampleRow]) -> Tensor:
+        params = [row.sequence.request.work.sampling for row in rows]
+        scores = scores / self._column([p.temperature for p in params])
+        if any(p.min_p > 0.0 for p in params):  # p / p_max >= min_p, without a softmax
+            floor = scores.amax(dim=-1, keepdim=True) + self._column([p.min_p for p in params]).log()
+            scores = scores.masked_fill(scores < floor, float("-inf"))
+        vocab_size = scores.shape[1]
+        cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < vocab_size]
+        if cut:
+            picked = torch.tensor(cut, device=self._device)
+            top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in (params[i] for i in cut)]
+            top_p = [params[i].top_p for i in cut]
+            scores[picked] = keep_most_likely(
+                scores[picked],
+                torch.tensor(top_k, device=self._device)[:, None],
+                self._column(top_p),
+            )
+        points = [uniform(p.seed, row.index, row.sequence.num_generated) for p, row in zip(params, rows, strict=True)]
+        return invert_cumulative(scores, torch.tensor(points, dtype=torch.float64, device=self._device))
+
+    def _column(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+
+def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = CANDIDATES) -> Tensor:
+    """All but the `top_k` largest become -inf, and of these all but the fewest whose probability reaches `top_p`.
+
+    scores [rows, vocab]; top_k (vocab: all) and top_p [rows, 1].
+    """
+    vocab_size = scores.shape[1]
+    width = min(num_candidates, vocab_size)
+    values, tokens = scores.topk(width, dim=-1)
+    in_top_k = torch.arange(width, device=scores.device) < top_k
+    among_all = scores.logsumexp(dim=-1, keepdim=True)
+    among_top_k = values.masked_fill(~in_top_k, float("-inf")).logsumexp(dim=-1, keepdim=True)
+    probabilities = (values - torch.where(top_k < vocab_size, among_top_k, among_all)).exp()
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # With top_p = 1 nothing may be lost to the rounding of the sum.
+    kept = in_top_k & ((before < top_p) | (top_p >= 1.0))
+    kept[:, 0] = True
+    result = torch.full_like(scores, float("-inf"))
+    result.scatter_(1, tokens, values.masked_fill(~kept, float("-inf")))
+    if width < vocab_size:
+        unsure = (kept[:, -1] | (top_k[:, 0] > width) & kept[:, -1]).nonzero()[:, 0]
+        if unsure.numel():
+            result[unsure] = keep_most_likely(scores[unsure], top_k[unsure], top_p[unsure], num_candidates=vocab_size)
+    return result
+
+
+def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
+    """For each row the first token, in vocabulary order, at which the cumulative probability passes its point."""
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    targets = points[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0]
+
+
+def _is_too_short(row: SampleRow) -> bool:
+    return row.sequence.num_generated < row.sequence.request.work.sampling.min_tokens

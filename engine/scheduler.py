@@ -1,0 +1,264 @@
+"""What the next step computes, and what its results change. Pure: `now` is passed in.
+
+Decodes come first, one token each; the rest of the token budget goes to prompts, in chunks. When a
+decode needs a block and none is free, the least important sequence gives up its memory and is recomputed later.
+A prompt enters only when all its blocks are there, so it never stops halfway.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from contracts.messages import TokenLogprobs
+from contracts.naming import block_names
+from engine.outputs import CompletedBlocks, FirstTokenInfo, NamedBlock, SequenceOutput, StepResult
+from engine.roster import Roster
+from engine.sequence import Request, Sequence, State
+
+PROMPT_LOGPROBS_CHUNK = 256
+"""Rows of logits are `vocab_size` wide: requests that want all of them go in small chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute `length` tokens of a sequence from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    is_last: bool
+    """The chunk reaches the sequence's end, so a token follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One token to choose, from the logits of a chunk's last row."""
+
+    chunk: int
+    sequence: Sequence
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    chunks: list[Chunk]
+    rows: list[SampleRow]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The runner's answer to a plan. `token_ids` and `logprobs` follow `Plan.rows`."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By chunk: the log-probability of the token after each of its rows, the prompt's last excepted."""
+
+
+class _Blocked(NamedTuple):
+    """The first waiting sequence found no room: what was free then, and whether a reserve was kept."""
+
+    head: Sequence
+    num_free: int
+    was_running: bool
+
+
+class Scheduler:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._blocked: _Blocked | None = None
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+
+    @property
+    def is_short_of_blocks(self) -> bool:
+        """The next waiting sequence lacks memory: nobody may overtake it."""
+        return self._blocked is not None and self._blocked.head is self._roster.head()
+
+    def has_work(self) -> bool:
+        roster = self._roster
+        if roster.running or (roster.ready and roster.has_slot):
+            return True
+        head = roster.head()
+        return head is not None and roster.has_slot and not self._is_still_blocked(head)
+
+    def schedule(self, now: float) -> Plan:
+        roster = self._roster
+        roster.promote_ready()
+        roster.running.sort(key=lambda s: s.key)
+        chunks: list[Chunk] = []
+        budget = roster.limits.max_num_batched_tokens
+        for sequence in list(roster.running):
+            # A victim always sorts after the one that needs its block: it has no chunk yet.
+            if sequence.num_remaining == 1 and sequence.state is State.RUNNING and self._grow(sequence):
+                chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
+                budget -= 1
+        for sequence in roster.running:
+            if budget > 0 and sequence.num_remaining > 1:
+                budget -= self._append_chunk(chunks, sequence, budget)
+        while budget > 0 and (head := roster.head()) is not None and self._place(head, now):
+            budget -= self._append_chunk(chunks, head, budget)
+        return Plan(chunks, _sample_rows(chunks))
+
+    def apply(self, plan: Plan, sampled: Sampled, now: float) -> StepResult:
+        """Takes the step's results into the state. Everything in `plan` was computed."""
+        result = StepResult()
+        by_chunk: dict[int, list[int]] = {}
+        for position, row in enumerate(plan.rows):
+            by_chunk.setdefault(row.chunk, []).append(position)
+        for number, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.length
+            self._register_full_blocks(sequence)
+            if sequence.request.wants_prompt_logprobs:
+                sequence.request.prompt_logprobs += sampled.prompt_logprobs.get(number, [])
+            if sequence.request.mode == "prefill":
+                self._publish(sequence, result)
+            if chunk.is_last:
+                self._report_first(sequence.request, now, result)
+                self._extend(sequence, plan, by_chunk[number], sampled, result)
+        return result
+
+    def _append_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        length = min(sequence.num_remaining, budget)
+        if sequence.request.wants_prompt_logprobs:
+            length = min(length, PROMPT_LOGPROBS_CHUNK)
+        is_last = length == sequence.num_remaining
+        chunks.append(Chunk(sequence, sequence.num_computed, length, is_last))
+        return length
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A block for the next token; False if the sequence itself had to give way."""
+        roster = self._roster
+        if sequence.num_computed < len(sequence.blocks) * roster.limits.block_tokens:
+            return True
+        while (block := roster.pool.allocate(1)) is None:
+            # Blocks of a `prefill` request may be read by a copy at this moment: those never move.
+            candidates = [s for s in roster.running + roster.ready if s.request.mode != "prefill"]
+            victim = max(candidates, key=lambda s: s.key)
+            roster.preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += block
+        return True
+
+    def _place(self, sequence: Sequence, now: float) -> bool:
+        """Gives the first waiting sequence its blocks and a slot, or remembers why not."""
+        roster = self._roster
+        pool, block_tokens = roster.pool, roster.limits.block_tokens
+        if not roster.has_slot or self._is_still_blocked(sequence):
+            return False
+        request = sequence.request
+        request.prompt_logprobs = []  # those of a preempted attempt are computed again
+        num_tokens = len(sequence.token_ids)
+        sequence.name_blocks(num_tokens // block_tokens, block_tokens)
+        # At least the last token is computed: its logits are needed.
+        reusable = [] if request.wants_prompt_logprobs else sequence.names[: (num_tokens - 1) // block_tokens]
+        cached = pool.match(reusable)
+        needed = roster.num_blocks_for(num_tokens) - len(cached)
+        reserve = pool.num_total // 100 if roster.running else 0
+        if pool.num_free - pool.num_unowned(cached) - needed < reserve:
+            self._blocked = _Blocked(sequence, pool.num_free, bool(roster.running))
+            return False
+        pool.share(cached)
+        fresh = pool.allocate(needed)
+        assert fresh is not None
+        sequence.blocks = cached + fresh
+        sequence.num_registered = len(cached)
+        sequence.num_computed = len(cached) * block_tokens
+        if request.started is None:
+            request.started = now
+            request.cached_tokens = sequence.num_computed
+            self.num_prefix_query_tokens += num_tokens
+            self.num_prefix_hit_tokens += sequence.num_computed
+        self._blocked = None
+        roster.pop_head()
+        roster.run(sequence)
+        return True
+
+    def _is_still_blocked(self, head: Sequence) -> bool:
+        """Nothing has changed since `head` found too little memory, so it need not be tried again."""
+        blocked = self._blocked
+        if blocked is None or blocked.head is not head or self._roster.pool.num_free > blocked.num_free:
+            return False
+        return blocked.was_running == bool(self._roster.running)
+
+    def _register_full_blocks(self, sequence: Sequence) -> None:
+        block_tokens = self._roster.limits.block_tokens
+        known, full = sequence.num_registered, sequence.num_computed // block_tokens
+        if known < full:
+            sequence.name_blocks(full, block_tokens)
+            self._roster.pool.register(sequence.names[known:full], sequence.blocks[known:full])
+            sequence.num_registered = full
+
+    def _publish(self, sequence: Sequence, result: StepResult) -> None:
+        """Reports the blocks of a `prefill` request that are new to its owner, cached ones included."""
+        request, block_tokens = sequence.request, self._roster.limits.block_tokens
+        full = sequence.num_computed // block_tokens
+        names = sequence.names[request.num_published : full]
+        if sequence.num_remaining == 0 and sequence.num_computed % block_tokens:
+            parent = sequence.names[full - 1] if full else None
+            tail = sequence.token_ids[full * block_tokens :]
+            names = names + block_names(request.work.root, tail, block_tokens, parent=parent)
+        blocks = sequence.blocks[request.num_published : request.num_published + len(names)]
+        if names:
+            request.num_published += len(names)
+            named = [NamedBlock(name, block) for name, block in zip(names, blocks, strict=True)]
+            result.completed.append(CompletedBlocks(request.work.request_id, named))
+
+    def _report_first(self, request: Request, now: float, result: StepResult) -> None:
+        if request.is_first_reported or request.started is None:
+            return
+        request.is_first_reported = True
+        wanted = request.work.sampling.prompt_logprobs is not None
+        result.first.append(
+            FirstTokenInfo(
+                request_id=request.work.request_id,
+                queue_s=request.started - request.arrived,
+                prefill_s=now - request.started,
+                cached_tokens=request.cached_tokens,
+                prompt_logprobs=[None, *request.prompt_logprobs] if wanted else None,
+            )
+        )
+
+    def _extend(self, sequence: Sequence, plan: Plan, rows: list[int], sampled: Sampled, result: StepResult) -> None:
+        """The chosen tokens of one chunk: several when the trunk of n > 1 sequences reached its end."""
+        request, roster = sequence.request, self._roster
+        chosen: dict[int, int] = {}
+        generated = sequence.num_generated
+        for row in rows:
+            index, token = plan.rows[row].index, sampled.token_ids[row]
+            chosen[index] = token
+            verdict = request.verdict(generated + 1, token)
+            logprobs = sampled.logprobs[row] if sampled.logprobs is not None else None
+            result.tokens.append(
+                SequenceOutput(
+                    request_id=request.work.request_id,
+                    sequence=index,
+                    position=generated,
+                    token_ids=[token],
+                    logprobs=None if logprobs is None else [logprobs],
+                    finish_reason=verdict.reason if verdict else None,
+                    stop_token_id=verdict.stop_token_id if verdict else None,
+                )
+            )
+        if request.mode == "prefill":
+            roster.leave_batch(sequence)
+            sequence.state = State.HELD
+            request.to_start = []
+            result.held.append(request.work.request_id)
+        elif request.to_start:
+            roster.start_sequences(sequence, chosen)
+        elif result.tokens[-1].finish_reason is not None:
+            roster.end(sequence)
+        else:
+            sequence.token_ids.append(chosen[sequence.index])
+
+
+def _sample_rows(chunks: list[Chunk]) -> list[SampleRow]:
+    rows: list[SampleRow] = []
+    for number, chunk in enumerate(chunks):
+        if chunk.is_last:
+            sequence = chunk.sequence
+            indexes = sequence.request.to_start or [sequence.index]
+            rows += [SampleRow(number, sequence, index) for index in indexes]
+    return rows

@@ -1,0 +1,39 @@
+"""Runs made-up prompts through scheduler and runner before any request: allocates, compiles, and measures."""
+
+import time
+
+from contracts.identity import BlockName, RequestId
+from contracts.messages import Work
+from contracts.sampling import SamplingParams
+from engine.block_pool import BlockPool
+from engine.meter import Meter
+from engine.roster import Limits, Roster
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+
+ANSWER_TOKENS = 4
+
+
+def exercise(runner: Runner, num_blocks: int, limits: Limits, num_tokens: int) -> Meter:
+    """Computes prompts of `num_tokens` in all, and a few tokens after them, in blocks that nobody owns yet."""
+    roster = Roster(BlockPool(num_blocks, caching=False), limits, frozenset())
+    scheduler, meter = Scheduler(roster), Meter()
+    longest = min(limits.max_model_len, (num_blocks - 1) * limits.block_tokens) - ANSWER_TOKENS
+    sampling = SamplingParams(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0)
+    for number in range(max(1, num_tokens // max(1, longest))):
+        length = max(1, min(num_tokens, longest))
+        work = Work(
+            request_id=RequestId(f"warm-up-{number}"),
+            token_ids=[0] * length,
+            num_prompt_tokens=length,
+            sampling=sampling,
+            root=BlockName(bytes(16)),
+        )
+        roster.enqueue(roster.enrol(work, "generate", 0.0))
+    while scheduler.has_work():
+        started = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        sampled = runner.run(plan)
+        meter.record(plan, time.perf_counter() - started)
+        scheduler.apply(plan, sampled, 0.0)
+    return meter

@@ -1,0 +1,127 @@
+"""Writes tiny random models in Hugging Face's format: config, safetensors, tokenizer, chat template.
+
+Deterministic by family and seed. The weights are drawn wide, so that greedy answers vary and depend on every
+token of the context: a lost or misplaced block changes them.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+VOCAB_SIZE = 320
+EOS_ID = 256
+IM_START_ID = 257
+IM_END_ID = 258
+SLIDING_WINDOW = 24
+MAX_POSITIONS = 512
+MERGES = ["t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "e r", "o u", "in g", "Ġ a", "r e"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.15,
+    "bos_token_id": EOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": EOS_ID,
+}
+_MOE: dict[str, Any] = {**_COMMON, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_COMMON, "model_type": "llama"},
+    "qwen2": {**_COMMON, "model_type": "qwen2"},
+    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
+    "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": SLIDING_WINDOW},
+    "gemma3": {
+        **_COMMON,
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {**_COMMON, "model_type": "phi3"},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": MAX_POSITIONS,
+        "initializer_range": 0.15,
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+    },
+    "mixtral": {**_MOE, "model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {
+        **_MOE,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+}
+
+
+def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
+    """Makes `folder`. `overrides` replace entries of the config. float32."""
+    values = {**FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _widen(model.named_parameters)
+    model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, IM_END_ID], bos_token_id=EOS_ID)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE: ids 0..255 are the bytes, then the special tokens, then a few merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: number for number, symbol in enumerate(alphabet)}
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    for token in [*special, *(merge.replace(" ", "") for merge in MERGES)]:
+        vocab[token] = len(vocab)
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _widen(named_parameters: Callable[[], Any]) -> None:
+    """Some families start their biases and norms at constants: draw those too."""
+    with torch.no_grad():
+        for name, parameter in named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
