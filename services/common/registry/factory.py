@@ -1,0 +1,36 @@
+"""Chooses the registry's implementation by URL."""
+
+from urllib.parse import urlsplit
+
+from services.common.errors import ConfigurationError
+from services.common.registry.memory import MemoryRegistryClient, MemoryRegistryView
+from services.common.registry.port import RegistryClient, RegistryView
+from services.common.registry.redis_registry import RedisRegistryClient, RedisRegistryView
+
+_REDIS = ("redis", "rediss", "unix")
+
+
+def registry_client(url: str) -> RegistryClient:
+    """Raises `ConfigurationError`."""
+    if urlsplit(url).scheme in _REDIS:
+        return RedisRegistryClient(url)
+    return MemoryRegistryClient(_tcp_address(url))
+
+
+def registry_view(url: str) -> RegistryView:
+    """Raises `ConfigurationError`. With `memory://` the view hosts the registry itself."""
+    if urlsplit(url).scheme in _REDIS:
+        return RedisRegistryView(url)
+    return MemoryRegistryView(_tcp_address(url))
+
+
+def _tcp_address(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        is_whole = parts.scheme == "memory" and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        allowed = "memory://HOST:PORT, redis://…, rediss://… or unix:///PATH"
+        raise ConfigurationError(f"registry {url!r} is no registry's URL (allowed: {allowed})")
+    return f"tcp://{parts.netloc}"

@@ -1,0 +1,151 @@
+"""The registry inside the router, for a cluster on one machine: a ZeroMQ ROUTER that takes `Register` and `Leave`.
+
+It is lost with its router; instances fill the next router's by renewing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from contracts.identity import Generation, InstanceId
+from contracts.instance import InstanceRecord
+from contracts.messages import Leave, Register, Registered, ToRegistry
+from contracts.wire import Decoder, WireError, encode
+from services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
+from services.common.registry.table import RecordTable
+from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
+
+logger = logging.getLogger(__name__)
+
+REPLY_TIMEOUT_S = 2.0
+_EXPIRY_CHECK_S = 0.2
+_QUEUE_LENGTH = 10_000
+
+
+class MemoryRegistryView:
+    """Hosts the registry. Bind to port 0 and `url` is, after `start`, what instances are given."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._table = RecordTable()
+        self._decoder = Decoder[ToRegistry](ToRegistry)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: LoopSocket | None = None
+        self._expiry: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return "memory://" + self._address.removeprefix("tcp://")
+
+    async def start(self, on_change: Callable[[], None]) -> None:
+        """Raises `zmq.ZMQError` when the address is in use."""
+        self._on_change = on_change
+        socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
+        self._address = bind(socket, self._address)
+        self._socket = LoopSocket(socket, self._receive)
+        self._socket.start()
+        self._expiry = asyncio.create_task(self._expire(), name="registry-expiry")
+
+    def records(self) -> list[InstanceRecord]:
+        return self._table.records()
+
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    async def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        await asyncio.to_thread(self._context.term)
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            message = self._decoder.decode(frames[-1])
+        except WireError as exc:
+            logger.warning("registration refused: %s", exc)
+            return
+        match message:
+            case Register(record=record, ttl_s=ttl_s):
+                now = asyncio.get_running_loop().time()
+                generation, is_news = self._table.register(record, ttl_s, now)
+            case Leave(instance=instance, generation=generation):
+                is_news = self._table.leave(instance, generation)
+        try:
+            assert self._socket is not None
+            self._socket.send([frames[0], encode(Registered(generation))])
+        except PeerUnreachable as exc:
+            logger.info("a registration could not be answered: %s", exc)
+        if is_news:
+            self._on_change()
+
+    async def _expire(self) -> None:
+        while self._socket is not None:
+            await asyncio.sleep(_EXPIRY_CHECK_S)
+            # Renewals that arrived while this process was busy come first.
+            self._socket.drain()
+            if self._table.expire(asyncio.get_running_loop().time()):
+                self._on_change()
+
+
+class MemoryRegistryClient:
+    """Speaks to the registry in a router. One call at a time."""
+
+    def __init__(self, address: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        self._address = address
+        self._reply_timeout_s = reply_timeout_s
+        self._decoder = Decoder[Registered](Registered)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: LoopSocket | None = None
+        self._reply: asyncio.Future[Generation] | None = None
+        self._turn = asyncio.Lock()
+
+    async def register(self, record: InstanceRecord, ttl_s: float) -> None:
+        generation = await self._ask(Register(record, ttl_s))
+        if generation != record.generation:
+            raise Superseded(f"{record.instance}: another process has registered under this name")
+
+    async def leave(self, instance: InstanceId, generation: Generation) -> None:
+        await self._ask(Leave(instance, generation))
+
+    async def close(self) -> None:
+        self._disconnect()
+        await asyncio.to_thread(self._context.term)
+
+    async def _ask(self, message: Register | Leave) -> Generation:
+        async with self._turn:
+            if self._socket is None:
+                self._connect()
+            assert self._socket is not None
+            self._reply = asyncio.get_running_loop().create_future()
+            try:
+                self._socket.send([encode(message)])
+                async with asyncio.timeout(self._reply_timeout_s):
+                    return await self._reply
+            except (TimeoutError, PeerUnreachable) as exc:
+                # With the socket goes the message: a registry that comes back must not find old ones.
+                self._disconnect()
+                raise RegistryUnavailable(f"no answer from the registry at {self._address}") from exc
+
+    def _connect(self) -> None:
+        socket = new_socket(self._context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
+        connect(socket, self._address)
+        self._socket = LoopSocket(socket, self._receive)
+        self._socket.start()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            answer = self._decoder.decode(frames[-1])
+        except WireError as exc:
+            logger.warning("answer of the registry refused: %s", exc)
+            return
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(answer.generation)

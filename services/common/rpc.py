@@ -1,0 +1,212 @@
+"""Messages between routers and instances: one ZeroMQ ROUTER per instance, one DEALER per (router, instance).
+
+Carries `contracts.messages` and tells each side, once, when the other is gone. What a request is, or what is to be done
+about a lost peer, is for the caller to know.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NewType
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from contracts.messages import Heartbeat, LoadReport, ToInstance, ToRouter
+from contracts.wire import Decoder, WireError, encode
+from services.common.errors import PeerUnreachable
+from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
+
+logger = logging.getLogger(__name__)
+
+RouterId = NewType("RouterId", bytes)
+"""Names one connection of one router: a router that comes back has a new one."""
+
+HEARTBEAT_S = 1.0
+ROUTER_TIMEOUT_S = 10.0
+INSTANCE_TIMEOUT_S = 3.0
+_QUEUE_LENGTH = 100_000
+_LINGER_MS = 300
+
+
+class InstanceServer:
+    """The instance's end. Reports a router as lost when a message cannot reach it or when it has been silent."""
+
+    def __init__(self, bind_address: str = "tcp://127.0.0.1:0", *, router_timeout_s: float = ROUTER_TIMEOUT_S) -> None:
+        self.address = bind_address
+        self._router_timeout_s = router_timeout_s
+        self._decoder = Decoder[ToInstance](ToInstance)
+        self._heard: dict[RouterId, float] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: LoopSocket | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(
+        self,
+        on_message: Callable[[RouterId, ToInstance], None],
+        on_router_lost: Callable[[RouterId], None],
+    ) -> None:
+        """Binds; `address` is then the one to connect to. Raises `zmq.ZMQError` when it is in use."""
+        self._on_message = on_message
+        self._on_router_lost = on_router_lost
+        socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
+        # Without this a message to a router that is gone vanishes silently.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.address = bind(socket, self.address)
+        self._socket = LoopSocket(socket, self._receive)
+        self._socket.start()
+        self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
+
+    def routers(self) -> list[RouterId]:
+        return list(self._heard)
+
+    def send(self, router: RouterId, message: ToRouter) -> None:
+        """Never blocks. To a router that is lost it does nothing."""
+        if router not in self._heard or self._socket is None:
+            return
+        try:
+            self._socket.send([router, encode(message)])
+        except PeerUnreachable as exc:
+            self._lose(router, str(exc))
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._socket is not None:
+            self._socket.close(_LINGER_MS)
+            self._socket = None
+        await asyncio.to_thread(self._context.term)
+
+    def _receive(self, frames: Frames) -> None:
+        if len(frames) != 2:
+            logger.warning("message refused: %d frames", len(frames))
+            return
+        router = RouterId(frames[0])
+        try:
+            message = self._decoder.decode(frames[1])
+        except WireError as exc:
+            logger.warning("message of router %s refused: %s", router.hex(), exc)
+            return
+        self._heard[router] = asyncio.get_running_loop().time()
+        self._on_message(router, message)
+
+    async def _watch_routers(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._socket is not None:
+            await asyncio.sleep(self._router_timeout_s / 10)
+            # Whatever arrived while this process was busy counts before anyone is declared lost.
+            self._socket.drain()
+            oldest = loop.time() - self._router_timeout_s
+            for router in [router for router, heard in self._heard.items() if heard < oldest]:
+                self._lose(router, f"no heartbeat for {self._router_timeout_s:g} s")
+
+    def _lose(self, router: RouterId, reason: str) -> None:
+        if self._heard.pop(router, None) is not None:
+            logger.info("router %s is lost: %s", router.hex(), reason)
+            # Later, since the caller may be in the middle of a loop over this router's requests.
+            asyncio.get_running_loop().call_soon(self._on_router_lost, router)
+
+
+class InstanceLink:
+    """A router's end of the connection to one generation of an instance.
+
+    Once lost it stays lost: close it and make another.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_message: Callable[[ToRouter], None],
+        on_lost: Callable[[str], None],
+        heartbeat_s: float = HEARTBEAT_S,
+        timeout_s: float = INSTANCE_TIMEOUT_S,
+    ) -> None:
+        """`on_lost` gets the reason, once: the connection broke, or nothing came for `timeout_s`."""
+        self._address = address
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
+        self._decoder = Decoder[ToRouter](ToRouter)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: LoopSocket | None = None
+        self._monitor: LoopSocket | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._heard = 0.0
+        self.is_ready = False
+        """True from the instance's first `LoadReport` until it is lost."""
+        self.is_lost = False
+
+    async def start(self) -> None:
+        socket = new_socket(self._context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
+        events = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        monitor = socket.get_monitor_socket(events)
+        self._socket = LoopSocket(socket, self._receive)
+        self._monitor = LoopSocket(monitor, self._on_event)
+        self._monitor.start()
+        self._socket.start()
+        self._raw = socket
+        connect(socket, self._address)
+        self._heard = asyncio.get_running_loop().time()
+        self._watch = asyncio.create_task(self._beat(), name="rpc-heartbeat")
+
+    def send(self, message: ToInstance) -> None:
+        """Never blocks. When the instance is lost it does nothing: `on_lost` has told, or is about to."""
+        if self._socket is None or self.is_lost:
+            return
+        try:
+            self._socket.send([encode(message)])
+        except PeerUnreachable as exc:
+            self._lose(str(exc))
+
+    async def close(self) -> None:
+        self.is_lost = True
+        self.is_ready = False
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._monitor is not None and self._socket is not None:
+            self._raw.disable_monitor()
+            self._monitor.close()
+            self._socket.close(_LINGER_MS)
+            self._monitor = self._socket = None
+        await asyncio.to_thread(self._context.term)
+
+    def _receive(self, frames: Frames) -> None:
+        if self.is_lost:
+            return
+        try:
+            message = self._decoder.decode(frames[-1])
+        except WireError as exc:
+            logger.warning("message of the instance at %s refused: %s", self._address, exc)
+            return
+        self._heard = asyncio.get_running_loop().time()
+        if isinstance(message, LoadReport):
+            self.is_ready = True
+        self._on_message(message)
+
+    def _on_event(self, frames: Frames) -> None:
+        event = zmq.Event(parse_monitor_message(frames)["event"])
+        if event != zmq.Event.MONITOR_STOPPED:
+            if self._socket is not None:
+                self._socket.drain()
+            self._lose("the connection broke" if event == zmq.Event.DISCONNECTED else "the handshake failed")
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self.is_lost and self._socket is not None:
+            self.send(Heartbeat())
+            due = loop.time() + self._heartbeat_s
+            await asyncio.sleep(self._heartbeat_s)
+            # A stall of this process is no silence of the instance: read what has come, forgive what was slept over.
+            self._heard += max(0.0, loop.time() - due)
+            if self._socket is not None:
+                self._socket.drain()
+            if loop.time() - self._heard > self._timeout_s:
+                self._lose(f"no message for {self._timeout_s:g} s")
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self.is_ready = False
+            asyncio.get_running_loop().call_soon(self._on_lost, reason)
