@@ -8,7 +8,7 @@ from engine.errors import (
     EngineError,
     ModelError,
     RequestError,
-    UnsupportedModel,
+    UnsupportedModelError,
     UsageError,
 )
 from engine.kv_cache import KVCache
@@ -42,6 +42,6 @@ __all__ = [
     "Reservation",
     "SequenceOutput",
     "StepResult",
-    "UnsupportedModel",
+    "UnsupportedModelError",
     "UsageError",
 ]

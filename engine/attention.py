@@ -1,8 +1,8 @@
 """Connects transformers' models to paged attention: the one attention function, and what it is told per step.
 
-A model's layers call `attend` below through transformers' AttentionInterface. What a step needs travels as a
-keyword argument of the model's forward, never as global state. No mask function is registered for the name, so transformers
-builds no mask at all (masking_utils: implementations without one are told None).
+A model's layers call `_attend` below through transformers' AttentionInterface. What a step needs travels as
+a keyword argument of the model's forward, never as global state. No mask function is registered for the name,
+so transformers builds no mask at all (masking_utils: implementations without one are told None).
 """
 
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.errors import UnsupportedModel
+from engine.errors import UnsupportedModelError
 from engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 
 NAME = "baton"
 
 
 class AttentionContext(Protocol):
-    """Answers for one layer: query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]."""
+    """Answers for one layer. query [num_tokens, num_heads, head_dim]; key, value with num_kv_heads."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor: ...
 
@@ -78,7 +78,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     layer = getattr(module, "layer_idx", None)
     if baton is None or not isinstance(layer, int):
-        raise UnsupportedModel(f"{type(module).__name__} does not pass its caller's arguments to attention")
+        raise UnsupportedModelError(f"{type(module).__name__} does not pass its caller's arguments to attention")
     spec = None if isinstance(baton, PagedAttention) else _spec(module, query.shape[-1], rules)
     output = baton.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec)
     return output.unsqueeze(0), None
@@ -86,7 +86,7 @@ def _attend(
 
 def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> AttentionSpec:
     if getattr(module, "is_causal", True) is False or rules.get("is_causal") is False:
-        raise UnsupportedModel(f"{type(module).__name__} is not causal")
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal")
     scaling, window = rules.get("scaling"), rules.get("sliding_window")
     softcap, sinks = rules.get("softcap"), rules.get("s_aux")
     return AttentionSpec(

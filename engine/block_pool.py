@@ -1,9 +1,9 @@
 """Who owns which block of the KV cache, and which content is cached under which name.
 
 Pure accounting: no tensor, no clock. A block is *owned* (reference count > 0) or *free*; a free block
-that has a name is still cached and can be shared again until it is evicted. Free blocks are taken in this order: nameless
-ones, then least recently released; a released table gives back its last block first, so prefixes outlive
-their ends. Block 0 is never given out: padding points at it.
+that has a name is still cached and can be shared again until it is evicted. Free blocks are taken in this
+order: nameless ones, then least recently released; a released table gives back its last block first, so
+prefixes outlive their ends. Block 0 is never given out: padding points at it.
 """
 
 from collections import OrderedDict

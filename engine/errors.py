@@ -3,7 +3,7 @@
 EngineError
 ├── ConfigError         a setting that no model could run with
 ├── ModelError          the folder is broken, or its weights do not fit its config
-│   └── UnsupportedModel    the architecture cannot run on paged attention
+│   └── UnsupportedModelError    the architecture cannot run on paged attention
 ├── CapacityError       the model runs, but its KV cache does not fit this device
 ├── RequestError        this one request is at fault: `code` is one of contracts.messages.ErrorCode
 └── UsageError          a verb was called in a state that does not allow it: our bug, never retried
@@ -24,7 +24,7 @@ class ModelError(EngineError):
     pass
 
 
-class UnsupportedModel(ModelError):
+class UnsupportedModelError(ModelError):
     pass
 
 

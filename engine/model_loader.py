@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -17,11 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import attention, device, rotary
 from engine.attention import AttentionProbe
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelError, UnsupportedModel
+from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.kernels import AttentionSpec
 
 logger = logging.getLogger(__name__)
+
+HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
 
 Progress = Callable[[str, float], None]
 """Told what is being done and how far it is, from 0 to 1."""
@@ -46,7 +49,7 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel:
-    """Raises `ModelError` (`UnsupportedModel`) or `ConfigError`."""
+    """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder = Path(config.model)
     hf_config = _read_config(folder, config)
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
@@ -83,7 +86,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
     )
 
 
-def _read_config(folder: Path, config: EngineConfig):  # type: ignore[no-untyped-def]
+def _read_config(folder: Path, config: EngineConfig) -> HfConfig:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
     path = folder / "config.json"
@@ -101,19 +104,19 @@ def _read_config(folder: Path, config: EngineConfig):  # type: ignore[no-untyped
         raise ModelError(f"{path} cannot be used: {_first_line(exc)}") from exc
 
 
-def _refuse_unsupported(name: str, hf_config, text_config) -> None:  # type: ignore[no-untyped-def]
+def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; only decoders can be served")
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
     if others := set(getattr(text_config, "layer_types", None) or []) - SUPPORTED_LAYERS:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(sorted(others))}; paged attention serves"
             f" {' and '.join(sorted(SUPPORTED_LAYERS))} only"
         )
     if getattr(text_config, "use_bidirectional_attention", None):
-        raise UnsupportedModel(f"{name} attends in both directions; only causal decoders can be served")
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
 
 
-def _max_model_len(config: EngineConfig, text_config) -> int:  # type: ignore[no-untyped-def]
+def _max_model_len(config: EngineConfig, text_config: HfConfig) -> int:
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is None:
         if config.max_model_len is None:
@@ -127,7 +130,7 @@ def _max_model_len(config: EngineConfig, text_config) -> int:  # type: ignore[no
     return config.max_model_len or int(longest)
 
 
-def _make_dummy(hf_config, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:  # type: ignore[no-untyped-def]
+def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:
     torch.manual_seed(config.seed)
     try:
         with torch.device(target):
@@ -175,17 +178,17 @@ def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe
             use_cache=False,
             baton=probe,
         )
-    except UnsupportedModel as exc:
-        raise UnsupportedModel(f"{name} cannot be served: {exc}") from exc
+    except UnsupportedModelError as exc:
+        raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
-        raise UnsupportedModel(f"{name} cannot run on paged attention: {_first_line(exc)}") from exc
+        raise UnsupportedModelError(f"{name} cannot run on paged attention: {_first_line(exc)}") from exc
     return probe
 
 
 def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> tuple[list[AttentionSpec], int, int]:
     """The layers' rules, and the one shape of K and V that they must share."""
     if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
             " attention interface; layers without KV, or with attention of their own, are not supported"
         )
@@ -193,14 +196,14 @@ def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> tuple[
     sizes = {(s.num_kv_heads, s.key_dim, s.value_dim) for s in shapes}
     num_kv_heads, key_dim, value_dim = next(iter(sizes))
     if len(sizes) > 1 or key_dim != value_dim:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
             " KV heads, key and value size), as latent attention (MLA) or mixed layers have"
         )
     return [s.spec for s in shapes], num_kv_heads, key_dim
 
 
-def _eos_ids(module: nn.Module, text_config) -> frozenset[int]:  # type: ignore[no-untyped-def]
+def _eos_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
     ids: set[int] = set()
     for source in (getattr(module, "generation_config", None), text_config):
         value = getattr(source, "eos_token_id", None)

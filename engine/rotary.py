@@ -4,11 +4,13 @@ In a batch of strangers that choice would make one request's KV depend on anothe
 from `max_model_len`, as vLLM does.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.errors import UnsupportedModel
+from engine.errors import UnsupportedModelError
 
 FIXED = "fixed"
 
@@ -19,17 +21,17 @@ def freeze(module: nn.Module, max_model_len: int) -> str:
     for part in module.modules():
         kind = getattr(part, "rope_type", None)
         if isinstance(kind, dict) and any("dynamic" in k or k == "longrope" for k in kind.values()):
-            raise UnsupportedModel("rotary frequencies that change with the length, per layer type")
+            raise UnsupportedModelError("rotary frequencies that change with the length, per layer type")
         if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
             variants.add(_freeze_one(part, kind, max_model_len))
     return ",".join(sorted(variants))
 
 
 def _freeze_one(part: nn.Module, kind: str, max_model_len: int) -> str:
-    config = part.config
+    config: Any = part.config
     rules = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     native = rules.get("original_max_position_embeddings") or config.max_position_embeddings
-    part.rope_type = FIXED  # the update before each forward looks at this name
+    object.__setattr__(part, "rope_type", FIXED)  # the update before each forward looks at this name
     if max_model_len <= native:
         return f"{kind}:native"
     old = part.inv_freq

@@ -36,7 +36,7 @@ class SortKey(NamedTuple):
 
     priority: int
     order: int
-    index: int
+    sequence: int
 
 
 @dataclass(slots=True, eq=False)
