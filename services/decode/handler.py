@@ -16,7 +16,7 @@ from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.first_tokens import FirstTokens, decode_first_tokens
 from services.instance.generation import Writing, generate
-from services.instance.ports import EngineStats, FetchResult, Reservation, RouterPort, SinkPort
+from services.instance.ports import EngineStats, FetchResult, HandoffCounter, Reservation, RouterPort, SinkPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment
 
@@ -32,12 +32,14 @@ class DecodeHandler:
         transfer: SinkPort,
         router: RouterPort,
         *,
+        counter: HandoffCounter,
         fallback: Literal["fail", "local"],
         max_waiting: int,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
         self._router = router
+        self._counter = counter
         self._fallback = fallback
         self._reservations = Reservations(engine, max_waiting=max_waiting)
 
@@ -90,6 +92,7 @@ class DecodeHandler:
         try:
             return await self._transfer.fetch(ticket, reservation.missing, on_blocks=on_blocks)
         except RemoteTransferError as exc:
+            self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
                 raise RequestFailed("handoff_failed", _describe(exc), lost=ticket.source) from exc
             logger.warning(
@@ -97,6 +100,7 @@ class DecodeHandler:
             )
             return None
         except LocalTransferError as exc:
+            self._counter.handoff_failed(type(exc).__name__)
             raise RequestFailed("handoff_failed", _describe(exc)) from exc
 
     async def _admit(self, request: Request, reservation: Reservation, fetched: FetchResult) -> None:

@@ -27,6 +27,10 @@ SWITCH_INTERVAL_S = 0.0005
 """How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
 
 
+STATS_INTERVAL_S = 0.05
+"""A step that only adds tokens changes little: numbers are taken anew only so often while nothing begins or ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What one round of the engine's thread left: `at` is `time.monotonic()` when the step had ended."""
@@ -114,7 +118,7 @@ class EngineThread:
             engine.close()
 
     def _run(self, engine: EnginePort) -> None:
-        is_idle = True
+        stats, stats_at, is_idle = engine.stats(), 0.0, True
         while True:
             commands = self._take(wait=is_idle)
             if commands is None:
@@ -124,8 +128,11 @@ class EngineThread:
             if any(command.future is not None for command in commands):
                 self._deliver(_settle, commands)
             result = engine.step()
-            self._deliver(self._on_turn, Turn(result, engine.stats(), time.monotonic()))
+            at = time.monotonic()
             is_idle = not engine.has_work()
+            if is_idle or commands or _frees_something(result) or at - stats_at > STATS_INTERVAL_S:
+                stats, stats_at = engine.stats(), at
+            self._deliver(self._on_turn, Turn(result, stats, at))
 
     def _take(self, *, wait: bool) -> "list[_Command[object]] | None":
         """All commands that are there; when idle, waits for the first. None: stop."""
@@ -165,6 +172,10 @@ class _Command(Generic[T]):
             self.future.set_exception(self._error)
         else:
             self.future.set_result(self._value)  # type: ignore[arg-type]
+
+
+def _frees_something(result: StepResult) -> bool:
+    return bool(result.failed) or any(output.finish_reason is not None for output in result.tokens)
 
 
 def _settle(commands: list[_Command[object]]) -> None:

@@ -79,6 +79,10 @@ class SinkPort(Protocol):
     def cancel(self, ticket_id: TicketId) -> None: ...
 
 
+class HandoffCounter(Protocol):
+    def handoff_failed(self, reason: str) -> None: ...
+
+
 class LinksPort(Protocol):
     def links(self) -> list[LinkStatus]: ...
 
@@ -101,6 +105,7 @@ __all__ = [
     "EngineStats",
     "EventsPort",
     "FetchResult",
+    "HandoffCounter",
     "LinksPort",
     "Mode",
     "NamedBlock",

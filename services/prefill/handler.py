@@ -11,7 +11,7 @@ from typing import Any
 from contracts.messages import Prefill, Ticket
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
-from services.instance.ports import EngineStats, SourcePort
+from services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from services.instance.requests import Request
 from services.instance.serving import Assignment, to_the_end
 from services.prefill.reading import HandedReading, Reading
@@ -22,9 +22,12 @@ logger = logging.getLogger(__name__)
 class PrefillHandler:
     """`services.instance.serving.RoleHandler`."""
 
-    def __init__(self, engine: EngineCalls, transfer: SourcePort, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: EngineCalls, transfer: SourcePort, *, counter: HandoffCounter, clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
         self._transfer = transfer
+        self._counter = counter
         self._clock = clock
 
     def can_serve(self, message: Assignment) -> bool:
@@ -62,7 +65,9 @@ class PrefillHandler:
             ends: list[asyncio.Future[Any]] = [reading.end, released]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not reading.end.done():
-                raise RequestFailed("handoff_failed", f"instance {ticket.sink} does not fetch: {released.result()}")
+                reason = released.result()
+                lost = ticket.sink if reason == "lost" else None
+                raise RequestFailed("handoff_failed", f"{ticket.sink} does not take the blocks: {reason}", lost=lost)
             reading.end.result()
             await asyncio.wait([released])
         except Exception as exc:
@@ -81,8 +86,9 @@ class PrefillHandler:
             reason = await released
         finally:
             self._free(request, reading)
-        log = logger.debug if reason == "fetched" else logger.info
-        log("request %s: blocks given up by %s: %s", request.request_id, ticket.sink, reason)
+        if reason not in ("received", "cancelled"):
+            self._counter.handoff_failed(reason)
+            logger.warning("request %s: handoff to %s ended: %s", request.request_id, ticket.sink, reason)
 
     def _free(self, request: Request, reading: Reading) -> None:
         inner = request.work.request_id

@@ -169,12 +169,14 @@ class InlineCalls:
 class FakeRouterPort:
     def __init__(self) -> None:
         self.sent: list[tuple[RouterId, ToRouter]] = []
+        self.has_sent = asyncio.Event()
 
     def routers(self) -> list[RouterId]:
         return [ROUTER]
 
     def send(self, router: RouterId, message: ToRouter) -> None:
         self.sent.append((router, message))
+        self.has_sent.set()
 
     def answers(self, router: RouterId = ROUTER) -> list[Any]:
         """What a router was sent, batches unpacked."""
@@ -211,6 +213,7 @@ class FakeTransfer:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self.failures: list[str] = []
         self.release: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
         self.on_blocks: Callable[[list[BlockName]], None] | None = None
@@ -252,6 +255,9 @@ class FakeTransfer:
 
     def links(self) -> list[LinkStatus]:
         return [LinkStatus(peer=InstanceId("prefill-0"), transport="usm", bytes_per_second=1e9)]
+
+    def handoff_failed(self, reason: str) -> None:
+        self.failures.append(reason)
 
     def verbs(self) -> list[str]:
         return [call[0] for call in self.asked]

@@ -1,6 +1,8 @@
 import asyncio
 from typing import Literal
 
+import msgspec
+
 from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
 from kvtransfer.errors import LocalTransferError, PeerLost
 from services.decode.handler import DecodeHandler
@@ -10,7 +12,9 @@ from tests.unit.instance.fakes import ROUTER, Bench, Fetched, name, output, run,
 
 def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) -> Bench:
     return Bench(
-        lambda b: DecodeHandler(b.calls, b.transfer, b.router, fallback=fallback, max_waiting=max_waiting),
+        lambda b: DecodeHandler(
+            b.calls, b.transfer, b.router, counter=b.transfer, fallback=fallback, max_waiting=max_waiting
+        ),
     )
 
 
@@ -203,10 +207,9 @@ def test_without_room_until_the_ticket_ends_it_is_overloaded() -> None:
     async def test() -> None:
         b = bench()
         b.engine.free_blocks = 0
-        hasty = ticket().__class__(**{f: getattr(ticket(), f) for f in ticket().__struct_fields__} | {"timeout_s": 0.0})
+        hasty = msgspec.structs.replace(ticket(), timeout_s=0.0)
         b.serving.on_message(ROUTER, Decode(work(), hasty))
-        while not b.router.sent:
-            await asyncio.sleep(0)
+        await b.router.has_sent.wait()
         assert b.router.answers()[-1].code == "overloaded"
         b.check()
 

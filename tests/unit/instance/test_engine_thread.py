@@ -13,10 +13,18 @@ from tests.unit.instance.fakes import FakeEngine, output, run, work
 class Watcher:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.num_tokens = 0
+        self.three_tokens = asyncio.Event()
         self.broken: asyncio.Future[EngineBroken] = asyncio.get_running_loop().create_future()
 
     def attach(self, thread: EngineThread) -> None:
-        thread.attach(asyncio.get_running_loop(), on_turn=self.turns.append, on_broken=self.broken.set_result)
+        thread.attach(asyncio.get_running_loop(), on_turn=self.on_turn, on_broken=self.broken.set_result)
+
+    def on_turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.num_tokens += len(turn.result.tokens)
+        if self.num_tokens >= 3:
+            self.three_tokens.set()
 
 
 def started(engine: FakeEngine) -> EngineThread:
@@ -60,8 +68,7 @@ def test_every_step_leaves_by_one_turn() -> None:
         thread, watcher = started(engine), Watcher()
         watcher.attach(thread)
         thread.post(lambda e: None)
-        while sum(len(turn.result.tokens) for turn in watcher.turns) < 3:
-            await asyncio.sleep(0)
+        await watcher.three_tokens.wait()
         assert [t.result.tokens[0].token_ids for t in watcher.turns if t.result.tokens] == [[0], [1], [2]]
         await thread.stop()
 

@@ -7,7 +7,7 @@ from tests.unit.instance.fakes import ROUTER, Bench, name, output, run, settle, 
 
 
 def bench() -> Bench:
-    return Bench(lambda b: PrefillHandler(b.calls, b.transfer, clock=lambda: 1.25))
+    return Bench(lambda b: PrefillHandler(b.calls, b.transfer, counter=b.transfer, clock=lambda: 1.25))
 
 
 def test_blocks_are_handed_on_as_they_complete_and_first_tokens_with_the_last() -> None:
@@ -30,7 +30,7 @@ def test_blocks_are_handed_on_as_they_complete_and_first_tokens_with_the_last() 
         assert [t.token_ids for t in b.router.answers()] == [[5], [6]]
         await settle()
         assert b.engine.verbs() == ["add"], "freed while it may still be read"
-        b.transfer.release.set_result("fetched")
+        b.transfer.release.set_result("received")
         await settle()
         assert b.engine.asked[-1] == ("release", inner)
         assert "cancel" not in b.transfer.verbs()
@@ -98,10 +98,11 @@ def test_a_sink_that_dies_while_the_prompt_is_computed_ends_the_request() -> Non
         b = bench()
         b.serving.on_message(ROUTER, Prefill(work(), ticket()))
         await settle()
-        b.transfer.release.set_result("peer_lost")
+        b.transfer.release.set_result("lost")
         await settle()
         (failed,) = b.router.answers()
-        assert failed.code == "handoff_failed"
+        assert (failed.code, failed.lost) == ("handoff_failed", "decode-0")
+        assert b.transfer.failures == ["lost"]
         assert b.engine.verbs() == ["add", "cancel"]
         b.check()
 
@@ -116,7 +117,7 @@ def test_a_sink_that_dies_after_the_first_token_frees_silently() -> None:
         inner = b.inner()
         b.turn(tokens=[output(inner, 5)], held=[inner])
         await settle()
-        b.transfer.release.set_result("peer_lost")
+        b.transfer.release.set_result("lost")
         await settle()
         assert [type(m).__name__ for m in b.router.answers()] == ["Tokens"]
         assert b.engine.verbs() == ["add", "release"]
