@@ -1,0 +1,55 @@
+"""The plain-torch twins of triton_layers: specification and oracle, on any device and dtype."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
+) -> Tensor:
+    """See triton_layers.rms_norm; `residual` is updated in place."""
+    if residual is not None:
+        residual += x
+        x = residual
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See triton_layers.silu_mul."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rotary_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    cache: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """See triton_layers.rotary_store; `query` is updated in place."""
+    query.copy_(_rotated(query, rotation, interleaved=interleaved))
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // cache.shape[3], slots[kept] % cache.shape[3]
+    cache[blocks, 0, :, offsets] = _rotated(key, rotation, interleaved=interleaved)[kept].to(cache.dtype)
+    cache[blocks, 1, :, offsets] = value[kept].to(cache.dtype)
+
+
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
+    """In float32; the dimensions past the rotary ones pass unchanged."""
+    half = rotation[0].shape[-1] // 2
+    cos, sin = (part[:, None, :half].float() for part in rotation)
+    result = x.float()
+    rotary = result[..., : 2 * half]
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([both, result[..., 2 * half :]], dim=-1).to(x.dtype)

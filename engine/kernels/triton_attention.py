@@ -1,0 +1,59 @@
+"""Paged attention in Triton, for any device that has it: chooses tiles and launches; holds no device code.
+
+Nothing here waits for the device or reads a tensor's value, so everything may be captured in a graph. Sequences
+with one new token always take the decode kernel, whatever shares their batch: a result depends on its own sequence.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.triton_decode import decode
+from engine.kernels.triton_prefill import prefill
+from engine.kernels.triton_store import store
+from engine.kernels.triton_tiles import (
+    DecodeTiles,
+    DeviceLimits,
+    PrefillTiles,
+    decode_tiles,
+    device_limits,
+    padded,
+    prefill_tiles,
+)
+
+
+class TritonAttention:
+    """Fits `AttentionBackend`. One per device and stream: the arrival counters are shared by its launches.
+
+    `max_items` bounds sequences x KV heads of one step. Rows of a cache view must be contiguous from the plane
+    dimension down, and a graph's padding sequences have a context length of 0.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, *, limits: DeviceLimits | None = None, max_items: int = 65536
+    ) -> None:
+        self._device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+        self._limits = limits or device_limits(self._device.index or 0)
+        self._counters = torch.zeros(max_items, dtype=torch.int32, device=self._device)
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+        store(key, value, cache, meta.slots)
+
+    def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        decoding, prefilling = self.tiles(query, cache)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]
+        has_singles = meta.max_query_len == 1 or num_tokens != num_seqs * meta.max_query_len
+        if meta.max_query_len > 1:
+            prefill(output, query, cache, meta, spec, prefilling, skip_singles=has_singles)
+        if has_singles:
+            decode(output, query, cache, meta, spec, decoding, self._counters)
+        return output
+
+    def tiles(self, query: Tensor, cache: Tensor) -> tuple[DecodeTiles, PrefillTiles]:
+        """What this device gets for these shapes."""
+        head_bytes = padded(query.shape[2]) * query.element_size()
+        return (
+            decode_tiles(self._limits, head_bytes=head_bytes, block_tokens=cache.shape[3]),
+            prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
+        )

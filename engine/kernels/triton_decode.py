@@ -1,0 +1,341 @@
+"""Decode attention: one query token per sequence, the context cut into splits, the partial results combined.
+
+How a sequence is cut depends on its own context alone, so its result never depends on its neighbours. Programs
+walk over (sequence, split, KV head) items that they derive from `context_lens` on the device: the grid depends on
+maximal shapes only, nothing is read back, and a captured graph serves any lengths. Twin: reference._decode.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.triton_softmax import HIDDEN, LOG2E, absorb, capped_scores, factor_of, load_rows, tile_rows
+from engine.kernels.triton_tiles import DecodeTiles, padded
+
+
+def decode(
+    output: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    meta: AttentionMetadata,
+    spec: AttentionSpec,
+    tiles: DecodeTiles,
+    counters: Tensor,
+) -> None:
+    """Fills the rows of `output` that belong to sequences with exactly one new token.
+
+    `counters` int32 [>= num_seqs * num_kv_heads]: zero between calls; the last split of a head combines them all.
+    """
+    num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
+    num_kv_heads, block_tokens, head_dim = cache.shape[2:]
+    context = meta.max_context_len if spec.sliding_window is None else spec.sliding_window + tiles.min_split
+    num_splits = min(tiles.max_splits, -(-min(meta.max_context_len, context) // tiles.min_split))
+    partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
+    stats = query.new_empty((num_seqs, num_heads, num_splits, 2), dtype=torch.float32)
+    items = num_seqs * num_kv_heads * num_splits
+    window, group = spec.sliding_window or 0, num_heads // num_kv_heads
+    _decode_kernel[(min(items, tiles.programs),)](
+        output,
+        partial,
+        stats,
+        counters,
+        query,
+        cache,
+        meta.query_starts,
+        meta.context_lens,
+        meta.block_tables,
+        output if spec.sinks is None else spec.sinks,
+        num_seqs,
+        num_splits,
+        spec.scale,
+        spec.softcap or 1.0,
+        query.stride(0),
+        query.stride(1),
+        cache.stride(0) // head_dim,
+        meta.block_tables.stride(0),
+        kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        dims=padded(head_dim),
+        rows=max(16, padded(group)),
+        tile=min(tiles.tile, tiles.min_split),
+        block_tokens=block_tokens,
+        min_split=tiles.min_split,
+        max_splits=padded(tiles.max_splits),
+        split_limit=tiles.max_splits,
+        window=window,
+        capped=spec.softcap is not None,
+        sunk=spec.sinks is not None,
+        seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
+        fused=tiles.fused,
+        precision="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if not tiles.fused:
+        _combine_kernel[(num_seqs, num_heads)](
+            output,
+            partial,
+            stats,
+            meta.query_starts,
+            meta.context_lens,
+            output if spec.sinks is None else spec.sinks,
+            num_splits,
+            heads=num_heads,
+            head_dim=head_dim,
+            dims=padded(head_dim),
+            min_split=tiles.min_split,
+            max_splits=padded(tiles.max_splits),
+            split_limit=tiles.max_splits,
+            window=window,
+            sunk=spec.sinks is not None,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, window: tl.constexpr):
+    """(first position, tokens per split, number of splits) of a context: at most `split_limit` equal splits."""
+    first = context * 0
+    if window > 0:
+        first = (tl.maximum(context - window, 0) // min_split) * min_split
+    span = context - first
+    size = ((span + (min_split * split_limit - 1)) // (min_split * split_limit)) * min_split
+    size = tl.maximum(size, min_split)
+    return first, size, (span + size - 1) // size
+
+
+@triton.jit
+def _decode_kernel(  # noqa: PLR0913
+    output,
+    partial,
+    stats,
+    counters,
+    query,
+    cache,
+    query_starts,
+    context_lens,
+    block_tables,
+    sinks,
+    num_seqs,
+    num_splits,
+    scale,
+    softcap,
+    query_stride,
+    head_stride,
+    block_rows,
+    table_stride,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    dims: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+    block_tokens: tl.constexpr,
+    min_split: tl.constexpr,
+    max_splits: tl.constexpr,
+    split_limit: tl.constexpr,
+    window: tl.constexpr,
+    capped: tl.constexpr,
+    sunk: tl.constexpr,
+    seqs: tl.constexpr,
+    fused: tl.constexpr,
+    precision: tl.constexpr,
+):
+    ids = tl.arange(0, seqs)
+    contexts = tl.load(context_lens + ids, mask=ids < num_seqs, other=0)
+    starts = tl.load(query_starts + ids, mask=ids < num_seqs, other=0)
+    ends = tl.load(query_starts + ids + 1, mask=ids < num_seqs, other=0)
+    contexts = tl.where(ends - starts == 1, contexts, 0)
+    _, _, splits_of = _cut(contexts, min_split, split_limit, window)
+    item_ends = tl.cumsum(splits_of, 0)
+    num_items = tl.sum(splits_of, 0) * kv_heads
+    row, dim = tl.arange(0, rows), tl.arange(0, dims)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        pair, kv_head = item // kv_heads, item % kv_heads
+        before = item_ends <= pair
+        seq = tl.sum(before.to(tl.int32), 0)
+        split = pair - tl.sum(tl.where(before, splits_of, 0), 0)
+        context = tl.load(context_lens + seq)
+        token = tl.load(query_starts + seq).to(tl.int64)
+        first, size, splits = _cut(context, min_split, split_limit, window)
+        begin = first + split * size
+        end = tl.minimum(begin + size, context)
+        lowest = tl.maximum(context - window, 0) if window > 0 else 0
+
+        head = kv_head * group + row
+        mask = (row < group)[:, None] & (dim < head_dim)[None, :]
+        asked = tl.load(query + token * query_stride + head[:, None] * head_stride + dim[None, :], mask, other=0.0)
+        acc, total, peak = _attend_split(
+            asked,
+            cache,
+            block_tables + seq.to(tl.int64) * table_stride,
+            kv_head,
+            begin,
+            end,
+            lowest,
+            block_rows,
+            scale,
+            softcap,
+            kv_heads,
+            head_dim,
+            tile,
+            block_tokens,
+            window,
+            capped,
+            precision,
+        )
+        if splits == 1:
+            if sunk:
+                sink = tl.load(sinks + head, mask=row < group, other=0.0).to(tl.float32) * LOG2E
+                new_peak = tl.maximum(peak, sink)
+                acc = acc * tl.exp2(peak - new_peak)[:, None]
+                total = total * tl.exp2(peak - new_peak) + tl.exp2(sink - new_peak)
+            at = (token * (kv_heads * group) + head)[:, None] * head_dim + dim[None, :]
+            tl.store(output + at, (acc / total[:, None]).to(output.dtype.element_ty), mask)
+        else:
+            slot = (seq.to(tl.int64) * (kv_heads * group) + head) * num_splits + split
+            tl.store(partial + slot[:, None] * head_dim + dim[None, :], acc, mask)
+            tl.store(stats + slot * 2, peak, row < group)
+            tl.store(stats + slot * 2 + 1, total, row < group)
+            if fused:
+                tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
+                counter = counters + seq * kv_heads + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                    for member in range(group):
+                        _combine(
+                            output,
+                            partial,
+                            stats,
+                            sinks,
+                            token,
+                            seq.to(tl.int64),
+                            kv_head * group + member,
+                            splits,
+                            num_splits,
+                            kv_heads * group,
+                            head_dim,
+                            dims,
+                            max_splits,
+                            sunk,
+                        )
+                    tl.store(counter, 0)
+
+
+@triton.jit
+def _attend_split(  # noqa: PLR0913
+    asked,
+    cache,
+    table,
+    kv_head,
+    begin,
+    end,
+    lowest,
+    block_rows,
+    scale,
+    softcap,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    tile: tl.constexpr,
+    block_tokens: tl.constexpr,
+    window: tl.constexpr,
+    capped: tl.constexpr,
+    precision: tl.constexpr,
+):
+    rows: tl.constexpr = asked.shape[0]
+    dims: tl.constexpr = asked.shape[1]
+    acc = tl.zeros([rows, dims], tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    peak = tl.full([rows], HIDDEN, tl.float32)
+    step, dim = tl.arange(0, tile), tl.arange(0, dims)
+    plane = kv_heads * block_tokens
+    factor = factor_of(scale, softcap, capped)
+    # The block number of the next tile is read one tile ahead, so that no load waits for another.
+    blocks = tl.load(table + (begin + (step if tile > block_tokens else 0)) // block_tokens)
+    for start in range(begin, end, tile):
+        ahead = start + tile + (step if tile > block_tokens else 0)
+        next_blocks = tl.load(table + ahead // block_tokens, mask=ahead < end, other=0)
+        position = start + step
+        seen = position < end
+        if tile > block_tokens:
+            at = tile_rows(blocks, position, kv_head, block_rows, kv_heads, block_tokens)
+        else:
+            at = tile_rows(blocks, start, kv_head, block_rows, kv_heads, block_tokens) + step
+        keys = load_rows(cache, at, seen, dim, head_dim).to(asked.dtype)
+        values = load_rows(cache, at + plane, seen, dim, head_dim).to(asked.dtype)
+        scores = capped_scores(
+            tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped
+        )
+        if window > 0:
+            seen = seen & (position >= lowest)
+        acc, total, peak = absorb(acc, total, peak, tl.where(seen[None, :], scores, HIDDEN), factor, values, precision)
+        blocks = next_blocks
+    return acc, total, peak
+
+
+@triton.jit
+def _combine(  # noqa: PLR0913
+    output,
+    partial,
+    stats,
+    sinks,
+    token,
+    seq,
+    head,
+    splits,
+    num_splits,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    dims: tl.constexpr,
+    max_splits: tl.constexpr,
+    sunk: tl.constexpr,
+):
+    """Merges the splits of one head, in their order. Reads past the L1: other programs wrote them."""
+    split, dim = tl.arange(0, max_splits), tl.arange(0, dims)
+    slot = (seq * heads + head) * num_splits + split
+    peaks = tl.load(stats + slot * 2, split < splits, other=HIDDEN, cache_modifier=".cg")
+    totals = tl.load(stats + slot * 2 + 1, split < splits, other=0.0, cache_modifier=".cg")
+    mask = (split < splits)[:, None] & (dim < head_dim)[None, :]
+    parts = tl.load(
+        partial + slot[:, None] * head_dim + dim[None, :], mask, other=0.0, cache_modifier=".cg"
+    )
+    peak = tl.max(peaks, 0)
+    if sunk:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp2(peaks - peak)
+    total = tl.sum(weights * totals, 0)
+    if sunk:
+        total += tl.exp2(sink - peak)
+    merged = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(output + (token * heads + head) * head_dim + dim, merged.to(output.dtype.element_ty), dim < head_dim)
+
+
+@triton.jit
+def _combine_kernel(  # noqa: PLR0913
+    output,
+    partial,
+    stats,
+    query_starts,
+    context_lens,
+    sinks,
+    num_splits,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    dims: tl.constexpr,
+    min_split: tl.constexpr,
+    max_splits: tl.constexpr,
+    split_limit: tl.constexpr,
+    window: tl.constexpr,
+    sunk: tl.constexpr,
+):
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.load(query_starts + seq).to(tl.int64)
+    _, _, splits = _cut(tl.load(context_lens + seq), min_split, split_limit, window)
+    if (splits > 1) & (tl.load(query_starts + seq + 1) - token == 1):
+        _combine(
+            output, partial, stats, sinks, token, seq, head, splits, num_splits, heads, head_dim, dims, max_splits, sunk
+        )

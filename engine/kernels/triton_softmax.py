@@ -1,0 +1,53 @@
+"""The arithmetic that prefill and decode share: scores, the running softmax, and where a tile lies in the cache.
+
+Device code only; knows nothing of launches or tile sizes. Peaks are kept in units of log2, so that exp2 serves.
+Addresses are counted in rows of head_dim elements: one int32 spans half a terabyte of bf16 heads of 128.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)  # finite: a row that has seen nothing yet must not become NaN
+
+
+@triton.jit
+def tile_rows(block, start, head, block_rows, kv_heads: tl.constexpr, block_tokens: tl.constexpr):
+    """First cache row of key tokens `start..` of a head; `block` holds `start`. Values lie one plane further."""
+    return block * block_rows + head * block_tokens + start % block_tokens
+
+
+@triton.jit
+def load_rows(cache, rows, mask, dims, head_dim: tl.constexpr):
+    """[tokens, padded_dim] by pointers; masked tokens read as zero (memory never written may hold NaN)."""
+    offsets = rows.to(tl.int64)[:, None] * head_dim + dims[None, :]
+    if head_dim == dims.shape[0]:
+        return tl.load(cache + offsets, mask=mask[:, None], other=0.0)
+    return tl.load(cache + offsets, mask=mask[:, None] & (dims < head_dim)[None, :], other=0.0)
+
+
+@triton.jit
+def factor_of(scale, softcap, capped: tl.constexpr):
+    """What turns `capped_scores` into log2 units; applied inside exp2's argument, where it costs nothing."""
+    return softcap * LOG2E if capped else scale * LOG2E
+
+
+@triton.jit
+def capped_scores(raw, scale, softcap, capped: tl.constexpr):
+    """q @ k^T as it is, or tanh(scaled / softcap), spelt with exp2, which every backend has."""
+    if capped:
+        power = tl.minimum(raw * (scale / softcap) * (2 * LOG2E), 126.0)
+        return 1.0 - 2.0 / (tl.exp2(power) + 1.0)
+    return raw
+
+
+@triton.jit
+def absorb(acc, total, peak, scores, factor, values, precision: tl.constexpr):
+    """One step of the running softmax over a tile of scores [rows, tokens] and values [tokens, dim]."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+    shrink = tl.exp2(peak - new_peak)
+    weights = tl.exp2(scores * factor - new_peak[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=precision)
+    return acc, total, new_peak
