@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ from services.common.errors import ConfigurationError, RegistryUnavailable, Supe
 from services.common.registry import RegistryClient, RegistryView, registry_client, registry_view
 from services.common.registry.memory import MemoryRegistryView
 from services.common.registry.redis_registry import RedisRegistryView
-
-_spec = util.spec_from_file_location("redis_server", Path(__file__).with_name("redis_server.py"))
-assert _spec is not None and _spec.loader is not None
-redis_server = util.module_from_spec(_spec)
-_spec.loader.exec_module(redis_server)
+from tests.contract.redis_server import RedisServer
 
 LAYOUT = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
 TIMEOUT_S = 10.0
@@ -95,8 +90,8 @@ class Registry:
             await client.close()
 
 
-def new_redis(tmp_path: Path) -> Any:
-    return redis_server.RedisServer(tmp_path)
+def new_redis(tmp_path: Path) -> RedisServer:
+    return RedisServer(tmp_path)
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])

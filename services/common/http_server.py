@@ -1,0 +1,91 @@
+"""Runs an ASGI app inside a running event loop, and leaves signals to the process."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from services.common.errors import ConfigurationError
+
+AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class HttpServer:
+    """Binds in `start`, so a port in use is known at once. `port` is then the real one."""
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        *,
+        host: str,
+        port: int,
+        ssl_keyfile: str | None = None,
+        ssl_certfile: str | None = None,
+        root_path: str = "",
+    ) -> None:
+        self.host = host
+        self.port = port
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            ssl_keyfile=ssl_keyfile,
+            ssl_certfile=ssl_certfile,
+            root_path=root_path,
+        )
+        self._server = _QuietServer(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when connections are accepted. Raises `ConfigurationError` when the address is not to be had."""
+        bound = bind_tcp(self.host, self.port)
+        self.port = bound.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name="http")
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait({self._serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    async def close(self, *, grace_s: float = 5.0) -> None:
+        """Accepts nothing more; running requests get `grace_s`."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.wait({self._serving}, timeout=grace_s)
+            self._server.force_exit = True
+            await asyncio.wait({self._serving}, timeout=1.0)
+
+
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """A listening-ready socket. Raises `ConfigurationError` that names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(2048)
+    except (OSError, OverflowError) as exc:
+        bound.close()
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {reason} (choose another --port)") from exc
+    bound.setblocking(False)
+    return bound
+
+
+class _QuietServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

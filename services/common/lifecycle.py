@@ -1,0 +1,149 @@
+"""The life of a process: start, serve until a signal, stop in reverse order with a deadline for each phase.
+
+Exit status: 0 after a stop that was asked for, 1 after a failure, 2 when starting again could not help (a bad setting,
+a broken model, a port in use). Knows nothing of what it starts.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import uvloop
+
+from services.common.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+EXIT_HOPELESS = 2
+_LAST_RESORT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    name: str
+    stop: Callable[[], Awaitable[None]]
+    deadline_s: float
+
+
+class Lifecycle:
+    """Given to the process's `start`, which registers how to stop each thing right after it started it."""
+
+    def __init__(self) -> None:
+        self._phases: list[_Phase] = []
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self.error: BaseException | None = None
+
+    def on_stop(self, name: str, stop: Callable[[], Awaitable[None]], *, deadline_s: float = 5.0) -> None:
+        """Phases run last registered first. One that misses its deadline is cancelled; the next one runs."""
+        self._phases.append(_Phase(name, stop, deadline_s))
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def request_stop(self, reason: str) -> None:
+        """A second request cuts the deadlines short."""
+        if self.is_stopping:
+            self._hurry.set()
+        else:
+            logger.info("stopping: %s", reason)
+            self._stopping.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the process because a part of it has ended that must not."""
+        if self.error is None:
+            self.error = error
+        self.request_stop(str(error))
+
+    async def stopping(self) -> None:
+        await self._stopping.wait()
+
+    def longest_stop_s(self) -> float:
+        return sum(phase.deadline_s for phase in self._phases)
+
+    async def stop_all(self) -> None:
+        while self._phases:
+            await self._stop_one(self._phases.pop())
+
+    async def _stop_one(self, phase: _Phase) -> None:
+        task = asyncio.ensure_future(phase.stop())
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({task, hurry}, timeout=phase.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not task.done():
+            logger.warning("%s did not stop within its deadline", phase.name)
+            task.cancel()
+            # Not waited for without end: what ignores its cancellation must not keep the process.
+            await asyncio.wait({task}, timeout=0.5)
+        elif not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed to stop", phase.name, exc_info=error)
+
+
+def run(
+    start: Callable[[Lifecycle], Awaitable[None]],
+    *,
+    program: str,
+    expected: tuple[type[Exception], ...] = (),
+) -> int:
+    """Runs `start`, then serves until SIGINT, SIGTERM or `fail`. Returns the exit status.
+
+    `start` returns when everything runs. What it raises of `expected`, `ConfigurationError` or `OSError` is told in one
+    line; anything else is our bug and gets a traceback.
+    """
+    return uvloop.run(_live(start, program, (*expected, ConfigurationError, OSError)))
+
+
+async def _live(
+    start: Callable[[Lifecycle], Awaitable[None]], program: str, expected: tuple[type[Exception], ...]
+) -> int:
+    lifecycle = Lifecycle()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lifecycle.request_stop, signal.Signals(number).name)
+    status = await _start_and_serve(start, lifecycle, program, expected)
+    _exit_later(lifecycle.longest_stop_s() + _LAST_RESORT_S, status)
+    await lifecycle.stop_all()
+    return status
+
+
+async def _start_and_serve(
+    start: Callable[[Lifecycle], Awaitable[None]],
+    lifecycle: Lifecycle,
+    program: str,
+    expected: tuple[type[Exception], ...],
+) -> int:
+    starting = asyncio.ensure_future(start(lifecycle))
+    stopping = asyncio.create_task(lifecycle.stopping())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting}, timeout=1.0)
+    elif (error := starting.exception()) is not None:
+        stopping.cancel()
+        if isinstance(error, expected):
+            tell(program, error)
+            return EXIT_HOPELESS
+        logger.error("%s could not start", program, exc_info=error)
+        return EXIT_FAILURE
+    await stopping
+    return EXIT_FAILURE if lifecycle.error is not None else 0
+
+
+def tell(program: str, error: BaseException) -> None:
+    """One line for a human on stderr."""
+    sys.stderr.write(f"{program}: {' '.join(str(error).split()) or type(error).__name__}\n")
+    sys.stderr.flush()
+
+
+def _exit_later(delay_s: float, status: int) -> None:
+    """A thread stuck in foreign code must not keep the process from ending."""
+    timer = threading.Timer(delay_s, os._exit, [status or EXIT_FAILURE])
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,69 @@
+"""Log lines: one event per line on stderr, as `key=value` text or as JSON, with the request's id where there is one.
+
+Modules log with `logging.getLogger(__name__)` and `extra={"request_id": ...}`; only a process's `main` configures.
+Never log a prompt, an answer or a key.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import Literal, TextIO
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access")
+
+
+def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
+    """Replaces whatever was configured before, uvicorn's and warnings' own lines included."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+class TextFormatter(logging.Formatter):
+    """`12:30:01.250 INFO  engine.capacity 4096 blocks fit request_id=r-1`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        words = [f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {record.name} {record.getMessage()}"]
+        words += [f"{key}={_text_value(value)}" for key, value in _fields(record).items()]
+        if record.exc_info:
+            words.append(f"exception={json.dumps(self.formatException(record.exc_info))}")
+        return " ".join(words).replace("\n", "\\n")
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _text_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or " " in text or '"' in text or "=" in text else text

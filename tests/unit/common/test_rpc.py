@@ -1,0 +1,158 @@
+"""Both ends of the connection between a router and an instance, over real sockets on loopback."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import zmq
+
+from contracts.identity import Generation, InstanceId, RequestId
+from contracts.instance import Load
+from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
+from services.common.rpc import InstanceLink, InstanceServer, RouterId
+
+REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
+
+
+class Instance:
+    """A server that answers heartbeats unless it is told to be mute."""
+
+    def __init__(self, router_timeout_s: float) -> None:
+        self.server = InstanceServer(router_timeout_s=router_timeout_s)
+        self.received: asyncio.Queue[tuple[RouterId, ToInstance]] = asyncio.Queue()
+        self.lost: asyncio.Queue[RouterId] = asyncio.Queue()
+        self.is_mute = False
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        if not isinstance(message, Heartbeat):
+            self.received.put_nowait((router, message))
+        elif not self.is_mute:
+            self.server.send(router, REPORT)
+
+
+class Router:
+    def __init__(self, address: str, *, heartbeat_s: float = 0.05, timeout_s: float = 5.0) -> None:
+        self.received: asyncio.Queue[ToRouter] = asyncio.Queue()
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.link = InstanceLink(
+            address,
+            on_message=self.received.put_nowait,
+            on_lost=self.lost.put_nowait,
+            heartbeat_s=heartbeat_s,
+            timeout_s=timeout_s,
+        )
+
+
+def run(body: Callable[[Instance, Router], Awaitable[None]], *, router_timeout_s: float = 5.0) -> None:
+    async def whole() -> None:
+        instance = Instance(router_timeout_s)
+        await instance.server.start(instance.on_message, instance.lost.put_nowait)
+        router = Router(instance.server.address)
+        await router.link.start()
+        async with asyncio.timeout(10):
+            await body(instance, router)
+        await router.link.close()
+        await instance.server.close()
+
+    asyncio.run(whole())
+
+
+def test_messages_go_both_ways_in_order() -> None:
+    async def body(instance: Instance, router: Router) -> None:
+        for number in range(2000):
+            router.link.send(Cancel(RequestId(str(number))))
+        for number in range(2000):
+            sender, message = await instance.received.get()
+            assert message == Cancel(RequestId(str(number)))
+            instance.server.send(
+                sender, Tokens(request_id=RequestId("r"), sequence=0, position=number, token_ids=[number])
+            )
+        positions: list[int] = []
+        while len(positions) < 2000:
+            answer = await router.received.get()
+            if isinstance(answer, Tokens):
+                positions.append(answer.position)
+        assert positions == list(range(2000))
+
+    run(body)
+
+
+def test_a_link_is_ready_with_the_first_load_report() -> None:
+    async def body(instance: Instance, router: Router) -> None:
+        assert not router.link.is_ready
+        assert await router.received.get() == REPORT
+        assert router.link.is_ready
+
+    run(body)
+
+
+def test_an_instance_that_ends_is_lost_at_once_and_once() -> None:
+    async def body(instance: Instance, router: Router) -> None:
+        await router.received.get()
+        await instance.server.close()
+        assert await router.lost.get() == "the connection broke"
+        router.link.send(Cancel(RequestId("r")))
+        assert router.lost.empty() and router.link.is_lost and not router.link.is_ready
+
+    run(body)
+
+
+def test_an_instance_that_falls_silent_is_lost() -> None:
+    async def whole() -> None:
+        instance = Instance(5.0)
+        instance.is_mute = True
+        await instance.server.start(instance.on_message, instance.lost.put_nowait)
+        router = Router(instance.server.address, timeout_s=0.2)
+        await router.link.start()
+        async with asyncio.timeout(10):
+            assert await router.lost.get() == "no message for 0.2 s"
+        await router.link.close()
+        await instance.server.close()
+
+    asyncio.run(whole())
+
+
+def test_a_router_that_falls_silent_is_lost() -> None:
+    async def whole() -> None:
+        instance = Instance(0.2)
+        await instance.server.start(instance.on_message, instance.lost.put_nowait)
+        router = Router(instance.server.address, heartbeat_s=60)
+        await router.link.start()
+        async with asyncio.timeout(10):
+            lost = await instance.lost.get()
+        assert lost not in instance.server.routers()
+        await router.link.close()
+        await instance.server.close()
+
+    asyncio.run(whole())
+
+
+def test_a_message_to_a_router_that_is_gone_tells_so() -> None:
+    async def body(instance: Instance, router: Router) -> None:
+        router.link.send(Cancel(RequestId("r")))
+        sender, _ = await instance.received.get()
+        await router.link.close()
+        while instance.lost.empty():
+            instance.server.send(sender, REPORT)
+            await asyncio.sleep(0)
+        assert await instance.lost.get() == sender
+
+    run(body)
+
+
+def test_a_frame_that_is_no_message_is_refused_and_the_next_one_read() -> None:
+    async def whole() -> None:
+        instance = Instance(5.0)
+        await instance.server.start(instance.on_message, instance.lost.put_nowait)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.connect(instance.server.address)
+            stranger.send(b"\xc1 no MessagePack")
+            stranger.send_multipart([b"one", b"too many"])
+            router = Router(instance.server.address)
+            await router.link.start()
+            router.link.send(Cancel(RequestId("good")))
+            async with asyncio.timeout(10):
+                assert (await instance.received.get())[1] == Cancel(RequestId("good"))
+            await router.link.close()
+        await instance.server.close()
+
+    asyncio.run(whole())
