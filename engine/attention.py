@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from engine.errors import UnsupportedModelError
 from engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
@@ -63,6 +62,8 @@ class AttentionProbe:
 
 def register() -> None:
     """Makes the name known to transformers; again is harmless."""
+    from transformers import AttentionInterface  # seconds that only a real model should cost
+
     AttentionInterface.register(NAME, _attend)
 
 

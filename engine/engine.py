@@ -18,7 +18,7 @@ from engine.errors import RequestError, UsageError
 from engine.kernels import attention_backend
 from engine.kv_cache import KVCache
 from engine.meter import Meter
-from engine.model_loader import LoadedModel, Progress, load_model
+from engine.model import LoadedModel, Progress
 from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
 from engine.reservations import Reservations
 from engine.roster import Limits, Roster
@@ -36,6 +36,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
         """Loads the model, sizes the KV cache and warms up. Raises `engine.errors`."""
+        from engine.model_loader import load_model  # transformers: seconds that only an engine should cost
+
         config.check()
         report = progress or _say_nothing
         self._device = device.select_device(config.device)

@@ -5,8 +5,6 @@ Every way in which a folder can be broken ends in a `ModelError` that names the 
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,31 +19,14 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.kernels import AttentionSpec
+from engine.model import LoadedModel, Progress
 
 logger = logging.getLogger(__name__)
 
 HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
 
-Progress = Callable[[str, float], None]
-"""Told what is being done and how far it is, from 0 to 1."""
-
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    module: nn.Module
-    name: str
-    dtype: torch.dtype
-    vocab_size: int
-    max_model_len: int
-    num_kv_heads: int
-    head_dim: int
-    specs: list[AttentionSpec]
-    """One per layer."""
-    eos_ids: frozenset[int]
-    fingerprint: str
 
 
 def load_model(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel:

@@ -11,7 +11,7 @@ from engine.inputs import InputBuilder, StepInputs
 from engine.kernels import AttentionBackend
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
-from engine.model_loader import LoadedModel
+from engine.model import LoadedModel
 from engine.roster import Limits
 from engine.sampler import Sampler
 from engine.scheduler import Plan, Sampled

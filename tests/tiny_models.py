@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "head_dim": 32,
         "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": False,  # tied ones repeat their last token for ever
         "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
@@ -61,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_layer": 3,
         "n_head": 4,
         "n_positions": MAX_POSITIONS,
+        "tie_word_embeddings": False,
         "initializer_range": 0.15,
         "bos_token_id": EOS_ID,
         "eos_token_id": EOS_ID,

@@ -1,0 +1,27 @@
+"""A loaded model as the rest of the engine sees it. Does not import transformers, which takes seconds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.kernels import AttentionSpec
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and how far it is, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    num_kv_heads: int
+    head_dim: int
+    specs: list[AttentionSpec]
+    """One per layer."""
+    eos_ids: frozenset[int]
+    fingerprint: str

@@ -1,0 +1,230 @@
+from collections.abc import Iterator
+
+import pytest
+
+from contracts.identity import RequestId
+from contracts.naming import block_names
+from engine.outputs import StepResult
+from engine.roster import Roster
+from engine.scheduler import Plan, Sampled, Scheduler
+from tests.unit.engine.work import (
+    BLOCK_TOKENS,
+    EOS,
+    ROOT,
+    add,
+    expected_tokens,
+    make_roster,
+    make_work,
+    run_to_end,
+    step,
+)
+
+
+@pytest.fixture
+def roster() -> Iterator[Roster]:
+    roster = make_roster()
+    yield roster
+    roster.check_invariants()
+
+
+@pytest.fixture
+def scheduler(roster: Roster) -> Scheduler:
+    return Scheduler(roster)
+
+
+def lengths(plan: Plan) -> dict[str, int]:
+    return {chunk.sequence.request.work.request_id: chunk.length for chunk in plan.chunks}
+
+
+def finish(scheduler: Scheduler, plan: Plan, token: int = 1) -> StepResult:
+    return scheduler.apply(plan, Sampled([token] * len(plan.rows)), 0.0)
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 19))
+    plans = []
+    for _ in range(3):
+        plans.append(scheduler.schedule(0.0))
+        finish(scheduler, plans[-1])
+    assert [lengths(plan) for plan in plans] == [{"a": 8}, {"a": 8}, {"a": 3}]
+    assert [len(plan.rows) for plan in plans] == [0, 0, 1]
+
+
+def test_decodes_come_before_prompts(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 3))
+    finish(scheduler, scheduler.schedule(0.0))
+    add(roster, make_work("b", [2] * 30))
+    assert lengths(scheduler.schedule(0.0)) == {"a": 1, "b": 7}
+
+
+def test_a_smaller_priority_number_runs_first(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("late", [1] * 8, priority=1))
+    add(roster, make_work("urgent", [2] * 8, priority=-1))
+    assert lengths(scheduler.schedule(0.0)) == {"urgent": 8}
+
+
+def test_nothing_to_do_is_an_empty_plan(roster: Roster, scheduler: Scheduler) -> None:
+    assert not scheduler.has_work()
+    assert scheduler.schedule(0.0) == Plan([], [])
+
+
+def test_a_cached_prefix_is_not_computed_again(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 8))
+    run_to_end(roster, scheduler)
+    add(roster, make_work("b", [1] * 8 + [2]))
+    assert lengths(scheduler.schedule(0.0)) == {"b": 1}
+    assert scheduler.num_prefix_hit_tokens == 8
+
+
+def test_the_last_token_is_computed_even_when_all_blocks_are_cached(
+    roster: Roster, scheduler: Scheduler
+) -> None:
+    add(roster, make_work("a", [1] * 8))
+    run_to_end(roster, scheduler)
+    add(roster, make_work("b", [1] * 8))
+    assert lengths(scheduler.schedule(0.0)) == {"b": BLOCK_TOKENS}
+
+
+def test_two_running_requests_share_their_prefix(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 8 + [2]))
+    for _ in range(2):
+        step(roster, scheduler)
+    add(roster, make_work("b", [1] * 8 + [3]))
+    step(roster, scheduler)
+    a, b = roster.running
+    assert a.blocks[:2] == b.blocks[:2]
+
+
+def test_the_latest_request_gives_way_when_memory_is_short() -> None:
+    roster = make_roster(num_blocks=5, batched=32)
+    scheduler = Scheduler(roster)
+    add(roster, make_work("a", [1] * 8, max_tokens=8))
+    add(roster, make_work("b", [2] * 8, max_tokens=8))
+    tokens = run_to_end(roster, scheduler)
+    assert roster.num_preemptions > 0
+    assert tokens == {("a", 0): expected_tokens("a", 0, 8), ("b", 0): expected_tokens("b", 0, 8)}
+
+
+def test_a_preempted_request_comes_before_later_ones() -> None:
+    roster = make_roster(num_blocks=5, batched=32)
+    scheduler = Scheduler(roster)
+    add(roster, make_work("a", [1] * 8, max_tokens=8))
+    add(roster, make_work("b", [2] * 8, max_tokens=8))
+    while not roster.num_preemptions:
+        step(roster, scheduler)
+    add(roster, make_work("c", [3] * 4))
+    head = roster.head()
+    assert head is not None
+    assert head.request.work.request_id == "b"
+
+
+def test_a_prefill_request_is_held_with_all_its_blocks(roster: Roster, scheduler: Scheduler) -> None:
+    work = make_work("a", list(range(1, 11)), sequences=2)
+    add(roster, work, "prefill")
+    results = [step(roster, scheduler) for _ in range(2)]
+    named = [item for result in results for done in result.completed for item in done.blocks]
+    assert [name for name, _ in named] == block_names(ROOT, work.token_ids, BLOCK_TOKENS)
+    assert results[1].held == ["a"]
+    assert [(o.sequence, o.position) for o in results[1].tokens] == [(0, 0), (1, 0)]
+    trunk = roster.requests[RequestId("a")].sequences[0]
+    assert [block for _, block in named] == trunk.blocks
+    assert not scheduler.has_work()
+    roster.end_request(trunk.request)
+    assert roster.pool.num_free == roster.pool.num_total
+
+
+def test_cached_blocks_of_a_prefill_request_are_reported_at_its_first_step(
+    roster: Roster, scheduler: Scheduler
+) -> None:
+    add(roster, make_work("a", [1] * 8))
+    run_to_end(roster, scheduler)
+    add(roster, make_work("b", [1] * 8 + [2] * 12), "prefill")
+    assert [len(done.blocks) for done in step(roster, scheduler).completed] == [4]
+
+
+def test_blocks_of_a_prefill_request_are_never_taken_from_it() -> None:
+    roster = make_roster(num_blocks=5, batched=4)
+    scheduler = Scheduler(roster)
+    add(roster, make_work("a", [1] * 4, max_tokens=20))
+    step(roster, scheduler)
+    add(roster, make_work("b", [2] * 9), "prefill")
+    for _ in range(12):
+        if not scheduler.has_work():
+            break
+        step(roster, scheduler)
+    assert len(roster.requests[RequestId("b")].sequences[0].blocks) == 3
+    assert not scheduler.has_work()
+    roster.cancel(RequestId("b"), None)
+    assert scheduler.has_work()
+    assert run_to_end_after_first(roster, scheduler) == {0}
+
+
+def test_sequences_of_one_request_fork_from_one_prompt(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 6, sequences=3, max_tokens=5))
+    step(roster, scheduler)
+    assert len({s.blocks[0] for s in roster.running}) == 1
+    assert len({s.blocks[1] for s in roster.running}) == 3
+    assert len(run_to_end_after_first(roster, scheduler)) == 3
+
+
+def run_to_end_after_first(roster: Roster, scheduler: Scheduler) -> set[int]:
+    indexes = set()
+    while scheduler.has_work():
+        indexes |= {output.sequence for output in step(roster, scheduler).tokens}
+    return indexes
+
+
+def test_more_sequences_than_slots_still_all_end() -> None:
+    roster = make_roster(seqs=2)
+    scheduler = Scheduler(roster)
+    add(roster, make_work("a", [1] * 6, sequences=5, max_tokens=7))
+    tokens = run_to_end(roster, scheduler)
+    assert tokens == {("a", i): expected_tokens("a", i, 7) for i in range(5)}
+
+
+def test_an_end_of_sequence_token_stops(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 3, max_tokens=9))
+    (output,) = finish(scheduler, scheduler.schedule(0.0), EOS).tokens
+    assert (output.finish_reason, output.stop_token_id) == ("stop", EOS)
+    assert not roster.requests
+
+
+def test_the_longest_length_ends_a_sequence() -> None:
+    roster = make_roster(num_blocks=2)
+    scheduler = Scheduler(roster)
+    add(roster, make_work("a", [1] * 6, max_tokens=99))
+    (first,) = finish(scheduler, scheduler.schedule(0.0)).tokens
+    (second,) = finish(scheduler, scheduler.schedule(0.0)).tokens
+    assert (first.finish_reason, second.finish_reason) == (None, "length")
+
+
+def test_cancelling_one_sequence_leaves_the_others(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 6, sequences=2, max_tokens=5))
+    step(roster, scheduler)
+    roster.cancel(RequestId("a"), 0)
+    assert run_to_end_after_first(roster, scheduler) == {1}
+    assert roster.pool.num_free == roster.pool.num_total
+
+
+def test_cancelling_before_the_first_token_removes_that_sequence(
+    roster: Roster, scheduler: Scheduler
+) -> None:
+    add(roster, make_work("a", [1] * 6, sequences=2))
+    roster.cancel(RequestId("a"), 0)
+    assert {index for _, index in run_to_end(roster, scheduler)} == {1}
+
+
+def test_a_waiting_request_can_be_cancelled(roster: Roster, scheduler: Scheduler) -> None:
+    add(roster, make_work("a", [1] * 6))
+    roster.cancel(RequestId("a"), None)
+    assert not scheduler.has_work()
+    assert not roster.requests
+
+
+def test_the_report_of_the_first_token_splits_queue_and_prefill(
+    roster: Roster, scheduler: Scheduler
+) -> None:
+    roster.enqueue(roster.enrol(make_work("a", [1] * 5), "generate", 1.0))
+    plan = scheduler.schedule(3.0)
+    (report,) = scheduler.apply(plan, Sampled([1]), 7.0).first
+    assert (report.queue_s, report.prefill_s, report.cached_tokens) == (2.0, 4.0, 0)

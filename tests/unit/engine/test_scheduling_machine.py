@@ -1,0 +1,180 @@
+"""Random lives of requests against pool, roster, scheduler and reservations: nothing leaks, everything ends."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from contracts.events import BlocksStored
+from contracts.identity import BlockName, RequestId
+from engine.outputs import StepResult
+from engine.reservations import Reservations
+from engine.scheduler import Scheduler
+from engine.sequence import Mode
+from tests.unit.engine.work import add, made_up_token, make_roster, make_work, step
+
+NUM_BLOCKS = 9
+LONGEST_PROMPT = 18
+
+
+class SchedulingMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7)
+        self.scheduler = Scheduler(self.roster)
+        self.reservations = Reservations(self.roster)
+        self.count = 0
+        self.expected: dict[tuple[str, int], int] = {}  # next position of each sequence
+        self.remaining: Counter[tuple[str, int]] = Counter()
+        self.held: list[RequestId] = []
+        self.reserved: dict[RequestId, list[BlockName]] = {}
+        self.pinned: list[BlockName] = []
+        self.cached: set[BlockName] = set()
+
+    @initialize(caching=st.booleans())
+    def start(self, caching: bool) -> None:
+        self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching)
+        self.scheduler = Scheduler(self.roster)
+        self.reservations = Reservations(self.roster)
+
+    def new_id(self) -> str:
+        self.count += 1
+        return f"r{self.count}"
+
+    @rule(
+        length=st.integers(1, LONGEST_PROMPT),
+        prefix=st.integers(0, 2),
+        max_tokens=st.integers(1, 12),
+        sequences=st.integers(1, 4),
+        priority=st.integers(-1, 1),
+        mode=st.sampled_from(["generate", "generate", "prefill"]),
+    )
+    def arrive(
+        self, length: int, prefix: int, max_tokens: int, sequences: int, priority: int, mode: Mode
+    ) -> None:
+        request_id = self.new_id()
+        work = make_work(
+            request_id, [prefix] * length, max_tokens=max_tokens, priority=priority, sequences=sequences
+        )
+        add(self.roster, work, mode)
+        for index in range(sequences):
+            self.expected[request_id, index] = 0
+            self.remaining[request_id, index] = 1 if mode == "prefill" else max_tokens
+
+    @rule(length=st.integers(1, LONGEST_PROMPT), prefix=st.integers(0, 2), max_tokens=st.integers(2, 9))
+    def reserve(self, length: int, prefix: int, max_tokens: int) -> None:
+        request_id = self.new_id()
+        work = make_work(request_id, [prefix] * length, max_tokens=max_tokens)
+        reservation = self.reservations.reserve(work, 0.0)
+        if reservation is not None:
+            self.reserved[RequestId(request_id)] = [name for name, _ in reservation.missing]
+            self.expected[request_id, 0] = 0
+            self.remaining[request_id, 0] = max_tokens
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        names = self.reserved[request_id]
+        count = data.draw(st.integers(0, len(names)))
+        self.reservations.mark_received(request_id, names[:count])
+        self.reserved[request_id] = names[count:]
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        if self.reserved.pop(request_id):
+            self.reservations.admit_locally(request_id)
+        else:
+            self.reservations.admit(request_id, {0: made_up_token(request_id, 0, 0)})
+            self.expected[request_id, 0] += 1
+            self.remaining[request_id, 0] -= 1
+        self.roster.take_copies()
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), whole=st.booleans())
+    def cancel(self, data: st.DataObject, whole: bool) -> None:
+        request_id, index = data.draw(st.sampled_from(sorted(self.expected)))
+        if RequestId(request_id) in self.held:
+            return
+        self.roster.cancel(RequestId(request_id), None if whole else index)
+        self.reserved.pop(RequestId(request_id), None)
+        for key in [k for k in self.expected if k[0] == request_id and (whole or k[1] == index)]:
+            self.forget(key)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        request = self.roster.requests[self.held.pop(0)]
+        self.roster.end_request(request)
+
+    @precondition(lambda self: self.cached and not self.pinned)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.roster.pool.cached_names())), max_size=3))
+        self.pinned = [item.name for item in self.reservations.pin(names)]
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        self.reservations.unpin(self.pinned)
+        self.pinned = []
+
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.observe(step(self.roster, self.scheduler))
+
+    def observe(self, result: StepResult) -> None:
+        for output in result.tokens:
+            key = (output.request_id, output.sequence)
+            assert output.position == self.expected[key], "a token was lost or repeated"
+            assert output.token_ids == [made_up_token(*key, output.position)]
+            self.expected[key] += 1
+            self.remaining[key] -= 1
+            if output.finish_reason:
+                assert output.finish_reason == "length"
+        for request_id in result.held:
+            self.held.append(request_id)
+            for key in [k for k in self.expected if k[0] == request_id]:
+                self.forget(key)
+
+    def forget(self, key: tuple[str, int]) -> None:
+        del self.expected[key]
+        del self.remaining[key]
+
+    @invariant()
+    def nothing_is_leaked_or_owned_twice(self) -> None:
+        self.roster.check_invariants()
+
+    @invariant()
+    def events_tell_what_is_cached(self) -> None:
+        for event in self.roster.pool.take_events():
+            if isinstance(event, BlocksStored):
+                assert not self.cached & set(event.names)
+                self.cached |= set(event.names)
+            else:
+                assert self.cached >= set(event.names)
+                self.cached -= set(event.names)
+        assert self.cached == set(self.roster.pool.cached_names())
+
+    def teardown(self) -> None:
+        """Once nobody holds memory from outside, every request ends, within a bounded number of steps."""
+        for request_id in list(self.reserved):
+            self.reservations.admit_locally(request_id)
+        self.unpin()
+        for _ in range(2000):
+            while self.held:
+                self.release()
+            if not self.scheduler.has_work():
+                break
+            self.observe(step(self.roster, self.scheduler))
+        assert not self.roster.requests, "a request never ends"
+        assert all(left == 0 for left in self.remaining.values()), "a sequence ended early"
+        assert self.roster.pool.num_free == self.roster.pool.num_total
+
+
+SchedulingMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestScheduling = SchedulingMachine.TestCase

@@ -1,0 +1,78 @@
+"""Works and rosters for tests of the engine's pure parts."""
+
+from contracts.identity import BlockName, RequestId
+from contracts.messages import Work
+from contracts.sampling import SamplingParams
+from engine.block_pool import BlockPool
+from engine.outputs import StepResult
+from engine.roster import Limits, Roster
+from engine.sampling import uniform
+from engine.scheduler import Sampled, Scheduler
+from engine.sequence import Mode
+
+ROOT = BlockName(b"root".ljust(16, b"\0"))
+BLOCK_TOKENS = 4
+EOS = 0
+
+
+def make_work(
+    request_id: str, tokens: list[int], *, max_tokens: int = 4, priority: int = 0, sequences: int = 1
+) -> Work:
+    return Work(
+        request_id=RequestId(request_id),
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        sampling=SamplingParams(seed=0, max_tokens=max_tokens),
+        root=ROOT,
+        sequences=list(range(sequences)),
+        priority=priority,
+    )
+
+
+def make_roster(num_blocks: int = 16, *, seqs: int = 4, batched: int = 8, caching: bool = True) -> Roster:
+    limits = Limits(
+        block_tokens=BLOCK_TOKENS,
+        max_model_len=num_blocks * BLOCK_TOKENS,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+    )
+    return Roster(BlockPool(num_blocks + 1, caching=caching), limits, frozenset({EOS}))
+
+
+def add(roster: Roster, work: Work, mode: Mode = "generate") -> None:
+    roster.enqueue(roster.enrol(work, mode, 0.0))
+
+
+def made_up_token(request_id: str, index: int, position: int) -> int:
+    """Any function of (request, sequence, position): 1..9, so never the end of sequence."""
+    return 1 + int(9 * uniform(sum(request_id.encode()), index, position))
+
+
+def step(roster: Roster, scheduler: Scheduler) -> StepResult:
+    """One step with made-up tokens."""
+    plan = scheduler.schedule(0.0)
+    tokens = [
+        made_up_token(row.sequence.request.work.request_id, row.index, row.sequence.num_generated)
+        for row in plan.rows
+    ]
+    result = scheduler.apply(plan, Sampled(tokens), 0.0)
+    roster.take_copies()
+    roster.check_invariants()
+    return result
+
+
+def run_to_end(roster: Roster, scheduler: Scheduler, *, most_steps: int = 500) -> dict[tuple[str, int], list[int]]:
+    """All tokens by request and sequence; fails when the work does not end."""
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for _ in range(most_steps):
+        if not scheduler.has_work():
+            return tokens
+        for output in step(roster, scheduler).tokens:
+            told = tokens.setdefault((output.request_id, output.sequence), [])
+            assert output.position == len(told)
+            told += output.token_ids
+    raise AssertionError("the work does not end")
+
+
+def expected_tokens(request_id: str, index: int, count: int) -> list[int]:
+    return [made_up_token(request_id, index, position) for position in range(count)]
