@@ -1,0 +1,368 @@
+"""The consuming side of a node: fetches, each driven by a `ConsumerSession`, over connections to producers."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import zmq
+
+from contracts.identity import BlockName, TicketId
+from contracts.messages import Ticket
+from kvtransfer import errors
+from kvtransfer.connections import Connections
+from kvtransfer.consumer_link import ConsumerLink
+from kvtransfer.context import NodeContext
+from kvtransfer.copying import CopyJob, CopyResult, StopFlag
+from kvtransfer.frames import Blocks, Done, Fail, Got, Release, Renew, Renewed, ToConsumer
+from kvtransfer.session.consumer import ConsumerSession
+from kvtransfer.session.steps import (
+    Arrived,
+    Ask,
+    ConsumerStep,
+    Copy,
+    Fault,
+    Give,
+    Relink,
+    StopCopies,
+    Succeed,
+)
+from kvtransfer.transports.port import Buffer
+
+logger = logging.getLogger(__name__)
+
+ERROR_OF: dict[Fault, type[errors.TransferError]] = {
+    Fault.LOST: errors.PeerLost,
+    Fault.TIMEOUT: errors.TransferTimeout,
+    Fault.REFUSED: errors.Refused,
+    Fault.SOURCE_FAILED: errors.SourceFailed,
+    Fault.INCOMPLETE: errors.Incomplete,
+    Fault.CORRUPT: errors.Corrupt,
+    Fault.CANCELLED: errors.TransferCancelled,
+    Fault.CLOSED: errors.NodeClosed,
+}
+SMOOTHING = 0.3
+RENEWALS_KEPT = 16
+
+OnBlocks = Callable[[list[BlockName]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """`names` are the blocks that travelled. `exposed_s` runs from the producer's `finish` to the end of the fetch."""
+
+    payload: bytes
+    transport: str
+    seconds: float
+    exposed_s: float
+    num_bytes: int
+    num_blocks: int
+    names: Sequence[BlockName]
+
+
+class Fetching:
+    """One running fetch."""
+
+    def __init__(
+        self, session: ConsumerSession, future: "asyncio.Future[FetchResult]", on_blocks: OnBlocks | None, began: float
+    ) -> None:
+        self.session = session
+        self.future = future
+        self.on_blocks = on_blocks
+        self.began = began
+        self.link: ConsumerLink | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.stop = StopFlag()
+        self.is_damaged = False
+        self.done_at = began
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.session.ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The message a `Copy` step answers, with the frames behind it."""
+
+    link: ConsumerLink
+    num_pieces: int = 0
+    frames: Sequence[zmq.Frame] = ()
+
+    def buffers_of(self, position: int) -> list[Buffer]:
+        each = len(self.frames) // self.num_pieces
+        return [frame.buffer for frame in self.frames[position * each : (position + 1) * each]]
+
+    def credit(self) -> None:
+        if self.frames:
+            self.link.send(Got(sum(len(frame) for frame in self.frames)))
+
+
+class ConsumerSide:
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._fetches: dict[TicketId, Fetching] = {}
+        self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
+        self._renewals: OrderedDict[int, tuple[ConsumerLink, float, dict[TicketId, int]]] = OrderedDict()
+        self._sequence = 0
+        self._renew_at = 0.0
+        self.connections = Connections(context, on_message=self._receive, on_lost=self._lost)
+
+    async def fetch(
+        self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], *, on_blocks: OnBlocks | None, partial: bool
+    ) -> FetchResult:
+        self._check(ticket, wanted)
+        context = self._context
+        now = context.clock()
+        session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=partial)
+        fetching = Fetching(session, context.loop.create_future(), on_blocks, now)
+        self._fetches[ticket.ticket] = fetching
+        self._connect(fetching, context.settings.connect_timeout_s)
+        try:
+            return await asyncio.shield(fetching.future)
+        except asyncio.CancelledError:
+            self._apply(fetching, session.cancel())
+            await _settled(fetching.future)
+            raise
+        finally:
+            del self._fetches[ticket.ticket]
+            if fetching.connecting is not None:
+                fetching.connecting.cancel()
+
+    def cancel(self, ticket: TicketId) -> None:
+        """A fetch that has not begun yet will meet a tombstone."""
+        self._cancelled[ticket] = None
+        while len(self._cancelled) > self._context.settings.max_tombstones:
+            self._cancelled.popitem(last=False)
+        fetching = self._fetches.get(ticket)
+        if fetching is not None:
+            self._apply(fetching, fetching.session.cancel())
+
+    def tick(self, now: float) -> None:
+        for fetching in list(self._fetches.values()):
+            self._apply(fetching, fetching.session.tick(now))
+        if now >= self._renew_at:
+            self._renew_at = now + self._context.limits.lease_s / 3
+            for link in self.connections:
+                self._renew(link, now)
+
+    def num_sessions(self) -> int:
+        return len(self._fetches)
+
+    async def close(self) -> None:
+        running = list(self._fetches.values())
+        for fetching in running:
+            self._apply(fetching, fetching.session.close())
+        for fetching in running:
+            await _settled(fetching.future)
+        await self.connections.close()
+
+    def check_invariants(self) -> None:
+        for fetching in self._fetches.values():
+            fetching.session.check_invariants()
+
+    def _check(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]]) -> None:
+        context = self._context
+        if (ticket.sink, ticket.sink_generation) != (context.instance, context.generation):
+            raise errors.UnknownTicket(f"ticket {ticket.ticket} is for {ticket.sink}, not for this instance")
+        if ticket.ticket in self._cancelled:
+            raise errors.TransferCancelled(f"ticket {ticket.ticket} was cancelled")
+        if ticket.ticket in self._fetches:
+            raise errors.LocalTransferError(f"ticket {ticket.ticket} is being fetched already")
+        if len(self._fetches) >= context.settings.max_fetches:
+            raise errors.TooManyFetches(f"{len(self._fetches)} fetches are running")
+        bad = [block for _, block in wanted if not 0 <= block < context.memory.num_blocks]
+        if bad:
+            raise errors.LocalTransferError(f"block {bad[0]} is not one of {context.memory.num_blocks}")
+
+    def _connect(self, fetching: Fetching, timeout_s: float) -> None:
+        """At once if a connection is ready."""
+        ticket = fetching.ticket
+        link = self.connections.ready(ticket.source_address, ticket.source_generation)
+        if link is not None:
+            self._linked(fetching, link)
+        else:
+            fetching.connecting = self._context.loop.create_task(self._wait_for_link(fetching, timeout_s))
+
+    async def _wait_for_link(self, fetching: Fetching, timeout_s: float) -> None:
+        ticket, session = fetching.ticket, fetching.session
+        try:
+            link = await self.connections.get(ticket.source_address, ticket.source_generation, timeout_s)
+        except errors.PeerLost as exc:
+            self._apply(fetching, session.link_failed(Fault.LOST, str(exc)))
+        except errors.Refused as exc:
+            self._apply(fetching, session.link_failed(Fault.REFUSED, str(exc)))
+        except errors.TransportUnavailable as exc:
+            fault = Fault.CORRUPT if fetching.is_damaged else Fault.REFUSED
+            self._apply(fetching, session.link_failed(fault, str(exc)))
+        else:
+            self._linked(fetching, link)
+
+    def _linked(self, fetching: Fetching, link: ConsumerLink) -> None:
+        if link.transport is None or not link.is_up:
+            self._connect(fetching, self._context.limits.relink_timeout_s)
+            return
+        fetching.link = link
+        fetching.stop = StopFlag()
+        transport = link.transport
+        steps = fetching.session.linked(transport.name, pulls=transport.pulls, now=self._context.clock())
+        self._apply(fetching, steps)
+
+    def _lost(self, link: ConsumerLink, reason: str, dead: bool) -> None:
+        now = self._context.clock()
+        for fetching in list(self._fetches.values()):
+            if fetching.link is link:
+                self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
+
+    def _receive(self, link: ConsumerLink, message: ToConsumer, frames: list[zmq.Frame]) -> None:
+        now = self._context.clock()
+        if isinstance(message, Renewed):
+            self._renewed(message, now)
+            return
+        ticket = getattr(message, "ticket", None)
+        fetching = self._fetches.get(ticket) if ticket is not None else None
+        received = Received(link, len(message.pieces) if isinstance(message, Blocks) else 0, frames)
+        if fetching is None or fetching.link is not link:
+            received.credit()
+            if fetching is None and isinstance(message, Blocks | Done):
+                link.send(Release(message.ticket, message.attempt, "unknown"))
+            return
+        if isinstance(message, Done):
+            fetching.done_at = now
+        assert isinstance(message, Blocks | Done | Fail) or ticket is not None
+        steps = fetching.session.handle(message, now)  # type: ignore[arg-type]
+        if frames and not any(isinstance(step, Copy) for step in steps):
+            received.credit()
+        self._apply(fetching, steps, received)
+
+    def _apply(self, fetching: Fetching, steps: Sequence[ConsumerStep], received: Received | None = None) -> None:
+        for step in steps:
+            match step:
+                case Ask():
+                    if fetching.link is not None:
+                        fetching.link.send(step.message)
+                case Copy():
+                    assert received is not None
+                    self._copy(fetching, step, received)
+                case Arrived():
+                    if fetching.on_blocks is not None:
+                        fetching.on_blocks(list(step.names))
+                case StopCopies():
+                    fetching.stop.is_set = True
+                case Relink():
+                    self._relink(fetching, step)
+                case Succeed() | Give():
+                    self._end(fetching, step)
+
+    def _end(self, fetching: Fetching, step: Succeed | Give) -> None:
+        if isinstance(step, Succeed):
+            fetching.future.set_result(self._result(fetching, step))
+        else:
+            fetching.future.set_exception(ERROR_OF[step.fault](step.reason))
+
+    def _relink(self, fetching: Fetching, step: Relink) -> None:
+        link, limits = fetching.link, self._context.limits
+        peer = fetching.ticket.source
+        logger.warning("ticket=%s peer=%s fetch again: %s", fetching.ticket.ticket, peer, step.reason)
+        self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
+        if step.demote is not None and link is not None:
+            link.demote(step.demote, step.reason)
+        self._connect(fetching, limits.connect_timeout_s if step.demote else limits.relink_timeout_s)
+
+    def _copy(self, fetching: Fetching, step: Copy, received: Received) -> None:
+        link, context = received.link, self._context
+        if link.inlet is None:
+            received.credit()
+            self._apply(fetching, fetching.session.abandoned([p.index for p in step.placements], context.clock()))
+            return
+        frames = [received.buffers_of(placement.position) for placement in step.placements]
+        job = CopyJob(link.inlet, step.placements, frames, fetching.stop)
+        if len(step.placements) * context.memory.block_bytes <= context.settings.inline_bytes:
+            self._copied(fetching, received, job.run())
+            return
+
+        def run() -> Callable[[], None]:
+            return partial(self._copied, fetching, received, job.run())
+
+        context.workers.submit(run)
+
+    def _copied(self, fetching: Fetching, received: Received, result: CopyResult) -> None:
+        context, session = self._context, fetching.session
+        received.credit()
+        now = context.clock()
+        if result.copied:
+            num_bytes = len(result.copied) * context.memory.block_bytes
+            _measure(received.link, num_bytes, result.seconds)
+            context.observer.moved(
+                peer=fetching.ticket.source, transport=session.transport, direction="received", num_bytes=num_bytes
+            )
+            self._apply(fetching, session.copied(result.copied, now))
+        if result.damaged:
+            fetching.is_damaged = True
+            context.observer.mismatched(
+                peer=fetching.ticket.source, transport=session.transport, blocks=len(result.damaged)
+            )
+            self._apply(fetching, session.damaged(result.damaged, now))
+        if result.abandoned:
+            self._apply(fetching, session.abandoned(result.abandoned, now, result.error))
+
+    def _result(self, fetching: Fetching, step: Succeed) -> FetchResult:
+        session, now = fetching.session, self._context.clock()
+        is_one_clock = fetching.link is not None and fetching.link.is_same_host()
+        finished_at = step.finished_at if is_one_clock else fetching.done_at
+        return FetchResult(
+            payload=step.payload,
+            transport=session.transport,
+            seconds=now - fetching.began,
+            exposed_s=min(max(now - finished_at, 0.0), now - fetching.began),
+            num_bytes=len(session.received) * self._context.memory.block_bytes,
+            num_blocks=len(session.received),
+            names=session.received,
+        )
+
+    def _renew(self, link: ConsumerLink, now: float) -> None:
+        attempts = {
+            fetching.ticket.ticket: fetching.session.attempt
+            for fetching in self._fetches.values()
+            if fetching.link is link and fetching.session.attempt
+        }
+        if attempts:
+            self._sequence += 1
+            self._renewals[self._sequence] = (link, now, attempts)
+            while len(self._renewals) > RENEWALS_KEPT * 64:
+                self._renewals.popitem(last=False)
+            link.send(Renew(self._sequence, list(attempts)))
+
+    def _renewed(self, message: Renewed, now: float) -> None:
+        renewal = self._renewals.pop(message.sequence, None)
+        if renewal is None:
+            return
+        link, sent_at, attempts = renewal
+        unknown = set(message.unknown)
+        for ticket, attempt in attempts.items():
+            fetching = self._fetches.get(ticket)
+            if fetching is None or fetching.link is not link or fetching.session.attempt != attempt:
+                continue
+            if ticket in unknown:
+                self._apply(fetching, fetching.session.forgotten(attempt, now))
+            else:
+                fetching.session.renewed(sent_at)
+
+
+async def _settled(future: "asyncio.Future[FetchResult]") -> None:
+    """Wait for the end, whatever it is, even if cancelled meanwhile: copies are bounded."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
+    if not future.cancelled():
+        future.exception()
+
+
+def _measure(link: ConsumerLink, num_bytes: int, seconds: float) -> None:
+    if seconds > 0:
+        rate = num_bytes / seconds
+        link.bytes_per_second += (rate - link.bytes_per_second) * (SMOOTHING if link.bytes_per_second else 1.0)

@@ -1,0 +1,179 @@
+"""A connection to one producer: hello, the ladder of transports, liveness. Broken, it is replaced, never repaired."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from contracts.identity import Generation, InstanceId
+from contracts.wire import WireError, encode
+from kvtransfer.context import NodeContext
+from kvtransfer.errors import PeerLost, Refused, TransportUnavailable
+from kvtransfer.frames import (
+    PROTOCOL,
+    Hello,
+    Refuse,
+    ToConsumer,
+    ToProducer,
+    Welcome,
+    consumer_decoder,
+    peer_of,
+)
+from kvtransfer.liveness import ProcessWatch, watch_process
+from kvtransfer.sockets import LoopSocket, configure
+from kvtransfer.transports.port import Inlet, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerLink:
+    """`open()` it once; then `inlet` is the best transport that works."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        address: str,
+        *,
+        on_message: Callable[["ConsumerLink", ToConsumer, list[zmq.Frame]], None],
+        on_lost: Callable[["ConsumerLink", str, bool], None],
+    ) -> None:
+        self.address = address
+        self.peer: tuple[InstanceId, Generation] | None = None
+        self.transport: Transport | None = None
+        self.inlet: Inlet | None = None
+        self.why: list[str] = []
+        self.is_up = True
+        self.copying = 0
+        self.bytes_per_second = 0.0
+        self._context = context
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._welcome: asyncio.Future[Welcome] = context.loop.create_future()
+        self._demoted: set[str] = set()
+        self._attaching: asyncio.Task[None] | None = None
+        self._watch: ProcessWatch | None = None
+        socket = context.zmq.socket(zmq.DEALER)
+        configure(socket, context.settings)
+        socket.connect(address)
+        self._socket = LoopSocket(socket, on_message=self._receive, on_down=lambda _: self.lose("connection lost"))
+
+    async def open(self, timeout_s: float) -> None:
+        """Raises `PeerLost`, `Refused` or `TransportUnavailable`."""
+        context = self._context
+        self.send(
+            Hello(
+                protocol=PROTOCOL,
+                instance=context.instance,
+                generation=context.generation,
+                layout=context.layout,
+                host=context.host,
+                transports=list(context.transports),
+            )
+        )
+        try:
+            welcome = await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
+        except TimeoutError as exc:
+            self.lose("no answer to hello")
+            raise PeerLost(f"{self.address} did not answer within {timeout_s:g} s") from exc
+        self.peer = peer_of(welcome)
+        self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
+        await self.attach()
+
+    def is_ready(self) -> bool:
+        return self.is_up and self.inlet is not None and self._attaching is None
+
+    async def attach(self) -> None:
+        """Wait for the best transport that is left. Raises `TransportUnavailable` or `PeerLost`."""
+        if self.inlet is None and self._attaching is None:
+            self._attaching = self._context.loop.create_task(self._climb())
+        if self._attaching is not None:
+            await asyncio.shield(self._attaching)
+
+    def demote(self, name: str, reason: str) -> None:
+        """Never use this transport on this connection again."""
+        if self.transport is not None and self.transport.name == name:
+            logger.warning("peer=%s transport %s demoted: %s", self.peer and self.peer[0], name, reason)
+            self._demoted.add(name)
+            self.why.append(f"{name}: demoted, {reason}")
+            if self.inlet is not None:
+                self.inlet.close()
+            self.inlet = self.transport = None
+
+    def is_same_host(self) -> bool:
+        return self._welcome.done() and self._welcome.result().host.boot_id == self._context.host.boot_id
+
+    def is_dead(self) -> bool:
+        return self._watch is not None and self._watch.is_dead()
+
+    def send(self, message: ToProducer) -> None:
+        if self.is_up:
+            self._socket.send([encode(message)])
+
+    def lose(self, reason: str, *, dead: bool = False) -> None:
+        """The connection is of no use any more; `on_lost` is told once."""
+        if not self.is_up:
+            return
+        self.is_up = False
+        self._socket.close()
+        dead = dead or self.is_dead()
+        if self._watch is not None:
+            self._watch.close()
+        if self.inlet is not None:
+            self.inlet.close()
+        if not self._welcome.done():
+            self._welcome.set_exception(PeerLost(f"{self.address}: {reason}"))
+            self._welcome.exception()
+        self._on_lost(self, reason, dead)
+
+    async def close(self) -> None:
+        self.lose("closed")
+        if self._attaching is not None:
+            self._attaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):
+                await self._attaching
+
+    async def _climb(self) -> None:
+        welcome = self._welcome.result()
+        offers = {offer.name: offer for offer in welcome.offers}
+        try:
+            for name, transport in self._context.transports.items():
+                if name in self._demoted:
+                    continue
+                if name not in offers:
+                    self.why.append(f"{name}: not offered by the producer")
+                    continue
+                try:
+                    inlet = await transport.attach(welcome, offers[name])
+                except TransportUnavailable as exc:
+                    self.why.append(f"{name}: {exc}")
+                    continue
+                if not self.is_up:
+                    inlet.close()
+                    raise PeerLost(f"{self.address}: connection lost")
+                self.inlet, self.transport = inlet, transport
+                self.why.append(f"{name}: in use")
+                logger.info("peer=%s transport=%s (%s)", welcome.instance, name, "; ".join(self.why))
+                return
+            raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(self.why)}")
+        finally:
+            self._attaching = None
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        try:
+            message = consumer_decoder.decode(frames[0].buffer)
+        except WireError as exc:
+            logger.warning("undecodable message of %s: %s", self.address, exc)
+            self.lose("it sent an undecodable message")
+            return
+        if isinstance(message, Welcome):
+            if not self._welcome.done():
+                self._welcome.set_result(message)
+        elif isinstance(message, Refuse):
+            if not self._welcome.done():
+                self._welcome.set_exception(Refused(message.reason))
+                self._welcome.exception()
+            self.lose(message.reason)
+        else:
+            self._on_message(self, message, frames[1:])

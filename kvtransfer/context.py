@@ -1,0 +1,68 @@
+"""What both sides of a node share. Values and ports only."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import zmq
+
+from contracts.identity import Generation, InstanceId
+from contracts.layout import KVLayout
+from kvtransfer.frames import Host
+from kvtransfer.memory import BlockMemory
+from kvtransfer.session.steps import SessionLimits
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.port import Transport
+from kvtransfer.workers import Workers
+
+
+class TransferObserver(Protocol):
+    """Told on the event loop; must be quick."""
+
+    def moved(
+        self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
+    ) -> None: ...
+    def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None: ...
+    def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None: ...
+
+
+class SilentObserver:
+    def moved(
+        self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
+    ) -> None:
+        return
+
+    def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None:
+        return
+
+    def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class NodeContext:
+    instance: InstanceId
+    generation: Generation
+    layout: KVLayout
+    memory: BlockMemory
+    settings: TransferSettings
+    limits: SessionLimits
+    host: Host
+    clock: Callable[[], float]
+    observer: TransferObserver
+    transports: dict[str, Transport]
+    zmq: "zmq.Context[zmq.Socket[bytes]]"
+    loop: asyncio.AbstractEventLoop
+    workers: Workers
+
+
+def limits_of(settings: TransferSettings) -> SessionLimits:
+    return SessionLimits(
+        connect_timeout_s=settings.connect_timeout_s,
+        relink_timeout_s=settings.relink_timeout_s,
+        answer_timeout_s=settings.answer_timeout_s,
+        lease_s=settings.lease_s,
+        max_attempts=settings.max_attempts,
+        max_mismatches=settings.max_mismatches,
+    )

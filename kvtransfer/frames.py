@@ -1,0 +1,178 @@
+"""Control messages between a consumer (ZeroMQ DEALER) and a producer (ZeroMQ ROUTER).
+
+Each is one MessagePack frame of `contracts.wire`; the bytes of blocks, where a transport sends them here, follow
+`Blocks` as further frames of the same multipart message. Every length is bounded. No I/O.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from contracts.identity import BlockName, Generation, InstanceId, TicketId
+from contracts.layout import KVLayout
+from contracts.wire import Decoder
+
+PROTOCOL = 1
+MAX_BLOCKS = 65_536
+MAX_PAYLOAD_BYTES = 256 * 1024
+MAX_CONTROL_BYTES = 4 * 1024 * 1024
+
+Text = Annotated[str, Meta(max_length=4096)]
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+TicketField = Annotated[TicketId, Meta(min_length=1, max_length=256)]
+InstanceField = Annotated[InstanceId, Meta(min_length=1, max_length=256)]
+GenerationField = Annotated[Generation, Meta(ge=0, le=2**53)]
+Name = Annotated[BlockName, Meta(min_length=16, max_length=16)]
+Natural = Annotated[int, Meta(ge=0, le=2**53)]
+Checksum = Annotated[int, Meta(ge=0)]
+
+FailCode = Literal["failed", "cancelled", "unknown", "busy", "wrong_peer", "expired", "closed"]
+Outcome = Literal["received", "cancelled", "failed", "unknown"]
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A transport the producer can serve this consumer with, and what is needed to reach it."""
+
+    name: Id
+    address: Annotated[bytes, Meta(max_length=512)] = b""
+    secret: Annotated[bytes, Meta(max_length=4096)] = b""
+
+
+class Host(msgspec.Struct, frozen=True):
+    """Where a process runs. Equal boot ids: one kernel. Equal pid namespaces too: `pid` means the same process."""
+
+    boot_id: Text
+    pid_namespace: Text
+    pid: Natural
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message on a connection, from the consumer."""
+
+    protocol: Natural
+    instance: InstanceField
+    generation: GenerationField
+    layout: KVLayout
+    host: Host
+    transports: Annotated[list[Id], Meta(max_length=16)]
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    instance: InstanceField
+    generation: GenerationField
+    host: Host
+    num_blocks: Natural
+    offers: Annotated[list[Offer], Meta(max_length=16)]
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """Instead of `Welcome`, or when a connection is used without one. `reason` prints both layouts if they differ."""
+
+    reason: Text
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Send these blocks, each as soon as it exists. A higher `attempt` replaces lower ones.
+
+    With `partial` the producer serves what it has; otherwise to finish without a wanted block is an error.
+    """
+
+    ticket: TicketField
+    attempt: Natural
+    source_generation: GenerationField
+    transport: Id
+    names: Annotated[list[Name], Meta(max_length=MAX_BLOCKS)]
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)]
+    partial: bool = False
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The fetch is accepted and its lease runs. `is_open` is false while nobody here has opened the ticket yet."""
+
+    ticket: TicketField
+    attempt: Natural
+    is_open: bool
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """One block: its place in `Fetch.names`, its place in the producer's memory, xxh3_64 of its bytes."""
+
+    index: Natural
+    source: Natural
+    checksum: Checksum | None
+
+
+class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
+    """These blocks exist and do not move until the consumer lets go. Their bytes may follow as frames, in order."""
+
+    ticket: TicketField
+    attempt: Natural
+    pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_BLOCKS)]
+
+
+class Got(msgspec.Struct, frozen=True, tag="got"):
+    """Credit: so many bytes that travelled on this connection were taken out of it (used or discarded)."""
+
+    num_bytes: Natural
+
+
+class Again(msgspec.Struct, frozen=True, tag="again"):
+    """These blocks did not match their checksums."""
+
+    ticket: TicketField
+    attempt: Natural
+    indexes: Annotated[list[Natural], Meta(min_length=1, max_length=MAX_BLOCKS)]
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """Nothing more will be published: `num_blocks` of the wanted blocks were served. May overtake `Blocks`.
+
+    `finished_at` is the producer's monotonic clock, of use on the same host only.
+    """
+
+    ticket: TicketField
+    attempt: Natural
+    num_blocks: Natural
+    payload: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
+    finished_at: float
+
+
+class Fail(msgspec.Struct, frozen=True, tag="fail"):
+    """The producer gives up. A consumer that still copies answers with `Release` once it has stopped."""
+
+    ticket: TicketField
+    attempt: Natural
+    code: FailCode
+    reason: Text
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """The consumer still wants these tickets: their leases start anew."""
+
+    sequence: Natural
+    tickets: Annotated[list[TicketField], Meta(max_length=MAX_BLOCKS)]
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
+    sequence: Natural
+    unknown: Annotated[list[TicketField], Meta(max_length=MAX_BLOCKS)]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The consumer lets go: it copies nothing any more and wants nothing more of this ticket."""
+
+    ticket: TicketField
+    attempt: Natural
+    outcome: Outcome
+
+
+ToProducer = Hello | Fetch | Got | Again | Renew | Release
+ToConsumer = Welcome | Refuse | Ready | Blocks | Done | Fail | Renewed
+
+producer_decoder = Decoder[ToProducer](ToProducer, max_bytes=MAX_CONTROL_BYTES)
+consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)
+
+
+def peer_of(message: Hello | Welcome) -> tuple[InstanceId, Generation]:
+    return message.instance, message.generation

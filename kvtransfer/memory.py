@@ -1,0 +1,73 @@
+"""The memory that blocks lie in, as the transfer sees it: `num_blocks` pieces of `block_bytes` bytes.
+
+The engine's KV cache satisfies `BlockMemory` without importing it. `HostMemory` is one in plain shared memory, for
+tests and benchmarks. Nothing here knows what is in a block.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Protocol
+
+import numpy as np
+
+F_SEAL_GROW_SHRINK = 0x0002 | 0x0004
+
+
+class BlockMemory(Protocol):
+    """`host_view` shows all bytes where the host can address them, else it is None.
+
+    `shared_fd` is a memfd with the same bytes from offset 0, else None. Memory of a device has neither; its transports
+    find a `device_tensor` (uint8 `[num_blocks, block_bytes]`) on the object instead.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def shared_fd(self) -> int | None: ...
+    @property
+    def host_view(self) -> memoryview | None: ...
+
+
+class HostMemory:
+    """Blocks in a memfd that peers on this host can map. `close()` frees it."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.shared_fd: int | None = os.memfd_create("baton-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.shared_fd, num_blocks * block_bytes)
+        self._map = mmap.mmap(self.shared_fd, num_blocks * block_bytes)
+        self.host_view: memoryview | None = memoryview(self._map)
+
+    def block(self, index: int) -> memoryview:
+        assert self.host_view is not None
+        return self.host_view[index * self.block_bytes : (index + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        if self.shared_fd is not None:
+            os.close(self.shared_fd)
+            self.shared_fd = None
+            self.host_view = None
+
+
+def address_of(buffer: "memoryview | mmap.mmap | bytes | bytearray") -> int:
+    """Where a contiguous buffer starts. The caller keeps the buffer alive."""
+    address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def copy_bytes(destination: int, source: int, size: int) -> None:
+    """memmove between two addresses; other Python threads run meanwhile."""
+    ctypes.memmove(destination, source, size)
+
+
+def seal_size(fd: int) -> None:
+    """Nobody can shrink the memory any more: reading a mapping of it can never fault. Ignored where not allowed."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_GROW_SHRINK)
+    except OSError:
+        return

@@ -1,0 +1,212 @@
+"""`TransferNode`: everything of this package that an instance process sees.
+
+Belongs to one event loop and is used from its thread alone. Owns its sockets, threads and mappings; never the blocks.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from contracts.identity import BlockName, Generation, InstanceId, TicketId
+from contracts.instance import LinkStatus
+from contracts.layout import KVLayout
+from contracts.messages import Ticket
+from kvtransfer.consumer import ConsumerSide, FetchResult, OnBlocks
+from kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
+from kvtransfer.errors import LocalTransferError, NodeClosed
+from kvtransfer.liveness import this_host
+from kvtransfer.memory import BlockMemory
+from kvtransfer.producer import FetchHandler, ProducerSide
+from kvtransfer.session.steps import ReleaseReason
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports import build
+from kvtransfer.transports.memory import InProcess
+from kvtransfer.transports.port import NodeFacts, Transport
+from kvtransfer.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 1.0
+
+TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dict[str, Transport]]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """What a node may be given. `transports` replaces those that the settings name; `in_process` enables `memory`."""
+
+    observer: TransferObserver = field(default_factory=SilentObserver)
+    in_process: InProcess | None = None
+    transports: TransportFactory | None = None
+
+
+class TransferNode:
+    """`start()` it, `close()` it."""
+
+    def __init__(
+        self,
+        *,
+        instance: InstanceId,
+        generation: Generation,
+        layout: KVLayout,
+        memory: BlockMemory,
+        settings: TransferSettings,
+        clock: Callable[[], float] = time.monotonic,
+        ports: NodePorts | None = None,
+    ) -> None:
+        if layout.block_bytes != memory.block_bytes:
+            raise LocalTransferError(f"blocks of {memory.block_bytes} bytes do not fit {layout}")
+        self._instance, self._generation, self._layout = instance, generation, layout
+        self._memory, self._settings, self._clock = memory, settings, clock
+        ports = ports or NodePorts()
+        self._observer = ports.observer
+        host = this_host()
+        facts = NodeFacts(instance, generation, memory, host)
+        self._host = host
+        make = ports.transports or build
+        self._transports = make(facts, settings, ports.in_process)
+        self._context: NodeContext | None = None
+        self._producer: ProducerSide | None = None
+        self._consumer: ConsumerSide | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+        self.address = ""
+        """Where peers reach this node; known after `start`."""
+
+    async def start(self) -> None:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        self._context = NodeContext(
+            instance=self._instance,
+            generation=self._generation,
+            layout=self._layout,
+            memory=self._memory,
+            settings=settings,
+            limits=limits_of(settings),
+            host=self._host,
+            clock=self._clock,
+            observer=self._observer,
+            transports=self._transports,
+            zmq=zmq.Context(settings.io_threads),
+            loop=loop,
+            workers=Workers(loop, settings.copy_threads),
+        )
+        for transport in self._transports.values():
+            await transport.start()
+        self._producer = ProducerSide(self._context)
+        self._consumer = ConsumerSide(self._context)
+        self.address = _advertised(self._producer.address, settings.advertise_host)
+        self._ticking = loop.call_later(settings.tick_s, self._tick)
+
+    async def close(self) -> None:
+        """Running fetches raise `NodeClosed`; tickets are released as `closed` once no peer copies any more."""
+        if self._context is None:
+            return
+        context, self._context = self._context, None
+        await self._consuming.close()
+        await self._producing.close(CLOSE_TIMEOUT_S)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        for transport in self._transports.values():
+            await transport.close()
+        context.workers.close()
+        context.zmq.destroy(linger=0)
+
+    async def connect(self, address: str) -> None:
+        """Say hello to a producer now, so that the first fetch need not. Raises `RemoteTransferError`."""
+        await self._consuming.connections.warm(address)
+
+    def open(self, ticket: Ticket) -> None:
+        """Fetches for this ticket are now served; those that came earlier were waiting for it."""
+        self._producing.open(ticket)
+
+    def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
+        """These blocks are computed and will not move or change until `released` returns."""
+        self._producing.publish(ticket, blocks)
+
+    def finish(self, ticket: TicketId, payload: bytes) -> None:
+        """Nothing more will be published. `payload` (up to 256 KiB) is handed to the consumer."""
+        self._producing.finish(ticket, payload)
+
+    def fail(self, ticket: TicketId, reason: str) -> None:
+        """The consumer's fetch raises `SourceFailed(reason)`."""
+        self._producing.give_up(ticket, "failed", reason)
+
+    async def released(self, ticket: TicketId) -> ReleaseReason:
+        """Returns when nobody reads the ticket's blocks any more."""
+        return await asyncio.shield(self._producing.outcome(ticket))
+
+    async def fetch(
+        self,
+        ticket: Ticket,
+        wanted: Sequence[tuple[BlockName, int]],
+        *,
+        on_blocks: OnBlocks | None = None,
+        partial: bool = False,
+    ) -> FetchResult:
+        """Place the wanted blocks (name, place here) and return the producer's payload.
+
+        `on_blocks` hears of blocks as they arrive. With `partial`, what the producer has is enough; see `names`.
+        Raises `TransferError`; after that, and after a cancellation, nothing writes into the wanted places any more.
+        """
+        return await self._consuming.fetch(ticket, wanted, on_blocks=on_blocks, partial=partial)
+
+    def cancel(self, ticket: TicketId) -> None:
+        """On either side, at any time: before `open` or `fetch` it leaves a tombstone for them."""
+        self._producing.cancel(ticket)
+        self._consuming.cancel(ticket)
+
+    def on_fetch(self, handler: FetchHandler) -> None:
+        """Called for each partial fetch of a ticket that nobody opened, with the names it wants.
+
+        The handler answers like any producer: `open`, `publish` what it has, `finish`, and `released` before it unpins.
+        """
+        self._producing.on_fetch = handler
+
+    def links(self) -> list[LinkStatus]:
+        """Connections to producers, and how fast each was measured to be."""
+        return [
+            LinkStatus(peer=link.peer[0], transport=link.transport.name, bytes_per_second=link.bytes_per_second)
+            for link in self._consuming.connections
+            if link.is_ready() and link.peer is not None and link.transport is not None
+        ]
+
+    def explain_links(self) -> dict[InstanceId, list[str]]:
+        """Why each peer is reached the way it is: one line per transport tried."""
+        return {link.peer[0]: list(link.why) for link in self._consuming.connections if link.peer is not None}
+
+    def num_sessions(self) -> int:
+        """Transfers in progress, both directions."""
+        return self._producing.num_sessions() + self._consuming.num_sessions()
+
+    def check_invariants(self) -> None:
+        self._producing.check_invariants()
+        self._consuming.check_invariants()
+
+    @property
+    def _producing(self) -> ProducerSide:
+        if self._producer is None:
+            raise NodeClosed("the node was not started")
+        return self._producer
+
+    @property
+    def _consuming(self) -> ConsumerSide:
+        if self._consumer is None:
+            raise NodeClosed("the node was not started")
+        return self._consumer
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._producing.tick(now)
+        self._consuming.tick(now)
+        self._ticking = asyncio.get_running_loop().call_later(self._settings.tick_s, self._tick)
+
+
+def _advertised(endpoint: str, host: str) -> str:
+    if not host:
+        return endpoint
+    scheme, _, rest = endpoint.partition("://")
+    port = rest.rpartition(":")[2]
+    return f"{scheme}://{host}:{port}"

@@ -1,0 +1,267 @@
+"""The consumer's end of a transfer: it asks for blocks, places them and lets go. No I/O, no clock.
+
+Rules: blocks count only when copied, verified and the lease still held; success needs `Done` and every block it
+counts; an end is final only when no copy into the destination runs.
+"""
+
+from collections.abc import Sequence
+
+from contracts.identity import BlockName
+from contracts.messages import Ticket
+from kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Outcome, Ready, Release
+from kvtransfer.session.steps import (
+    Arrived,
+    Ask,
+    ConsumerStep,
+    Copy,
+    Fault,
+    Give,
+    Placement,
+    Relink,
+    SessionLimits,
+    StopCopies,
+    Succeed,
+)
+from kvtransfer.session.table import CONSUMER, ConsumerState, ConsumerTrigger
+
+State, Trigger = ConsumerState, ConsumerTrigger
+LIVE = (State.LINKING, State.REQUESTED, State.STREAMING, State.DRAINING)
+
+
+class ConsumerSession:
+    """`wanted` pairs each block's name with its place in this node's memory."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        wanted: Sequence[tuple[BlockName, int]],
+        *,
+        now: float,
+        limits: SessionLimits,
+        partial: bool = False,
+    ) -> None:
+        self.ticket = ticket
+        self.state = State.LINKING
+        self.attempt = 0
+        self.transport = ""
+        self.received: list[BlockName] = []
+        self._wanted = wanted
+        self._limits = limits
+        self._partial = partial
+        self._deadline = now + ticket.timeout_s
+        self._state_deadline = now + limits.connect_timeout_s
+        self._missing = set(range(len(wanted)))
+        self._requested: list[int] = []
+        self._copying: dict[int, int] = {}
+        self._arrived_now = 0
+        self._mismatches = 0
+        self._done: Done | None = None
+        self._link: tuple[str, bool] | None = None
+        self._sent_at = now
+        self._lease_until = now
+        self._end: Give | None = None
+
+    def linked(self, transport: str, *, pulls: bool, now: float) -> list[ConsumerStep]:
+        """A connection is ready. `pulls`: our copies read the producer's memory, so its lease must hold."""
+        if self.state is not State.LINKING:
+            return []
+        self._link = (transport, pulls)
+        return self._request(now)
+
+    def link_failed(self, fault: Fault, reason: str) -> list[ConsumerStep]:
+        """No connection or transport can be had."""
+        return self._fail(fault, reason) if self.state is State.LINKING else []
+
+    def link_lost(self, reason: str, *, dead: bool, now: float) -> list[ConsumerStep]:
+        """The connection broke; `dead`: and the peer's process is known to be gone."""
+        if self.state not in LIVE:
+            return []
+        if dead:
+            return self._fail(Fault.LOST, reason)
+        return self._retry(reason, now) if self.state is not State.LINKING else []
+
+    def handle(self, message: Ready | Blocks | Done | Fail, now: float) -> list[ConsumerStep]:
+        """Messages of other attempts are late and change nothing."""
+        if self.state not in LIVE or message.attempt != self.attempt or self.state is State.LINKING:
+            return []
+        if isinstance(message, Fail):
+            refused = message.code in ("unknown", "busy", "wrong_peer")
+            return self._fail(Fault.REFUSED if refused else Fault.SOURCE_FAILED, message.reason)
+        if self._move(Trigger.ACCEPTED):
+            self._lease_until = max(self._lease_until, self._sent_at + self._limits.lease_s)
+        match message:
+            case Blocks():
+                return self._place(message)
+            case Done():
+                self._done = message
+                self._move(Trigger.DONE)
+                return self._conclude()
+            case Ready():
+                return []
+
+    def renewed(self, sent_at: float) -> None:
+        """The producer confirmed a renewal sent at `sent_at`."""
+        self._lease_until = max(self._lease_until, sent_at + self._limits.lease_s)
+
+    def forgotten(self, attempt: int, now: float) -> list[ConsumerStep]:
+        """The producer does not know the ticket."""
+        if attempt != self.attempt or self.state not in LIVE or self.state is State.LINKING:
+            return []
+        return self._retry("the producer forgot the ticket", now)
+
+    def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
+        """These placements are complete and verified."""
+        self._take(indexes)
+        if self._link is not None and self._link[1] and now > self._lease_until:
+            return self._outdated(now)
+        fresh = [index for index in indexes if index in self._missing]
+        self._missing.difference_update(fresh)
+        self._arrived_now += len(fresh)
+        names = [self._wanted[index][0] for index in fresh]
+        self.received += names
+        steps: list[ConsumerStep] = [Arrived(names)] if names and self.state in LIVE else []
+        return steps + self._after_copies(now)
+
+    def damaged(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
+        """The bytes of these placements do not match their checksums."""
+        attempts = self._take(indexes)
+        self._mismatches += len(indexes)
+        if self.state not in (State.STREAMING, State.DRAINING) or attempts != {self.attempt}:
+            return self._after_copies(now)
+        if self._mismatches >= self._limits.max_mismatches:
+            self._mismatches = 0
+            return self._retry("bytes did not match their checksum", now, demote=self.transport)
+        place = {index: position for position, index in enumerate(self._requested)}
+        return [Ask(Again(self.ticket.ticket, self.attempt, [place[index] for index in indexes]))]
+
+    def abandoned(self, indexes: Sequence[int], now: float, reason: str = "") -> list[ConsumerStep]:
+        """These placements were not made: stopped, or (with `reason`) the transport failed."""
+        attempts = self._take(indexes)
+        if reason and self.state in (State.STREAMING, State.DRAINING) and attempts == {self.attempt}:
+            return self._retry(reason, now, demote=self.transport)
+        return self._after_copies(now)
+
+    def cancel(self) -> list[ConsumerStep]:
+        return self._fail(Fault.CANCELLED, "cancelled") if self.state in LIVE else []
+
+    def close(self) -> list[ConsumerStep]:
+        return self._fail(Fault.CLOSED, "the node was closed") if self.state in LIVE else []
+
+    def tick(self, now: float) -> list[ConsumerStep]:
+        if self.state not in LIVE:
+            return []
+        if now >= self._deadline:
+            return self._fail(Fault.TIMEOUT, f"not complete after {self.ticket.timeout_s:g} s ({self.state})")
+        if now < self._state_deadline:
+            return []
+        if self.state is State.LINKING:
+            return self._fail(Fault.LOST, "no connection to the producer")
+        if self.state is State.REQUESTED:
+            return self._retry("the fetch was not acknowledged", now)
+        return []
+
+    def is_over(self) -> bool:
+        return self.state is State.ENDED
+
+    def check_invariants(self) -> None:
+        assert not self._missing & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
+        if self.state is State.ENDED:
+            assert not self._copying
+            assert self._end is not None or self._done is not None
+            assert self._end is not None or self._partial or not self._missing
+
+    def _move(self, trigger: ConsumerTrigger) -> bool:
+        following = CONSUMER[self.state].get(trigger)
+        if following is None:
+            return False
+        self.state = following
+        return True
+
+    def _request(self, now: float) -> list[ConsumerStep]:
+        if self._link is None or self._copying:
+            return []
+        if self.attempt >= self._limits.max_attempts:
+            return self._fail(Fault.LOST, f"given up after {self.attempt} attempts")
+        self.attempt += 1
+        self.transport = self._link[0]
+        self._requested = sorted(self._missing)
+        self._arrived_now = 0
+        self._done = None
+        self._sent_at = now
+        self._state_deadline = now + self._limits.answer_timeout_s
+        self._move(Trigger.LINKED)
+        return [
+            Ask(
+                Fetch(
+                    ticket=self.ticket.ticket,
+                    attempt=self.attempt,
+                    source_generation=self.ticket.source_generation,
+                    transport=self.transport,
+                    names=[self._wanted[index][0] for index in self._requested],
+                    timeout_s=max(self._deadline - now, 0.001),
+                    partial=self._partial,
+                )
+            )
+        ]
+
+    def _place(self, message: Blocks) -> list[ConsumerStep]:
+        placements: list[Placement] = []
+        for position, piece in enumerate(message.pieces):
+            if piece.index >= len(self._requested):
+                return self._fail(Fault.SOURCE_FAILED, f"block {piece.index} was never asked for")
+            index = self._requested[piece.index]
+            if index in self._missing and index not in self._copying:
+                self._copying[index] = self.attempt
+                block = self._wanted[index][1]
+                placements.append(Placement(index, position, piece.source, block, piece.checksum))
+        return [Copy(self.attempt, placements)] if placements else []
+
+    def _take(self, indexes: Sequence[int]) -> set[int]:
+        return {self._copying.pop(index) for index in indexes}
+
+    def _after_copies(self, now: float) -> list[ConsumerStep]:
+        if self.state is State.SETTLING:
+            return self._settle()
+        if self.state is State.LINKING:
+            return self._request(now)
+        return self._conclude()
+
+    def _outdated(self, now: float) -> list[ConsumerStep]:
+        if self.state in (State.STREAMING, State.DRAINING):
+            return self._retry("the lease ran out during a copy", now)
+        return self._after_copies(now)
+
+    def _conclude(self) -> list[ConsumerStep]:
+        done = self._done
+        if self.state is not State.DRAINING or done is None:
+            return []
+        if not self._partial and done.num_blocks < len(self._requested):
+            lacking = len(self._requested) - done.num_blocks
+            return self._fail(Fault.INCOMPLETE, f"the producer finished without {lacking} wanted blocks")
+        if self._copying or self._arrived_now < done.num_blocks:
+            return []
+        self._move(Trigger.COMPLETE)
+        return [self._release("received"), Succeed(done.payload, done.finished_at)]
+
+    def _retry(self, reason: str, now: float, demote: str | None = None) -> list[ConsumerStep]:
+        self._move(Trigger.RETRY)
+        self._link = None
+        self._done = None
+        self._state_deadline = now + (self._limits.connect_timeout_s if demote else self._limits.relink_timeout_s)
+        return [StopCopies(), Relink(reason, demote)]
+
+    def _fail(self, fault: Fault, reason: str) -> list[ConsumerStep]:
+        self._end = Give(fault, reason)
+        self._move(Trigger.FAULT)
+        return [StopCopies(), *self._settle()]
+
+    def _settle(self) -> list[ConsumerStep]:
+        if self._copying or self._end is None:
+            return []
+        self._move(Trigger.SETTLED)
+        if not self.attempt:
+            return [self._end]
+        return [self._release("cancelled" if self._end.fault is Fault.CANCELLED else "failed"), self._end]
+
+    def _release(self, outcome: Outcome) -> Ask:
+        return Ask(Release(self.ticket.ticket, self.attempt, outcome))

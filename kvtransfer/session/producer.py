@@ -1,0 +1,210 @@
+"""The producer's end of a transfer: it serves published blocks and says when they may be freed. No I/O, no clock.
+
+Rules: the blocks stay until the consumer let go, is known to be dead, or its lease (which it checks itself after
+each copy) has run out; and until nothing in a transport reads them.
+"""
+
+from collections.abc import Sequence
+
+from contracts.identity import BlockName
+from contracts.messages import Ticket
+from kvtransfer.frames import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from kvtransfer.session.steps import (
+    Drain,
+    ProducerStep,
+    Released,
+    ReleaseReason,
+    Serve,
+    SessionLimits,
+    Tell,
+)
+from kvtransfer.session.table import PRODUCER, ProducerState, ProducerTrigger
+
+State, Trigger = ProducerState, ProducerTrigger
+REASON_OF: dict[Outcome, ReleaseReason] = {
+    "received": "received",
+    "cancelled": "cancelled",
+    "failed": "failed",
+    "unknown": "failed",
+}
+CODE_OF: dict[ReleaseReason, FailCode] = {
+    "received": "unknown",
+    "cancelled": "cancelled",
+    "expired": "expired",
+    "lost": "expired",
+    "failed": "failed",
+    "closed": "closed",
+}
+
+
+class ProducerSession:
+    """Begins with `open` (in state OPEN) or with a `fetch` that came before it (PARKED)."""
+
+    def __init__(self, *, now: float, limits: SessionLimits, ticket: Ticket | None = None) -> None:
+        self.state = State.PARKED if ticket is None else State.OPEN
+        self.link = 0
+        self.attempt = 0
+        self.reason: ReleaseReason | None = None
+        self.message = ""
+        self._limits = limits
+        self._fetch: Fetch | None = None
+        self._pulls = False
+        self._deadline = now + (ticket.timeout_s if ticket is not None else 0.0)
+        self._lease_until = now + limits.lease_s
+        self._published: dict[BlockName, int] = {}
+        self._index: dict[BlockName, int] = {}
+        self._served: set[int] = set()
+        self._payload: bytes | None = None
+        self._finished_at = 0.0
+
+    @property
+    def pulls(self) -> bool:
+        return self._pulls
+
+    def open(self, ticket: Ticket, now: float) -> list[ProducerStep]:
+        if self.state is not State.PARKED:
+            return []
+        self._deadline = max(self._deadline, now + ticket.timeout_s)
+        self._lease(now)
+        self._move(Trigger.OPENED)
+        return self._serve_all()
+
+    def fetch(self, fetch: Fetch, *, link: int, pulls: bool, now: float) -> list[ProducerStep]:
+        """`link` names the connection it came by; `pulls`: its consumer reads our memory directly."""
+        if fetch.attempt <= self.attempt:
+            return []
+        self._fetch, self.attempt, self.link = fetch, fetch.attempt, link
+        if self.state in (State.ENDING, State.DRAINING, State.ENDED):
+            return [self._failed(CODE_OF[self.reason or "failed"], self.message)]
+        self._pulls = self._pulls or pulls
+        self._deadline = max(self._deadline, now + fetch.timeout_s)
+        self._index = {name: index for index, name in enumerate(fetch.names)}
+        self._served = set()
+        self._lease(now)
+        ready = Tell(Ready(fetch.ticket, fetch.attempt, self.state is not State.PARKED))
+        if self.state is State.PARKED:
+            return [ready]
+        self._move(Trigger.FETCHED)
+        return [ready, *self._serve_all()]
+
+    def publish(self, blocks: Sequence[tuple[BlockName, int]]) -> list[ProducerStep]:
+        self._published.update(blocks)
+        return self._serve(blocks)
+
+    def finish(self, payload: bytes, now: float) -> list[ProducerStep]:
+        self._payload = payload
+        self._finished_at = now
+        return self._done()
+
+    def again(self, message: Again, now: float) -> list[ProducerStep]:
+        if self.state is not State.STREAMING or message.attempt != self.attempt or self._fetch is None:
+            return []
+        self._lease(now)
+        names = self._fetch.names
+        known = [i for i in message.indexes if i < len(names) and names[i] in self._published]
+        return [Serve(self.attempt, [(i, self._published[names[i]]) for i in known])] if known else []
+
+    def renew(self, now: float) -> bool:
+        """False: the ticket is not served here any more."""
+        if self.state not in (State.PARKED, State.STREAMING):
+            return False
+        self._lease(now)
+        return True
+
+    def release(self, message: Release) -> list[ProducerStep]:
+        return self._let_go(REASON_OF[message.outcome], "the consumer let go")
+
+    def link_lost(self, *, dead: bool) -> list[ProducerStep]:
+        """The connection of the current attempt broke; `dead`: the consumer's process is known to be gone."""
+        if dead or self.state is State.PARKED:
+            return self._let_go("lost", "the consumer is gone")
+        self._move(Trigger.LINK_LOST)
+        return []
+
+    def give_up(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
+        """This side will not serve the ticket (any more): `fail`, `cancel`, `close`, a deadline."""
+        if Trigger.GIVE_UP not in PRODUCER[self.state]:
+            return []
+        told = [self._failed(CODE_OF[reason], message)] if self._fetch is not None else []
+        was_orphan = self.state is State.ORPHANED
+        self.reason, self.message = reason, message
+        self._move(Trigger.GIVE_UP)
+        if self.state is State.DRAINING:
+            return [*told, Drain()]
+        if self.state is State.ENDING and not self._pulls:
+            return [*told, *self._let_go(reason, message)]
+        return [] if was_orphan else list(told)
+
+    def quiet(self) -> list[ProducerStep]:
+        """Nothing reads the blocks any more."""
+        assert self.reason is not None
+        return [Released(self.reason)] if self._move(Trigger.QUIET) else []
+
+    def tick(self, now: float) -> list[ProducerStep]:
+        match self.state:
+            case State.STREAMING if now >= self._lease_until:
+                told = self._failed("expired", "the lease ran out")
+                return [told, *self._let_go("expired", "the lease ran out")]
+            case State.ORPHANED if now >= self._lease_until:
+                return self._let_go("lost", "the consumer did not come back")
+            case State.ENDING if now >= self._lease_until:
+                return self._let_go(self.reason or "expired", self.message)
+            case State.PARKED | State.OPEN | State.STREAMING | State.ORPHANED if now >= self._deadline:
+                return self.give_up("expired", "the ticket's time is over")
+            case _:
+                return []
+
+    def is_over(self) -> bool:
+        return self.state is State.ENDED
+
+    def check_invariants(self) -> None:
+        assert (self.reason is not None) or self.state not in (State.ENDING, State.DRAINING, State.ENDED)
+        assert self._served <= set(range(len(self._index)))
+
+    def _move(self, trigger: ProducerTrigger) -> bool:
+        following = PRODUCER[self.state].get(trigger)
+        if following is None:
+            return False
+        self.state = following
+        return True
+
+    def _lease(self, now: float) -> None:
+        self._lease_until = now + self._limits.lease_s + self._limits.lease_grace_s
+
+    def _serve_all(self) -> list[ProducerStep]:
+        return [*self._serve(list(self._published.items())), *self._done()]
+
+    def _serve(self, blocks: Sequence[tuple[BlockName, int]]) -> list[ProducerStep]:
+        if self.state is not State.STREAMING:
+            return []
+        fresh: list[tuple[int, int]] = []
+        for name, block in blocks:
+            index = self._index.get(name)
+            if index is not None and index not in self._served:
+                self._served.add(index)
+                fresh.append((index, block))
+        return [Serve(self.attempt, fresh)] if fresh else []
+
+    def _done(self) -> list[ProducerStep]:
+        if self.state is not State.STREAMING or self._payload is None or self._fetch is None:
+            return []
+        done = Done(
+            ticket=self._fetch.ticket,
+            attempt=self.attempt,
+            num_blocks=len(self._served),
+            payload=self._payload,
+            finished_at=self._finished_at,
+        )
+        return [Tell(done)]
+
+    def _let_go(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
+        if Trigger.LET_GO not in PRODUCER[self.state]:
+            return []
+        self.reason = self.reason or reason
+        self.message = self.message or message
+        self._move(Trigger.LET_GO)
+        return [Drain()] if self.state is State.DRAINING else []
+
+    def _failed(self, code: FailCode, reason: str) -> Tell:
+        assert self._fetch is not None
+        return Tell(Fail(self._fetch.ticket, self.attempt, code, reason))

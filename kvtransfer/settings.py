@@ -1,0 +1,53 @@
+"""Settings of a transfer node: one frozen Struct, embedded in the settings of each instance process."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+TransportName = Literal["auto", "memory", "usm", "zeromq"]
+ChecksumMode = Literal["full", "sampled", "off"]
+
+LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")
+"""What `auto` tries, best first."""
+
+Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
+    bind: Annotated[str, Meta(description="ZeroMQ address of this node; port * picks a free one")] = "tcp://127.0.0.1:*"
+    advertise_host: Annotated[str, Meta(description="host that peers use; empty: the bound one")] = ""
+    transports: Annotated[
+        tuple[TransportName, ...], Meta(min_length=1, description="allowed transports, best first; auto: all")
+    ] = ("auto",)
+    run_dir: Annotated[
+        str,
+        Meta(description="folder of the socket that hands out shared memory; empty: a name of this host's network"),
+    ] = ""
+    checksum: Annotated[ChecksumMode, Meta(description="xxh3 of each block, of one in eight, or none")] = "full"
+
+    heartbeat_interval_s: Seconds = 0.2
+    heartbeat_timeout_s: Seconds = 0.6
+    connect_timeout_s: Annotated[float, Meta(gt=0, description="first connection to a peer")] = 5.0
+    relink_timeout_s: Annotated[float, Meta(gt=0, description="second chance after a connection broke")] = 0.3
+    answer_timeout_s: Annotated[float, Meta(gt=0, description="a fetch that nobody acknowledges")] = 10.0
+    lease_s: Annotated[float, Meta(gt=0, description="a silent consumer loses its claim after this")] = 10.0
+    tick_s: Annotated[float, Meta(gt=0, description="granularity of all deadlines")] = 0.05
+
+    max_attempts: Annotated[int, Meta(ge=1, description="fetches of one transfer, the first included")] = 4
+    max_mismatches: Annotated[int, Meta(ge=1, description="checksum errors before a transport is demoted")] = 2
+    max_fetches: Annotated[int, Meta(ge=1, description="running fetches of this node")] = 4096
+    max_fetches_per_peer: Annotated[int, Meta(ge=1, description="fetches one peer may have here")] = 1024
+    max_tombstones: Count = 4096
+
+    frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
+    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 32 << 20
+    batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
+    inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 256 << 10
+    copy_threads: Count = 2
+    io_threads: Count = 1
+
+    def ladder(self) -> tuple[str, ...]:
+        """Transport names in order of preference."""
+        return LADDER if "auto" in self.transports else self.transports

@@ -1,0 +1,24 @@
+"""How bytes travel: one file per transport, all behind `port`. `build` makes the ones a node may use."""
+
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.memory import InProcess, MemoryTransport
+from kvtransfer.transports.port import NodeFacts, Transport
+from kvtransfer.transports.usm import UsmTransport
+from kvtransfer.transports.zeromq import ZeromqTransport
+
+
+def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | None) -> dict[str, Transport]:
+    """In order of preference. `memory` is left out where nobody shares an `InProcess`."""
+    made: dict[str, Transport] = {}
+    for name in settings.ladder():
+        match name:
+            case "memory":
+                if in_process is not None:
+                    made[name] = MemoryTransport(facts, in_process)
+            case "usm":
+                made[name] = UsmTransport(facts, settings)
+            case "zeromq":
+                made[name] = ZeromqTransport(facts, settings)
+            case _:
+                raise ValueError(f"no transport is named {name!r}")
+    return made

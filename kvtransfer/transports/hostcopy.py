@@ -1,0 +1,83 @@
+"""Copies between host addresses, verified while the bytes are still in the cache."""
+
+from collections.abc import Sequence
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.memory import BlockMemory, address_of, copy_bytes
+
+CHUNK_BYTES = 256 * 1024
+"""Fits a core's L2 cache together with its source."""
+
+
+class HostBlocks:
+    """Blocks of a buffer by index, with bounds checked."""
+
+    def __init__(self, view: memoryview, num_blocks: int, block_bytes: int) -> None:
+        if view.nbytes < num_blocks * block_bytes:
+            raise TransportUnavailable(f"{view.nbytes} bytes cannot hold {num_blocks} blocks of {block_bytes}")
+        self._address = address_of(view)
+        self._view = view
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+
+    def address(self, block: int) -> int:
+        if not 0 <= block < self.num_blocks:
+            raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
+        return self._address + block * self.block_bytes
+
+    def view(self, block: int) -> memoryview:
+        if not 0 <= block < self.num_blocks:
+            raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
+        return self._view[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def checksum(self, block: int) -> int:
+        return xxh3_64_intdigest(self.view(block))
+
+
+def host_blocks(memory: BlockMemory) -> HostBlocks:
+    view = memory.host_view
+    if view is None:
+        raise TransportUnavailable("this memory is not addressable by the host")
+    return HostBlocks(view.cast("B"), memory.num_blocks, memory.block_bytes)
+
+
+def copy_block(source: HostBlocks, block: int, target: HostBlocks, destination: int, checksum: int | None) -> bool:
+    """False when what lies in the destination does not match the checksum."""
+    start, end = source.address(block), target.address(destination)
+    size = target.block_bytes
+    if checksum is None:
+        copy_bytes(end, start, size)
+        return True
+    landed = target.view(destination)
+    if size <= CHUNK_BYTES:
+        copy_bytes(end, start, size)
+        return xxh3_64_intdigest(landed) == checksum
+    digest = xxh3_64()
+    for offset in range(0, size, CHUNK_BYTES):
+        step = min(CHUNK_BYTES, size - offset)
+        copy_bytes(end + offset, start + offset, step)
+        digest.update(landed[offset : offset + step])
+    return digest.intdigest() == checksum
+
+
+def gather_block(
+    frames: Sequence[bytes | memoryview], target: HostBlocks, destination: int, checksum: int | None
+) -> bool:
+    """As `copy_block`, from frames that together hold one block."""
+    if sum(len(frame) for frame in frames) != target.block_bytes:
+        raise TransportUnavailable(f"frames do not hold a block of {target.block_bytes} bytes")
+    end = target.address(destination)
+    landed = target.view(destination)
+    digest = xxh3_64() if checksum is not None else None
+    offset = 0
+    for frame in frames:
+        start, size = address_of(frame), len(frame)
+        for inner in range(0, size, CHUNK_BYTES):
+            step = min(CHUNK_BYTES, size - inner)
+            copy_bytes(end + offset, start + inner, step)
+            if digest is not None:
+                digest.update(landed[offset : offset + step])
+            offset += step
+    return digest is None or digest.intdigest() == checksum

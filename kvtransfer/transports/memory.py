@@ -1,0 +1,74 @@
+"""`memory`: both nodes live in one process and share an `InProcess`. Reference for the others, and test double."""
+
+from collections.abc import Sequence
+
+from contracts.identity import Generation, InstanceId
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.frames import Hello, Offer, Piece, Welcome
+from kvtransfer.memory import BlockMemory
+from kvtransfer.session.steps import Placement
+from kvtransfer.transports.hostcopy import HostBlocks, copy_block, host_blocks
+from kvtransfer.transports.port import Announce, Buffer, NodeFacts
+
+
+class InProcess:
+    """The memories of the nodes of one process. Give the same object to each of them."""
+
+    def __init__(self) -> None:
+        self.memories: dict[tuple[InstanceId, Generation], BlockMemory] = {}
+
+
+class AnnounceOnly:
+    """An outlet for transports whose consumer takes the bytes itself."""
+
+    def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
+        announce(())
+
+    def close(self) -> None:
+        return
+
+
+class HostInlet:
+    """Copies out of a producer's memory that this process can address."""
+
+    def __init__(self, source: HostBlocks, target: HostBlocks) -> None:
+        self._source: HostBlocks | None = source
+        self._target = target
+
+    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        source = self._source
+        if source is None:
+            raise TransportUnavailable("the connection was closed")
+        return copy_block(source, placement.source, self._target, placement.destination, placement.checksum)
+
+    def close(self) -> None:
+        self._source = None
+
+
+class MemoryTransport:
+    name = "memory"
+    pulls = True
+    buffers = False
+
+    def __init__(self, facts: NodeFacts, in_process: InProcess) -> None:
+        self._facts = facts
+        self._shared = in_process
+        self._key = (facts.instance, facts.generation)
+
+    async def start(self) -> None:
+        self._shared.memories[self._key] = self._facts.memory
+
+    def offer(self, hello: Hello) -> Offer | None:
+        return Offer(self.name) if (hello.instance, hello.generation) in self._shared.memories else None
+
+    async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
+        memory = self._shared.memories.get((welcome.instance, welcome.generation))
+        if memory is None:
+            raise TransportUnavailable("the producer is not in this process")
+        return HostInlet(host_blocks(memory), host_blocks(self._facts.memory))
+
+    def outlet(self) -> AnnounceOnly:
+        return AnnounceOnly()
+
+    async def close(self) -> None:
+        self._shared.memories.pop(self._key, None)

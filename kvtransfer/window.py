@@ -1,0 +1,66 @@
+"""What a producer has still to send on one connection: fair between tickets, bounded by a window of bytes. No I/O."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from contracts.identity import TicketId
+
+MAX_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Blocks of one ticket that travel in one message: (index among the wanted, block)."""
+
+    ticket: TicketId
+    attempt: int
+    blocks: list[tuple[int, int]]
+
+
+class SendQueue:
+    """`window_bytes` None: the transport does not buffer, nothing is held back."""
+
+    def __init__(self, *, block_bytes: int, batch_bytes: int, window_bytes: int | None) -> None:
+        self._block_bytes = block_bytes
+        self._batch = min(max(batch_bytes // block_bytes, 1), MAX_PIECES)
+        self._window = window_bytes
+        self._travelling = 0
+        self._tickets: OrderedDict[TicketId, deque[tuple[int, int, int]]] = OrderedDict()
+
+    @property
+    def travelling_bytes(self) -> int:
+        return self._travelling
+
+    def add(self, ticket: TicketId, attempt: int, blocks: list[tuple[int, int]]) -> None:
+        queue = self._tickets.setdefault(ticket, deque())
+        queue.extend((attempt, index, block) for index, block in blocks)
+
+    def drop(self, ticket: TicketId) -> None:
+        """Forget what has not been taken yet."""
+        self._tickets.pop(ticket, None)
+
+    def credit(self, num_bytes: int) -> None:
+        self._travelling = max(self._travelling - num_bytes, 0)
+
+    def take(self) -> Parcel | None:
+        """The next parcel if the window has room. Tickets take turns."""
+        if not self._tickets:
+            return None
+        room = self._batch
+        if self._window is not None and self._travelling:
+            room = min(room, (self._window - self._travelling) // self._block_bytes)
+        if room <= 0:
+            return None
+        ticket, queue = next(iter(self._tickets.items()))
+        attempt = queue[0][0]
+        blocks: list[tuple[int, int]] = []
+        while queue and queue[0][0] == attempt and len(blocks) < room:
+            _, index, block = queue.popleft()
+            blocks.append((index, block))
+        if queue:
+            self._tickets.move_to_end(ticket)
+        else:
+            del self._tickets[ticket]
+        if self._window is not None:
+            self._travelling += len(blocks) * self._block_bytes
+        return Parcel(ticket, attempt, blocks)
