@@ -47,7 +47,7 @@ PROMPTS = {
 @pytest.mark.parametrize("transport", ["usm", "zeromq"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) -> None:
-    write_tiny_model(family, tmp_path)
+    write_tiny_model(tmp_path, family)
     # A step reads at most 32 prompt tokens, so the long prompts are prefilled in chunks.
     flags = ("--dtype", "float32", "--kv-transport", transport, "--block-size", str(BLOCK))
     flags += ("--max-num-batched-tokens", "32", "--disaggregation-min-tokens", "0")
