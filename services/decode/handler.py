@@ -95,9 +95,8 @@ class DecodeHandler:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
                 raise RequestFailed("handoff_failed", _describe(exc), lost=ticket.source) from exc
-            logger.warning(
-                "request %s: computed here, since the handoff failed: %s", request.request_id, _describe(exc)
-            )
+            extra = {"request_id": request.request_id}
+            logger.warning("handoff failed, computed here: %s", _describe(exc), extra=extra)
             return None
         except LocalTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)

@@ -59,20 +59,18 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._ready: Future[EnginePort] = Future()
 
-    def start(self) -> EnginePort:
-        """Waits until the engine is built. Raises what building it raised."""
-        self._thread.start()
-        return self._ready.result()
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
-    def attach(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        on_turn: Callable[[Turn], None],
-        on_broken: Callable[[EngineBroken], None],
-    ) -> None:
-        """From now on steps run. Both callbacks are called on `loop`; after `on_broken` nothing else is."""
-        self._loop = loop
+    async def start(self) -> EnginePort:
+        """Builds the engine. Raises what that raised."""
+        self._thread.start()
+        return await asyncio.wrap_future(self._ready)
+
+    def attach(self, *, on_turn: Callable[[Turn], None], on_broken: Callable[[EngineBroken], None]) -> None:
+        """From now on steps run. Both callbacks are called on this event loop; after `on_broken` nothing else is."""
+        self._loop = asyncio.get_running_loop()
         self._on_turn = on_turn
         self._on_broken = on_broken
         self._attached.set()
@@ -92,11 +90,10 @@ class EngineThread:
             self._commands.put(_Command(action, None))
 
     async def stop(self) -> None:
-        """Lets the running step end and closes the engine."""
-        self._attached.set()
+        """Lets the running step end and closes the engine. Nobody touches its memory any more."""
         self._commands.put(None)
-        while self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, 1.0)
+        self._attached.set()
+        await asyncio.to_thread(self._thread.join)
 
     def _main(self) -> None:
         try:
@@ -112,10 +109,11 @@ class EngineThread:
         except Exception as exc:
             logger.exception("the engine broke")
             self._is_broken = True
-            broken = EngineBroken(f"the engine broke: {exc}")
-            self._deliver(self._on_broken, broken)
-        finally:
-            engine.close()
+            self._deliver(self._on_broken, EngineBroken(f"the engine broke: {exc}"))
+            # Its memory stays until `stop`: transfers may still read it.
+            while self._commands.get() is not None:
+                pass
+        engine.close()
 
     def _run(self, engine: EnginePort) -> None:
         stats, stats_at, is_idle = engine.stats(), 0.0, True
@@ -164,6 +162,8 @@ class _Command(Generic[T]):
         except Exception as exc:
             logger.exception("a command to the engine failed")
             self._error = exc
+        if self._error is not None and self.future is None:
+            logger.error("a command to the engine failed: %s", self._error)
 
     def settle(self) -> None:
         if self.future is None or self.future.done():

@@ -2,7 +2,8 @@
 
 InstanceError
 ├── RequestFailed   one request ends here; the router is told why
-└── EngineBroken    the engine's thread has ended; so does the process
+├── EngineBroken    the engine's thread has ended; so does the process
+└── StartFailed     the process cannot start; one line for a human, with the remedy
 """
 
 from contracts.identity import InstanceId
@@ -24,3 +25,7 @@ class RequestFailed(InstanceError):  # noqa: N818 - what happened, not a kind of
 
 class EngineBroken(InstanceError):  # noqa: N818
     """A step of the engine raised: nobody knows what state it is in."""
+
+
+class StartFailed(InstanceError):  # noqa: N818
+    """The message is one line."""

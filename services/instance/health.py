@@ -1,11 +1,8 @@
 """The HTTP side of an instance: /health for people and probes, /metrics for Prometheus. Knows no request."""
 
-import contextlib
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -41,19 +38,3 @@ def create_app(health: Callable[[], Health], metrics: CollectorRegistry) -> Star
 
     routes = [Route("/health", show_health), Route("/ping", show_health), Route("/metrics", show_metrics)]
     return Starlette(routes=routes)
-
-
-class HttpServer(uvicorn.Server):
-    """Serves on a socket that is bound already, and leaves signals to the process."""
-
-    def __init__(self, app: Starlette, bound: socket.socket) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
-        self._bound = bound
-
-    async def run_until_stopped(self) -> None:
-        """Until `should_exit` is set."""
-        await self.serve(sockets=[self._bound])
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

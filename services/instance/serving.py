@@ -122,10 +122,10 @@ class Serving:
         self._role.on_turn(turn.stats)
 
     def fail_all(self, reason: str) -> None:
-        """The engine is gone, and with it everything that could be freed."""
+        """The engine is gone: all end, and nothing new is taken."""
+        self.is_draining = True
         for request in self.table.all():
-            failed = Failed(request_id=request.request_id, code="internal", message=reason)
-            self._router.send(request.router, failed)
+            self._abort(request, Failed(request_id=request.request_id, code="internal", message=reason))
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""
@@ -148,7 +148,7 @@ class Serving:
             self._router.send(router, refused)
             return
         if (previous := self.table.find(router, work.request_id)) is not None:
-            logger.info("request %s: a new attempt replaces the running one", work.request_id)
+            logger.info("a new attempt replaces the running one", extra={"request_id": work.request_id})
             self._abort(previous, None)
         request = self.table.add(router, work)
         loop = asyncio.get_running_loop()
@@ -191,7 +191,7 @@ class Serving:
         if not attempt.task.cancelled() and (error := attempt.task.exception()) is not None:
             failure = failure or _failed(request, error)
         if failure is not None and self.table.find(request.router, request.request_id) is request:
-            logger.info("request %s failed: %s: %s", failure.request_id, failure.code, failure.message)
+            logger.info("failed: %s: %s", failure.code, failure.message, extra={"request_id": failure.request_id})
             self._router.send(request.router, failure)
         self.table.remove(request)
         if not self._attempts:
@@ -239,7 +239,7 @@ def failure_of(request_id: RequestId, error: BaseException) -> Failed:
         case TransferError():
             return Failed(request_id=request_id, code="handoff_failed", message=f"{type(error).__name__}: {error}")
         case _:
-            logger.error("request %s failed", request_id, exc_info=error)
+            logger.error("failed", exc_info=error, extra={"request_id": request_id})
             return Failed(request_id=request_id, code="internal", message=f"{type(error).__name__}: {error}")
 
 

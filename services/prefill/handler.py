@@ -88,7 +88,8 @@ class PrefillHandler:
             self._free(request, reading)
         if reason not in ("received", "cancelled"):
             self._counter.handoff_failed(reason)
-            logger.warning("request %s: handoff to %s ended: %s", request.request_id, ticket.sink, reason)
+            extra = {"request_id": request.request_id}
+            logger.warning("handoff to %s ended: %s", ticket.sink, reason, extra=extra)
 
     def _free(self, request: Request, reading: Reading) -> None:
         inner = request.work.request_id

@@ -18,7 +18,7 @@ class Watcher:
         self.broken: asyncio.Future[EngineBroken] = asyncio.get_running_loop().create_future()
 
     def attach(self, thread: EngineThread) -> None:
-        thread.attach(asyncio.get_running_loop(), on_turn=self.on_turn, on_broken=self.broken.set_result)
+        thread.attach(on_turn=self.on_turn, on_broken=self.broken.set_result)
 
     def on_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -27,16 +27,16 @@ class Watcher:
             self.three_tokens.set()
 
 
-def started(engine: FakeEngine) -> EngineThread:
+async def started(engine: FakeEngine) -> EngineThread:
     thread = EngineThread(lambda: engine)
-    assert thread.start() is engine
+    assert await thread.start() is engine
     return thread
 
 
 def test_commands_run_in_order_and_answer() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        thread, watcher = started(engine), Watcher()
+        thread, watcher = await started(engine), Watcher()
         watcher.attach(thread)
         thread.post(lambda e: e.add(work("a")))
         thread.post(lambda e: e.cancel(work("a").request_id))
@@ -51,7 +51,7 @@ def test_commands_run_in_order_and_answer() -> None:
 def test_an_idle_engine_takes_no_steps() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        thread, watcher = started(engine), Watcher()
+        thread, watcher = await started(engine), Watcher()
         watcher.attach(thread)
         await thread.call(lambda e: None)
         await thread.call(lambda e: None)
@@ -65,7 +65,7 @@ def test_every_step_leaves_by_one_turn() -> None:
     async def test() -> None:
         engine = FakeEngine()
         engine.results = [StepResult(tokens=[output(work().request_id, n)]) for n in range(3)]
-        thread, watcher = started(engine), Watcher()
+        thread, watcher = await started(engine), Watcher()
         watcher.attach(thread)
         thread.post(lambda e: None)
         await watcher.three_tokens.wait()
@@ -78,7 +78,7 @@ def test_every_step_leaves_by_one_turn() -> None:
 def test_an_error_of_a_command_reaches_its_caller_and_nobody_else() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        thread, watcher = started(engine), Watcher()
+        thread, watcher = await started(engine), Watcher()
         watcher.attach(thread)
         engine.error = RequestError("invalid", "no")
         with pytest.raises(RequestError):
@@ -92,7 +92,7 @@ def test_an_error_of_a_command_reaches_its_caller_and_nobody_else() -> None:
 def test_a_step_that_raises_breaks_the_engine() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        thread, watcher = started(engine), Watcher()
+        thread, watcher = await started(engine), Watcher()
 
         def explode() -> StepResult:
             raise RuntimeError("device lost")
@@ -113,14 +113,17 @@ def test_what_stops_the_engine_from_being_built_is_raised_by_start() -> None:
     def build() -> FakeEngine:
         raise ModelError("no config.json")
 
-    with pytest.raises(ModelError):
-        EngineThread(build).start()
+    async def test() -> None:
+        with pytest.raises(ModelError):
+            await EngineThread(build).start()
+
+    run(test())
 
 
 def test_a_command_that_was_given_up_still_runs() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        thread, watcher = started(engine), Watcher()
+        thread, watcher = await started(engine), Watcher()
         watcher.attach(thread)
         action: Callable[[object], None] = lambda e: engine.cancel(work().request_id)  # noqa: E731
         thread.call(action).cancel()

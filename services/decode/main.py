@@ -1,0 +1,38 @@
+"""`baton decode`: the whole wiring of the process."""
+
+import sys
+
+from services.common.configuration import load_settings
+from services.instance.settings import InstanceSettings
+
+
+def main(argv: list[str]) -> None:
+    """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
+    settings = load_settings(
+        InstanceSettings,
+        argv,
+        prefix="BATON__DECODE__",
+        program="baton decode",
+        description="Fetches the blocks of prompts from prefill instances and writes the answers.",
+    )
+    # Imported now, so that --help and a mistyped flag need not wait for torch.
+    from services.decode.handler import DecodeHandler
+    from services.instance.process import run_instance
+
+    status = run_instance(
+        settings,
+        "decode",
+        lambda parts: DecodeHandler(
+            parts.engine,
+            parts.transfer,
+            parts.router,
+            counter=parts.counter,
+            fallback=settings.handoff_fallback,
+            max_waiting=settings.max_waiting,
+        ),
+    )
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

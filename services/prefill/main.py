@@ -1,0 +1,32 @@
+"""`baton prefill`: the whole wiring of the process."""
+
+import sys
+import time
+
+from services.common.configuration import load_settings
+from services.instance.settings import InstanceSettings
+
+
+def main(argv: list[str]) -> None:
+    """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
+    settings = load_settings(
+        InstanceSettings,
+        argv,
+        prefix="BATON__PREFILL__",
+        program="baton prefill",
+        description="Reads prompts and hands their blocks to decode instances.",
+    )
+    # Imported now, so that --help and a mistyped flag need not wait for torch.
+    from services.instance.process import run_instance
+    from services.prefill.handler import PrefillHandler
+
+    status = run_instance(
+        settings,
+        "prefill",
+        lambda parts: PrefillHandler(parts.engine, parts.transfer, counter=parts.counter, clock=time.monotonic),
+    )
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

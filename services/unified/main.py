@@ -1,0 +1,31 @@
+"""`baton unified`: the whole wiring of the process."""
+
+import sys
+
+from services.common.configuration import load_settings
+from services.instance.settings import InstanceSettings
+
+
+def main(argv: list[str]) -> None:
+    """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
+    settings = load_settings(
+        InstanceSettings,
+        argv,
+        prefix="BATON__UNIFIED__",
+        program="baton unified",
+        description="Does all of a request on one device.",
+    )
+    # Imported now, so that --help and a mistyped flag need not wait for torch.
+    from services.instance.process import run_instance
+    from services.unified.handler import UnifiedHandler
+
+    status = run_instance(
+        settings,
+        "unified",
+        lambda parts: UnifiedHandler(parts.engine),
+    )
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
