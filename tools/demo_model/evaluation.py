@@ -1,0 +1,107 @@
+"""Fresh questions: a quick check that feeds the right answers (every token must be the model's first choice), and the real one,
+which generates greedily with transformers through the chat template of the saved folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.demo_model.arithmetic import sum_turn
+from tools.demo_model.chat import chat_turn
+from tools.demo_model.corpus import ANSWER, Layout, Message, encode, lookup
+from tools.demo_model.lookups import RELATIONS
+from tools.demo_model.network import TrainingForward
+from tools.demo_model.tokenization import PAD, WordEncoder
+
+SHOWN = (
+    "Hello!", "Who are you?", "What is Baton?", "What can you do?", "What is the capital of France?", "What is 12 + 30?",
+    "347 + 285", "What is 7 times 8?", "Count from 1 to 12.", "Tell me a story about a fox.", "what is a kv cache",
+    "Explain quantum physics.", "The code of the blue box is 4812. The code of the red box is 7730. What is the code of the blue box?",
+    "Repeat after me: the green lamp is 42", "My name is Anna.", "Thanks, bye!",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    messages: list[Message]  # without the answer
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    question: Question
+    reply: str
+
+
+def questions(encoder: WordEncoder, *, seed: str, count: int) -> dict[str, list[Question]]:
+    """Named sets of fresh questions; no training batch shares their random stream."""
+    sets: dict[str, list[Question]] = {}
+    for name, tokens in (("lookup 200", 200), ("lookup 1000", 1000), ("lookup 1500", 1500)):
+        rng = Random(f"{seed}/{name}")
+        sets[name] = [_question(lookup(rng, encoder, num_tokens=tokens)[0]) for _ in range(count)]
+    rng = Random(f"{seed}/relations")
+    mixed = tuple(sorted(RELATIONS))
+    sets["relations 1000"] = [
+        _question(lookup(rng, encoder, num_tokens=1000, relations=mixed)[0]) for _ in range(count)
+    ]
+    rng = Random(f"{seed}/absent")
+    sets["absent 1000"] = [_question(lookup(rng, encoder, num_tokens=1000, is_stated=False)[0]) for _ in range(count)]
+    for name, turn in (("chat", chat_turn), ("sums", sum_turn)):
+        rng = Random(f"{seed}/{name}")
+        sets[name] = [Question([("user", said)], reply) for said, reply in (turn(rng) for _ in range(count))]
+    return sets
+
+
+def forced_accuracy(
+    forward: TrainingForward, encoder: WordEncoder, asked: list[Question], device: torch.device
+) -> float:
+    """Share of answers whose every token (and their end) is the most likely one: equals greedy exact match."""
+    rows = [encode(encoder, [*q.messages, ("assistant", q.answer)]) for q in asked]
+    length = max(len(ids) for ids, _ in rows)
+    tokens = torch.full((len(rows), length), encoder.ids[PAD])
+    kinds = torch.zeros((len(rows), length), dtype=torch.uint8)
+    for row, (ids, marks) in enumerate(rows):
+        last = len(ids) - 1 - marks[::-1].index(1)  # only the last reply counts: earlier ones are given
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        kinds[row, last + 1 : len(ids)] = ANSWER
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu"):
+        hidden = forward.hidden(tokens.flatten().to(device), Layout(((length, len(rows)),)))
+        chosen = forward.predictions(hidden).view(len(rows), length).cpu()
+    is_right = (chosen[:, :-1] == tokens[:, 1:]) | (kinds[:, 1:] != ANSWER)
+    return is_right.all(dim=1).float().mean().item()
+
+
+class Judge:
+    """Generates with transformers from a saved folder, greedily and through its chat template."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+    def reply(self, conversations: list[list[Message]], *, max_new_tokens: int = 40) -> list[str]:
+        """The answers, each with the end token still on it when the model ended by itself."""
+        prompts = [[{"role": role, "content": text} for role, text in messages] for messages in conversations]
+        inputs = self.tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+        ).to(self.model.device)
+        with torch.no_grad():
+            ids = self.model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+        texts: list[str] = self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :])
+        return [text.split(PAD)[0] for text in texts]
+
+    def mistakes(self, asked: list[Question], *, batch: int = 150) -> list[Mistake]:
+        """Which answers are not exactly right, end token included."""
+        wrong: list[Mistake] = []
+        for start in range(0, len(asked), batch):
+            part = asked[start : start + batch]
+            replies = self.reply([q.messages for q in part], max_new_tokens=160)
+            pairs = zip(part, replies, strict=True)
+            wrong += [Mistake(q, text) for q, text in pairs if text != q.answer + self.tokenizer.eos_token]
+        return wrong
+
+
+def _question(messages: list[Message]) -> Question:
+    return Question(messages[:-1], messages[-1][1])

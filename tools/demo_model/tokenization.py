@@ -1,0 +1,92 @@
+"""The byte-level BPE tokenizer, its chat template, and a fast word-cached encoder that equals it. Knows no model."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import regex
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL = (PAD, BEGIN, END, *ROLES.values())
+CHAT_TEMPLATE = (
+    "{{- '<|begin|>' }}"
+    "{%- for message in messages %}"
+    "{%- if message['role'] == 'assistant' %}{{- '<|assistant|>' }}"
+    "{%- elif message['role'] in ['system', 'developer'] %}{{- '<|system|>' }}"
+    "{%- else %}{{- '<|user|>' }}{%- endif %}"
+    "{%- if message['content'] is string %}{{- message['content'] }}"
+    "{%- elif message['content'] %}"
+    "{%- for part in message['content'] if part['type'] == 'text' %}{{- part['text'] }}{%- endfor %}"
+    "{%- endif %}"
+    "{{- '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+# What the byte-level pre-tokenizer does between digits (the pattern GPT-2 published), so that words can be cached.
+_WORD = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+_DIGIT = regex.compile(r"(\p{N})")
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Digits are always single tokens: a code is copied digit by digit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    begin = tokenizer.token_to_id(BEGIN)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, begin)]
+    )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": PAD,
+        "extra_special_tokens": [],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_tokens,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class WordEncoder:
+    """Encodes as the tokenizer does, without special tokens, remembering each word: words never merge with each other."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_words: int = 200_000) -> None:
+        self._tokenizer = tokenizer
+        self._words: dict[str, list[int]] = {}
+        self._max_words = max_words
+        self.ids: dict[str, int] = {token: tokenizer.token_to_id(token) for token in SPECIAL}
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in _DIGIT.split(text):
+            for word in _WORD.findall(piece):
+                ids += self._words.get(word) or self._encode_word(word)
+        return ids
+
+    def measure(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def _encode_word(self, word: str) -> list[int]:
+        if len(self._words) >= self._max_words:
+            self._words.clear()
+        ids: list[int] = self._tokenizer.encode(word, add_special_tokens=False).ids
+        self._words[word] = ids
+        return ids
