@@ -76,9 +76,7 @@ def test_a_cached_prefix_is_not_computed_again(roster: Roster, scheduler: Schedu
     assert scheduler.num_prefix_hit_tokens == 8
 
 
-def test_the_last_token_is_computed_even_when_all_blocks_are_cached(
-    roster: Roster, scheduler: Scheduler
-) -> None:
+def test_the_last_token_is_computed_even_when_all_blocks_are_cached(roster: Roster, scheduler: Scheduler) -> None:
     add(roster, make_work("a", [1] * 8))
     run_to_end(roster, scheduler)
     add(roster, make_work("b", [1] * 8))
@@ -206,9 +204,7 @@ def test_cancelling_one_sequence_leaves_the_others(roster: Roster, scheduler: Sc
     assert roster.pool.num_free == roster.pool.num_total
 
 
-def test_cancelling_before_the_first_token_removes_that_sequence(
-    roster: Roster, scheduler: Scheduler
-) -> None:
+def test_cancelling_before_the_first_token_removes_that_sequence(roster: Roster, scheduler: Scheduler) -> None:
     add(roster, make_work("a", [1] * 6, sequences=2))
     roster.cancel(RequestId("a"), 0)
     assert {index for _, index in run_to_end(roster, scheduler)} == {1}
@@ -221,9 +217,7 @@ def test_a_waiting_request_can_be_cancelled(roster: Roster, scheduler: Scheduler
     assert not roster.requests
 
 
-def test_the_report_of_the_first_token_splits_queue_and_prefill(
-    roster: Roster, scheduler: Scheduler
-) -> None:
+def test_the_report_of_the_first_token_splits_queue_and_prefill(roster: Roster, scheduler: Scheduler) -> None:
     roster.enqueue(roster.enrol(make_work("a", [1] * 5), "generate", 1.0))
     plan = scheduler.schedule(3.0)
     (report,) = scheduler.apply(plan, Sampled([1]), 7.0).first

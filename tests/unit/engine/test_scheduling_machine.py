@@ -50,13 +50,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         mode=st.sampled_from(["generate", "generate", "prefill"]),
     )
-    def arrive(
-        self, length: int, prefix: int, max_tokens: int, sequences: int, priority: int, mode: Mode
-    ) -> None:
+    def arrive(self, length: int, prefix: int, max_tokens: int, sequences: int, priority: int, mode: Mode) -> None:
         request_id = self.new_id()
-        work = make_work(
-            request_id, [prefix] * length, max_tokens=max_tokens, priority=priority, sequences=sequences
-        )
+        work = make_work(request_id, [prefix] * length, max_tokens=max_tokens, priority=priority, sequences=sequences)
         add(self.roster, work, mode)
         for index in range(sequences):
             self.expected[request_id, index] = 0
@@ -129,7 +125,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     def observe(self, result: StepResult) -> None:
         for output in result.tokens:
-            key = (output.request_id, output.sequence)
+            key = (str(output.request_id), output.sequence)
             assert output.position == self.expected[key], "a token was lost or repeated"
             assert output.token_ids == [made_up_token(*key, output.position)]
             self.expected[key] += 1

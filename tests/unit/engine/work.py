@@ -52,8 +52,7 @@ def step(roster: Roster, scheduler: Scheduler) -> StepResult:
     """One step with made-up tokens."""
     plan = scheduler.schedule(0.0)
     tokens = [
-        made_up_token(row.sequence.request.work.request_id, row.index, row.sequence.num_generated)
-        for row in plan.rows
+        made_up_token(row.sequence.request.work.request_id, row.index, row.sequence.num_generated) for row in plan.rows
     ]
     result = scheduler.apply(plan, Sampled(tokens), 0.0)
     roster.take_copies()

@@ -1,0 +1,96 @@
+"""Drives engines in tests: works, runs to the end, and a handoff by copying the blocks' bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from contracts.identity import RequestId
+from contracts.messages import Work
+from contracts.naming import root_name
+from contracts.sampling import SamplingParams
+from engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
+
+Answers = dict[tuple[str, int], list[int]]
+
+
+def make_engine(folder: Path, **settings: Any) -> Engine:
+    defaults: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 16}
+    return Engine(EngineConfig(model=str(folder), device="cpu", **{**defaults, **settings}))
+
+
+def make_work(
+    engine: Engine,
+    request_id: str,
+    tokens: list[int],
+    *,
+    num_prompt_tokens: int | None = None,
+    sequences: int = 1,
+    **sampling: Any,
+) -> Work:
+    values: dict[str, Any] = {"seed": 7, "max_tokens": 12, "temperature": 0.0, **sampling}
+    layout = engine.layout
+    return Work(
+        request_id=RequestId(request_id),
+        token_ids=tokens,
+        num_prompt_tokens=num_prompt_tokens or len(tokens),
+        sampling=SamplingParams(**values),
+        root=root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
+        sequences=list(range(sequences)),
+    )
+
+
+def run(engine: Engine, see: Callable[[StepResult], None] = lambda result: None) -> Answers:
+    """Until nothing can advance. Checks positions and invariants on the way."""
+    answers: Answers = {}
+    starts: dict[tuple[str, int], int] = {}
+    for _ in range(5000):
+        if not engine.has_work():
+            return answers
+        result = engine.step()
+        engine.check_invariants()
+        see(result)
+        for output in result.tokens:
+            key = (str(output.request_id), output.sequence)
+            told = answers.setdefault(key, [])
+            assert output.position == starts.setdefault(key, output.position) + len(told)
+            told += output.token_ids
+    raise AssertionError("the engine does not come to rest")
+
+
+def outputs_of(engine: Engine) -> list[SequenceOutput]:
+    found: list[SequenceOutput] = []
+    run(engine, lambda result: found.extend(result.tokens))
+    return found
+
+
+def hand_over(source: Engine, sink: Engine, work: Work) -> Answers:
+    """Prefill on `source`, copy the bytes of the missing blocks, decode on `sink`: all tokens of the answer."""
+    reservation = sink.reserve(work)
+    assert reservation is not None
+    completed: list[NamedBlock] = []
+    held: list[RequestId] = []
+
+    def see(result: StepResult) -> None:
+        completed.extend(block for done in result.completed for block in done.blocks)
+        held.extend(result.held)
+
+    source.add(work, mode="prefill")
+    answers = run(source, see)
+    assert held == [work.request_id]
+    assert [block.name for block in completed] == reservation.names
+    where = dict(completed)
+    for name, block in reservation.missing:
+        copy_block(source, where[name], sink, block)
+    sink.mark_received(work.request_id, [name for name, _ in reservation.missing])
+    source.release(work.request_id)
+    sink.admit(work.request_id, {index: tokens[0] for (_, index), tokens in answers.items()})
+    for key, tokens in run(sink).items():
+        answers[key] += tokens
+    return answers
+
+
+def copy_block(source: Engine, block: int, sink: Engine, target: int) -> None:
+    assert source.kv.host_view is not None
+    assert sink.kv.host_view is not None
+    size = source.kv.block_bytes
+    sink.kv.host_view[target * size : (target + 1) * size] = source.kv.host_view[block * size : (block + 1) * size]
