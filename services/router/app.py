@@ -1,0 +1,104 @@
+"""The HTTP application: FastAPI for routing, the OpenAPI document and /docs, around endpoints that are plain ASGI."""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from services.common.version import VERSION
+from services.router.chat import ChatEndpoint
+from services.router.completions import CompletionEndpoint
+from services.router.errors import ErrorBody, ErrorDetail
+from services.router.frontend import Frontend
+from services.router.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from services.router.shell import ApiKeys, Asgi, Shell
+from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_routes
+
+_SCHEMAS = "#/components/schemas/{model}"
+
+
+def create_app(frontend: Frontend, *, api_keys: list[str]) -> Shell:
+    direct: dict[str, Asgi] = {
+        "/v1/chat/completions": ChatEndpoint(frontend),
+        "/v1/completions": CompletionEndpoint(frontend),
+        "/tokenize": TokenizeEndpoint(frontend),
+        "/detokenize": DetokenizeEndpoint(frontend),
+    }
+    app = _Documented(title="Baton", version=VERSION)
+    app.include_router(system_routes(frontend))
+    for path, endpoint in direct.items():
+        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+    app.add_exception_handler(HTTPException, _http_error)
+    return Shell(
+        app,
+        direct,
+        keys=ApiKeys(api_keys),
+        max_body_bytes=frontend.settings.max_request_bytes,
+        metrics=frontend.metrics,
+        clock=frontend.clock,
+    )
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's shape too."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+    body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
+    return Response(
+        msgspec.json.encode(body),
+        status_code=error.status_code,
+        media_type="application/json",
+        headers=dict(error.headers or {}),
+    )
+
+
+class _Documented(FastAPI):
+    """Adds the endpoints that FastAPI does not parse to its OpenAPI document."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            documented: dict[str, tuple[str, type[BaseModel]]] = {
+                "/v1/chat/completions": ("Answer a chat, streamed or whole", ChatCompletionRequest),
+                "/v1/completions": ("Continue prompts, streamed or whole", CompletionRequest),
+                "/tokenize": ("Token ids of a prompt or a chat", TokenizeRequest),
+                "/detokenize": ("Text of token ids", DetokenizeRequest),
+            }
+            _, schemas = models_json_schema(
+                [(model, "validation") for _, model in documented.values()], ref_template=_SCHEMAS
+            )
+            components = document.setdefault("components", {}).setdefault("schemas", {})
+            components |= schemas["$defs"]
+            for path, (summary, model) in documented.items():
+                document["paths"][path] = {"post": _operation(summary, model)}
+            self.openapi_schema = document
+        return self.openapi_schema
+
+
+def _operation(summary: str, model: type[BaseModel]) -> dict[str, Any]:
+    reference = {"$ref": _SCHEMAS.format(model=model.__name__)}
+    statuses = {
+        "200": "The answer",
+        "400": "What is wrong with the request",
+        "401": "No valid API key",
+        "404": "No such model",
+        "413": "The body is too long",
+        "429": "Too much at once; Retry-After says when",
+        "500": "An internal error",
+        "503": "No instance can serve it now",
+        "504": "The request's time is over",
+    }
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "responses": {status: {"description": text} for status, text in statuses.items()},
+    }

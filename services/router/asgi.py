@@ -1,0 +1,130 @@
+"""The little of HTTP that the hot path needs, on ASGI: read a body, answer, stream, notice a client that left."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.router.errors import ApiError, RequestTooLargeError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_CONTEXT = "baton"
+_MOST_DISCARDED_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What the outermost layer found in the headers. `arrived_at` is of the router's monotonic clock."""
+
+    request_id: str
+    arrived_at: float
+    explain: bool
+    max_body_bytes: int
+
+    def attach(self, scope: Scope) -> None:
+        scope[_CONTEXT] = self
+
+    @staticmethod
+    def of(scope: Scope) -> "RequestContext":
+        context = scope[_CONTEXT]
+        assert isinstance(context, RequestContext)
+        return context
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """`name` in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """Raises `RequestTooLargeError`, after reading to the end: a client that still sends would not see the answer."""
+    limit = RequestContext.of(scope).max_body_bytes
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            break
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if not message.get("more_body", False) or size > _MOST_DISCARDED_BYTES:
+            break
+    if size > limit:
+        raise RequestTooLargeError(f"the body has more than {limit} bytes, the limit of this server")
+    return b"".join(chunks)
+
+
+async def send_json(
+    send: Send, body: object, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    content = msgspec.json.encode(body)
+    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": fields + (headers or [])})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    headers = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send_json(send, error.body(), status=error.status, headers=headers)
+
+
+class EventStream:
+    """Server-sent events. The head of the response leaves with the first of them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+
+    async def write(self, events: bytes) -> None:
+        """`events` is one or more whole events, each `data: ...` and an empty line."""
+        await self._start()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self) -> None:
+        await self._start()
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _start(self) -> None:
+        if not self.is_started:
+            self.is_started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+class DisconnectWatch:
+    """Calls `on_disconnect` when the client goes away before the `async with` block ends. The body has been read."""
+
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
+        self._receive = receive
+        self._on_disconnect = on_disconnect
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._on_disconnect()

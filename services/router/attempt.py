@@ -1,0 +1,107 @@
+"""One placement of sequences of a flight: which instances work for it, under which request id, and what they get."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+from contracts.identity import RequestId, new_ticket_id
+from contracts.messages import Cancel, Decode, Generate, Prefill, Ticket, Work
+from services.router.member import Answer, Member, Share
+from services.router.placement import Candidate, Placement
+from services.router.sequence import TokenSequence
+
+
+class Owner(Protocol):
+    """The flight."""
+
+    def on_answer(self, attempt: "Attempt", member: Member, answer: Answer) -> None: ...
+    def on_lost(self, attempt: "Attempt", member: Member, reason: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """`decode` writes the answer. Without `prefill` it reads the prompt too; without `decode` one token is all."""
+
+    owner: Owner
+    request_id: RequestId
+    sequences: dict[int, TokenSequence]
+    prefill: Member | None
+    decode: Member | None
+    position: int
+    """Index of the first token that is awaited."""
+    replays: int = 0
+    """How many attempts for these sequences came before."""
+    decode_has_blocks: bool = False
+    """The handoff is over: prefill is needed no more."""
+
+    def start(self, work: Work, placement: Placement, *, handoff_timeout_s: float) -> None:
+        """Tells both instances at once."""
+        num_tokens = len(work.token_ids)
+        if self.prefill is not None and placement.prefill is not None:
+            share = self._share(placement.prefill, num_tokens, computes=True)
+            self.prefill.assign(self.request_id, share)
+        if self.decode is not None and placement.decode is not None:
+            share = self._share(placement.decode, num_tokens, computes=self.prefill is None)
+            self.decode.assign(self.request_id, share)
+        if self.prefill is None and self.decode is not None:
+            self.decode.send(Generate(work))
+        elif self.prefill is not None and self.decode is None:
+            self.prefill.send(Prefill(work))
+        elif self.prefill is not None and self.decode is not None:
+            ticket = _ticket(self.prefill, self.decode, handoff_timeout_s)
+            self.prefill.send(Prefill(work, ticket))
+            self.decode.send(Decode(work, ticket))
+
+    def members(self) -> list[Member]:
+        return [member for member in (self.prefill, self.decode) if member is not None]
+
+    def live(self) -> list[TokenSequence]:
+        return [sequence for sequence in self.sequences.values() if not sequence.is_finished]
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether the loss of prefill breaks it: a first token or blocks are still to come."""
+        return not self.decode_has_blocks or any(s.has_gap or len(s.token_ids) == self.position for s in self.live())
+
+    def end(self, *, cancel: bool) -> None:
+        """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
+        for member in self.members():
+            member.release(self.request_id)
+            if cancel:
+                member.send(Cancel(self.request_id))
+
+    def cancel_sequence(self, index: int) -> None:
+        if self.decode is not None:
+            self.decode.send(Cancel(self.request_id, index))
+
+    def on_answer(self, member: Member, answer: Answer) -> None:
+        self.owner.on_answer(self, member, answer)
+
+    def on_lost(self, member: Member, reason: str) -> None:
+        self.owner.on_lost(self, member, reason)
+
+    def _share(self, candidate: Candidate, num_tokens: int, *, computes: bool) -> Share:
+        missing = max(0, num_tokens - candidate.cached_tokens)
+        return Share(
+            assignment=self,
+            prefill_tokens=ceil(candidate.uncached(num_tokens)) if computes else 0,
+            sequences=len(self.sequences),
+            blocks=ceil(missing / candidate.layout.block_tokens),
+        )
+
+
+def indexes(sequences: Sequence[TokenSequence]) -> list[int]:
+    return [sequence.index for sequence in sequences]
+
+
+def _ticket(source: Member, sink: Member, timeout_s: float) -> Ticket:
+    return Ticket(
+        ticket=new_ticket_id(),
+        source=source.record.instance,
+        source_generation=source.record.generation,
+        source_address=source.record.transfer_address,
+        sink=sink.record.instance,
+        sink_generation=sink.record.generation,
+        timeout_s=timeout_s,
+    )

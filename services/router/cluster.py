@@ -1,0 +1,263 @@
+"""The instances of the cluster: connects to each that the registry names, keeps the index of their blocks, and hands
+their answers to whoever placed the request.
+
+An instance counts as ready from its first load report until its link is lost. What is done about a lost one is for the
+assignments to decide; the link is tried again for as long as the registry knows the generation.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Protocol
+
+from contracts.events import EventBatch
+from contracts.identity import BlockName, InstanceId
+from contracts.instance import InstanceRecord
+from contracts.layout import KVLayout
+from contracts.messages import (
+    Batch,
+    Failed,
+    HandoffReport,
+    LoadReport,
+    PrefillReport,
+    Snapshot,
+    SnapshotRequest,
+    Tokens,
+    ToRouter,
+)
+from services.router.block_index import BlockIndex, Match
+from services.router.member import Answer, Link, Member
+from services.router.placement import ClusterView
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_S = 1.0
+_NO_MATCH = Match()
+
+
+class View(Protocol):
+    """`services.common.registry.RegistryView`."""
+
+    async def start(self, on_change: Callable[[], None]) -> None: ...
+    def records(self) -> list[InstanceRecord]: ...
+    def is_connected(self) -> bool: ...
+    async def close(self) -> None: ...
+
+
+class Subscriber(Protocol):
+    """`services.common.events.EventSubscriber`."""
+
+    async def start(self) -> None: ...
+    def rebase(self, sequence: int) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Connector(Protocol):
+    """Makes the connections to an instance."""
+
+    def link(
+        self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
+    ) -> Link: ...
+
+    def subscriber(
+        self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
+    ) -> Subscriber: ...
+
+
+class Cluster:
+    def __init__(self, view: View, connector: Connector, *, clock: Callable[[], float]) -> None:
+        self._view = view
+        self._connector = connector
+        self._clock = clock
+        self._members: dict[InstanceId, Member] = {}
+        self._subscribers: dict[InstanceId, Subscriber] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: set[Callable[[], None]] = set()
+        self.index = BlockIndex()
+        self.is_closed = False
+
+    async def start(self) -> None:
+        await self._view.start(self._refresh)
+        self._refresh()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        for member in list(self._members.values()):
+            self._remove(member, "the router stops")
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._view.close()
+
+    def members(self) -> list[Member]:
+        return [self._members[instance] for instance in sorted(self._members)]
+
+    def member(self, instance: InstanceId) -> Member | None:
+        return self._members.get(instance)
+
+    def is_registry_connected(self) -> bool:
+        return self._view.is_connected()
+
+    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        """`on_change` is called whenever an instance becomes ready or is lost. Returns what ends that."""
+        self._listeners.add(on_change)
+        return lambda: self._listeners.discard(on_change)
+
+    def view(self, names: Callable[[KVLayout], Sequence[BlockName]]) -> ClusterView:
+        """All that take work, with their cached prefix of the prompt that `names` names."""
+        now = self._clock()
+        self.index.expire(now)
+        takers = [member for member in self._members.values() if member.takes_work]
+        matches = {layout: self.index.match(names(layout)) for layout in {m.record.layout for m in takers}}
+        return ClusterView(
+            [m.candidate(matches[m.record.layout].get(m.record.instance, _NO_MATCH), now) for m in takers]
+        )
+
+    def _refresh(self) -> None:
+        if self.is_closed:
+            return
+        records = {record.instance: record for record in self._view.records()}
+        for member in list(self._members.values()):
+            record = records.get(member.record.instance)
+            if record is None:
+                self._remove_when_idle(member)
+            elif record.generation != member.record.generation:
+                self._remove(member, "another process has taken its name")
+            elif record.draining != member.record.draining:
+                member.draining = record.draining
+        for instance, record in records.items():
+            if instance not in self._members:
+                self._add(record)
+        self._notify()
+
+    def _add(self, record: InstanceRecord) -> None:
+        member = Member(record)
+        self._members[record.instance] = member
+        self._connect(member)
+
+    def _connect(self, member: Member) -> None:
+        member.state = "connecting"
+        member.link = self._connector.link(
+            member.record,
+            lambda message: self._on_message(member, message),
+            lambda reason: self._on_lost(member, reason),
+        )
+        self._spawn(member.link.start())
+
+    def _remove_when_idle(self, member: Member) -> None:
+        """It has left or its record has run out. What still runs there may end."""
+        member.draining = True
+        if not member.shares:
+            self._remove(member, "it has left")
+
+    def _remove(self, member: Member, reason: str) -> None:
+        if self._members.get(member.record.instance) is member:
+            del self._members[member.record.instance]
+        self._disconnect(member, reason)
+
+    def _on_lost(self, member: Member, reason: str) -> None:
+        if self._members.get(member.record.instance) is not member or member.state == "lost":
+            return
+        if member.state == "ready":
+            logger.warning("instance %s is lost: %s", member.record.instance, reason)
+        self._disconnect(member, reason)
+        asyncio.get_running_loop().call_later(_RECONNECT_S, self._reconnect, member)
+
+    def _reconnect(self, member: Member) -> None:
+        known = {(record.instance, record.generation) for record in self._view.records()}
+        if self.is_closed or self._members.get(member.record.instance) is not member:
+            return
+        if (member.record.instance, member.record.generation) in known:
+            self._connect(member)
+        else:
+            self._remove(member, "it has left")
+
+    def _disconnect(self, member: Member, reason: str) -> None:
+        was_ready = member.state == "ready"
+        member.state = "lost"
+        self.index.remove(member.record.instance)
+        if (subscriber := self._subscribers.pop(member.record.instance, None)) is not None:
+            self._spawn(subscriber.close())
+        if member.link is not None:
+            self._spawn(member.link.close())
+            member.link = None
+        # Those told may place again at once: this instance no longer takes work.
+        for share in list(member.shares.values()):
+            share.assignment.on_lost(member, reason)
+        if was_ready:
+            self._notify()
+
+    def _on_message(self, member: Member, message: ToRouter) -> None:
+        if member.link is None:
+            return
+        match message:
+            case Batch(messages=answers):
+                for answer in answers:
+                    self._deliver(member, answer)
+            case Tokens() | PrefillReport() | HandoffReport() | Failed():
+                self._deliver(member, message)
+            case LoadReport():
+                self._on_load(member, message)
+            case Snapshot():
+                self._on_snapshot(member, message)
+
+    def _deliver(self, member: Member, answer: Answer) -> None:
+        share = member.shares.get(answer.request_id)
+        if share is not None:
+            share.assignment.on_answer(member, answer)
+
+    def _on_load(self, member: Member, report: LoadReport) -> None:
+        record = member.record
+        if (report.instance, report.generation) != (record.instance, record.generation):
+            logger.warning("another process answers at the address of %s", record.instance)
+            self._on_lost(member, "another process answers at its address")
+            return
+        member.report(report, self._clock())
+        if member.state == "connecting":
+            member.state = "ready"
+            logger.info("instance %s is ready: %s", record.instance, record.role)
+            self._subscribe(member)
+            self._notify()
+        if not member.shares and record.instance not in {r.instance for r in self._view.records()}:
+            self._remove(member, "it has left")
+
+    def _subscribe(self, member: Member) -> None:
+        record = member.record
+        self.index.add(record.instance, record.generation)
+        subscriber = self._connector.subscriber(
+            record, lambda batch: self._on_batch(member, batch), lambda: self._on_gap(member)
+        )
+        self._subscribers[record.instance] = subscriber
+        self._spawn(subscriber.start())
+        member.send(SnapshotRequest())
+
+    def _on_batch(self, member: Member, batch: EventBatch) -> None:
+        if not self.index.apply(batch):
+            member.send(SnapshotRequest())
+
+    def _on_gap(self, member: Member) -> None:
+        if not self.index.is_waiting(member.record.instance):
+            self.index.wait_for_snapshot(member.record.instance, member.record.generation)
+            member.send(SnapshotRequest())
+
+    def _on_snapshot(self, member: Member, snapshot: Snapshot) -> None:
+        applied = self.index.load(snapshot)
+        if applied is None:
+            return
+        if subscriber := self._subscribers.get(member.record.instance):
+            subscriber.rebase(applied)
+        if self.index.is_waiting(member.record.instance):
+            member.send(SnapshotRequest())
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a connection failed", exc_info=error)

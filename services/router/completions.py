@@ -1,0 +1,161 @@
+"""`POST /v1/completions`: prompts as text or token ids, one or several."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from contracts.messages import TokenLogprobs
+from services.router.answer import Head, answer
+from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
+from services.router.errors import BadRequestError
+from services.router.frontend import Frontend
+from services.router.generation import Generation
+from services.router.logprobs import LogprobWriter
+from services.router.openai_schema import CompletionRequest
+from services.router.parameters import Limits, check_prompt, check_token_ids, text_rules, truncated
+from services.router.parsing import parse
+from services.router.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
+from services.router.timeline import Explanation
+from services.router.writer import Piece
+
+
+class CompletionEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend, context = self._frontend, RequestContext.of(scope)
+        request = parse(await read_body(scope, receive), CompletionRequest)
+        model = frontend.model_name(request.model)
+        limits = frontend.limits()
+        prompts = [await self._token_ids(request, prompt, limits) for prompt in _prompts(request)]
+        for token_ids in prompts:
+            check_prompt(token_ids, limits, param="prompt")
+        head = Head(f"cmpl-{request.request_id or context.request_id}", "text_completion", frontend.now(), model)
+        rules = text_rules(
+            request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
+        )
+        generation = frontend.generate(request, head.id, prompts, rules, limits, arrived_at=context.arrived_at)
+        writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
+        texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
+        form = CompletionFormat(request, head, generation, writer, texts if request.echo else None)
+        await answer(request, generation, form, head, explain=context.explain, receive=receive, send=send)
+
+    async def _token_ids(self, request: CompletionRequest, prompt: str | list[int], limits: Limits) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = await self._frontend.tokenize(
+                prompt,
+                limits,
+                add_special_tokens=request.add_special_tokens is not False,
+                truncate=request.truncate_prompt_tokens,
+            )
+        else:
+            check_token_ids(prompt, limits, param="prompt")
+        return truncated(prompt, request.truncate_prompt_tokens, limits)
+
+
+class CompletionFormat:
+    object_name = "text_completion"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        head: Head,
+        generation: Generation,
+        logprobs: LogprobWriter,
+        echoed: Sequence[str] | None,
+    ) -> None:
+        self._head = head
+        self._generation = generation
+        self._logprobs = logprobs
+        self._echoed = echoed
+        self._is_echo_only = request.echo is True and request.max_tokens == 0
+        self._wants_logprobs = request.logprobs is not None
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._offsets = [0] * len(generation.writers)
+
+    def opening(self, choice: int) -> Sequence[msgspec.Struct]:
+        if self._echoed is None:
+            return ()
+        flight = self._generation.flight(choice)
+        text = self._echo_of(choice)
+        logprobs = self._completion_logprobs(choice, flight.job.token_ids, flight.prompt_logprobs or [])
+        return (CompletionChoice(index=choice, text=text, logprobs=logprobs),)
+
+    def delta(self, choice: int, piece: Piece) -> msgspec.Struct:
+        if self._is_echo_only:
+            return CompletionChoice(index=choice, text="", finish_reason=piece.finish_reason)
+        return CompletionChoice(
+            index=choice,
+            text=piece.text,
+            logprobs=self._completion_logprobs(choice, piece.token_ids, piece.logprobs or []),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+        )
+
+    def whole(
+        self, pieces: Sequence[Piece], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
+    ) -> msgspec.Struct:
+        return CompletionAnswer(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[self._choice(i, piece) for i, piece in enumerate(pieces)],
+            usage=usage,
+            baton=baton,
+        )
+
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        flight = self._generation.flight(index)
+        text, token_ids = piece.text, piece.token_ids
+        logprobs: list[TokenLogprobs | None] = list(piece.logprobs or [])
+        if self._is_echo_only:
+            text, token_ids, logprobs = "", [], []
+        if self._echoed is not None:
+            text = self._echo_of(index) + text
+            token_ids = flight.job.token_ids + token_ids
+            logprobs = [*(flight.prompt_logprobs or []), *logprobs]
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=self._completion_logprobs(index, token_ids, logprobs),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            prompt_logprobs=self._prompt_logprobs(flight.prompt_logprobs),
+        )
+
+    def _echo_of(self, choice: int) -> str:
+        assert self._echoed is not None
+        return self._echoed[choice * len(self._echoed) // len(self._offsets)]
+
+    def _completion_logprobs(
+        self, choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        written = self._logprobs.completion(token_ids, logprobs, offset=self._offsets[choice])
+        self._offsets[choice] += sum(len(token) for token in written.tokens)
+        return written
+
+    def _prompt_logprobs(self, logprobs: list[TokenLogprobs | None] | None) -> PromptLogprobs | None:
+        if not self._wants_prompt_logprobs or logprobs is None:
+            return None
+        return self._logprobs.prompt(logprobs)
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise BadRequestError("prompt: the list is empty", param="prompt")
+    if isinstance(given[0], int):
+        return [[token for token in given if isinstance(token, int)]]
+    return [prompt for prompt in given if not isinstance(prompt, int)]
+
+
+def _echoed(frontend: Frontend, prompt: str | list[int], token_ids: list[int]) -> str:
+    return prompt if isinstance(prompt, str) else frontend.model.detokenizer.text(token_ids)

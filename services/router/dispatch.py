@@ -1,0 +1,106 @@
+"""Admits prompts, launches their flights, and tells logs and metrics how each ended."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from services.router.cluster import Cluster
+from services.router.errors import ApiError, RateLimitError
+from services.router.flight import Flight
+from services.router.job import FlightRules, Job
+from services.router.metrics import RouterMetrics
+from services.router.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1.0
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        rules: FlightRules,
+        max_flights: int,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cluster = cluster
+        self._rules = rules
+        self._max_flights = max_flights
+        self._metrics = metrics
+        self._clock = clock
+        self._flights: set[Flight] = set()
+
+    @property
+    def num_flights(self) -> int:
+        return len(self._flights)
+
+    def launch(self, jobs: Sequence[Job], outbox: Outbox, *, arrived_at: float) -> list[Flight]:
+        """One flight a job, all or none; what comes back goes to `outbox`. Raises `ApiError`."""
+        if len(self._flights) + len(jobs) > self._max_flights:
+            raise RateLimitError(
+                f"{len(self._flights)} requests are being served and {self._max_flights} is the limit: try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        flights: list[Flight] = []
+        try:
+            for job in jobs:
+                flights.append(self._start(job, outbox, arrived_at))
+        except ApiError:
+            for flight in flights:
+                flight.cancel("another prompt of the request was refused")
+            raise
+        return flights
+
+    def close(self) -> None:
+        for flight in list(self._flights):
+            flight.cancel("the router stops")
+
+    def _start(self, job: Job, outbox: Outbox, arrived_at: float) -> Flight:
+        flight = Flight(
+            job,
+            cluster=self._cluster,
+            outbox=outbox,
+            rules=self._rules,
+            arrived_at=arrived_at,
+            on_end=self._ended,
+        )
+        flight.start()
+        self._flights.add(flight)
+        self._metrics.in_flight.set(len(self._flights))
+        self._metrics.started(flight)
+        return flight
+
+    def _ended(self, flight: Flight) -> None:
+        self._flights.discard(flight)
+        self._metrics.in_flight.set(len(self._flights))
+        self._metrics.ended(flight)
+        timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
+        logger.info(
+            "request ended",
+            extra={
+                "request_id": flight.job.request_id,
+                "decision": timeline.decision,
+                "prefill": timeline.prefill,
+                "decode": timeline.decode,
+                "finish_reasons": timeline.finish_reasons,
+                "prompt_tokens": len(flight.job.token_ids),
+                "generated_tokens": sum(len(sequence.token_ids) for sequence in flight.sequences),
+                "cached_tokens": sum(timeline.cached_tokens.values()),
+                "predicted_ttft_s": _rounded(timeline.predicted_ttft_s),
+                "ttft_s": _rounded(timeline.ttft_s),
+                "queue_s": _rounded(report.queue_s if report is not None else None),
+                "prefill_s": _rounded(report.prefill_s if report is not None else None),
+                "handoff_s": _rounded(handoff.handoff_s if handoff is not None else None),
+                "exposed_s": _rounded(handoff.exposed_s if handoff is not None else None),
+                "transport": handoff.transport if handoff is not None else None,
+                "decode_s": _rounded(timeline.decode_s),
+                "e2e_s": _rounded(self._clock() - timeline.arrived_at),
+                "replays": timeline.replays,
+            },
+        )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

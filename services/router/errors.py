@@ -1,0 +1,114 @@
+"""Errors of the router. What a client may see is an `ApiError`, in OpenAI's shape; nothing else ever reaches one.
+
+RouterError
+├── ModelFolderError        the tokenizer or template cannot be used: the process does not start
+├── ClientGoneError         the client went away: nobody is left to answer
+└── ApiError                ends a request; has a status
+    ├── BadRequestError           400
+    ├── AuthenticationError       401
+    ├── ModelNotFoundError        404
+    ├── RequestTooLargeError      413
+    ├── RateLimitError            429  with Retry-After
+    ├── InternalError             500
+    ├── UnavailableError          503  no instance, or replays are used up
+    └── DeadlineError             504
+"""
+
+import msgspec
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class RouterError(Exception):
+    """Root of this tree."""
+
+
+class ModelFolderError(RouterError):
+    """One line: what is missing or broken in the model's folder, and what to do."""
+
+
+class ClientGoneError(RouterError):
+    """The client disconnected."""
+
+
+class ApiError(RouterError):
+    """`message` is for the client; it never quotes a traceback."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        if code is not None:
+            self.code = code
+
+    def body(self) -> ErrorBody:
+        return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
+
+
+class BadRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class AuthenticationError(ApiError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class RequestTooLargeError(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class RateLimitError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class InternalError(ApiError):
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+
+class UnavailableError(ApiError):
+    status = 503
+    type = "server_error"
+    code = "no_instance"
+
+
+class DeadlineError(ApiError):
+    status = 504
+    type = "server_error"
+    code = "deadline_exceeded"

@@ -1,0 +1,286 @@
+"""One prompt's life in the cluster: placed, answered, and placed again when an instance is lost.
+
+The client sees one unbroken stream: each sequence knows the tokens it has, and a replay asks for the rest with prompt
+and tokens as its input. Every attempt has a request id of its own, so answers to one that was given up reach nobody.
+However a flight ends, every instance that works for it is told.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from contracts.identity import BlockName, InstanceId, RequestId
+from contracts.messages import Failed, HandoffReport, PrefillReport, TokenLogprobs, Tokens, Work
+from services.router.attempt import Attempt, indexes
+from services.router.cluster import Cluster
+from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
+from services.router.job import FlightRules, Job, PromptNames
+from services.router.member import Answer, Member
+from services.router.outbox import Outbox
+from services.router.placement import Demand, NoCapacity, Placement, place
+from services.router.refusals import failure, no_capacity
+from services.router.sequence import TokenSequence
+from services.router.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_S = 0.05
+
+
+class Flight:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        cluster: Cluster,
+        outbox: Outbox,
+        rules: FlightRules,
+        arrived_at: float,
+        on_end: Callable[["Flight"], None],
+    ) -> None:
+        self.job = job
+        self.timeline = Timeline(arrived_at=arrived_at)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.sequences = [TokenSequence(i) for i in range(job.num_sequences)]
+        self.error: ApiError | None = None
+        self.is_over = False
+        self._cluster = cluster
+        self._outbox = outbox
+        self._rules = rules
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._deadline = arrived_at + rules.request_timeout_s
+        self._attempts: set[Attempt] = set()
+        self._num_attempts = 0
+        self._avoid: frozenset[InstanceId] = frozenset()
+        self._waiting: list[tuple[list[TokenSequence], int]] = []
+        self._timers: list[asyncio.TimerHandle] = []
+        self._unlisten: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Raises `ApiError` when no instance can take it."""
+        self._timers.append(self._loop.call_at(self._deadline, self._on_deadline))
+        refused = self._launch(self.sequences, 0)
+        if refused is not None:
+            self.is_over = True
+            self._clear()
+            raise no_capacity(refused)
+
+    def stop(self, index: int) -> None:
+        """Enough of this sequence: its text has ended."""
+        sequence = self.sequences[index]
+        if sequence.is_finished:
+            return
+        sequence.is_finished = True
+        for attempt in [a for a in self._attempts if index in a.sequences]:
+            if attempt.live():
+                attempt.cancel_sequence(index)
+            else:
+                self._end_attempt(attempt, cancel=True)
+        self._end_if_done("stop")
+
+    def cancel(self, reason: str) -> None:
+        """Nobody wants the rest."""
+        if not self.is_over:
+            self.timeline.finish_reasons += ["abort" for s in self.sequences if not s.is_finished]
+            self._end(reason)
+
+    def on_answer(self, attempt: Attempt, member: Member, answer: Answer) -> None:
+        match answer:
+            case Tokens():
+                self._on_tokens(attempt, member, answer)
+            case PrefillReport():
+                member.prefilled(attempt.request_id)
+                if self.timeline.report is None:
+                    self.timeline.report = answer
+                    self.prompt_logprobs = answer.prompt_logprobs
+            case HandoffReport():
+                self.timeline.handoff = answer
+                attempt.decode_has_blocks = True
+            case Failed():
+                self._on_failed(attempt, member, answer)
+
+    def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
+        if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
+            member.release(attempt.request_id)
+            attempt.prefill = None
+            return
+        error = UnavailableError(f"instance {member.record.instance} was lost: {reason}", code="instance_lost")
+        self._replay(attempt, error, delay_s=0.0)
+
+    def _on_tokens(self, attempt: Attempt, member: Member, message: Tokens) -> None:
+        sequence = attempt.sequences.get(message.sequence)
+        if sequence is None:
+            return
+        if member is attempt.decode:
+            attempt.decode_has_blocks = True
+        for tokens in sequence.accept(message):
+            now = self._loop.time()
+            if self.timeline.first_token_at is None:
+                self.timeline.first_token_at = now
+            self.timeline.last_token_at = now
+            self._outbox.put(self.job.first_choice + sequence.index, tokens)
+            if tokens.finish_reason is not None:
+                self.timeline.finish_reasons.append(tokens.finish_reason)
+        if sequence.is_finished and not attempt.live():
+            # An end that decode itself wrote is known there; one that came with the first token may not be.
+            self._end_attempt(attempt, cancel=member is not attempt.decode)
+            self._end_if_done(None)
+
+    def _on_failed(self, attempt: Attempt, member: Member, failed: Failed) -> None:
+        if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
+            return
+        instance = member.record.instance
+        logger.warning("request %s: %s failed: %s: %s", self.job.request_id, instance, failed.code, failed.message)
+        if failed.code in ("invalid", "too_long"):
+            self._fail(BadRequestError(failed.message, code=failed.code))
+            return
+        self._avoid |= {failed.lost if failed.lost is not None else instance}
+        delay_s = _BACKOFF_S * 2**attempt.replays if failed.code in ("overloaded", "internal") else 0.0
+        self._replay(attempt, failure(failed), delay_s=delay_s)
+
+    def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float) -> None:
+        """Places what is missing of an attempt again."""
+        self._end_attempt(attempt, cancel=True)
+        live = attempt.live()
+        if not live:
+            self._end_if_done(None)
+            return
+        if attempt.replays >= self._rules.max_replays:
+            self._fail(error)
+            return
+        self.timeline.replays += 1
+        logger.warning("request %s is replayed: %s", self.job.request_id, error.message)
+        fresh = [sequence for sequence in live if not sequence.token_ids]
+        groups = ([fresh] if fresh else []) + [[sequence] for sequence in live if sequence.token_ids]
+        for sequence in live:
+            sequence.forget_early()
+        for group in groups:
+            # Later in any case: this may be called in the middle of the loss of an instance.
+            self._timers.append(self._loop.call_later(delay_s, self._relaunch, group, attempt.replays + 1))
+
+    def _relaunch(self, group: list[TokenSequence], replays: int) -> None:
+        live = [sequence for sequence in group if not sequence.is_finished]
+        if self.is_over or not live:
+            return
+        refused = self._launch(live, replays)
+        if refused is None:
+            return
+        if refused.reason == "never_fits":
+            self._fail(no_capacity(refused))
+            return
+        self._waiting.append((live, replays))
+        if self._unlisten is None:
+            self._unlisten = self._cluster.listen(self._retry)
+            give_up = self._loop.call_later(self._rules.replay_wait_s, self._give_up, refused)
+            self._timers.append(give_up)
+
+    def _retry(self) -> None:
+        groups, self._waiting = self._waiting, []
+        for group, replays in groups:
+            self._relaunch(group, replays)
+
+    def _give_up(self, refused: NoCapacity) -> None:
+        if self._waiting:
+            self._fail(no_capacity(refused))
+        elif self._unlisten is not None:
+            self._unlisten()
+            self._unlisten = None
+
+    def _launch(self, sequences: Sequence[TokenSequence], replays: int) -> NoCapacity | None:
+        """Places sequences that have the same tokens so far: one of them, or several that have none."""
+        token_ids = self.job.token_ids + sequences[0].token_ids
+        naming = PromptNames(token_ids, self.job.cache_salt)
+        demand = Demand(
+            num_tokens=len(token_ids),
+            num_sequences=len(sequences),
+            max_new_tokens=self.job.sampling.max_tokens - len(sequences[0].token_ids),
+            avoid=self._avoid,
+        )
+        placement = place(demand, self._cluster.view(naming.names), self._rules.policy)
+        if isinstance(placement, NoCapacity):
+            return placement
+        prefill, decode = self._members_of(placement)
+        attempt = Attempt(
+            owner=self,
+            request_id=RequestId(f"{self.job.request_id}~{self._num_attempts}"),
+            sequences={sequence.index: sequence for sequence in sequences},
+            prefill=prefill,
+            decode=decode,
+            position=len(sequences[0].token_ids),
+            replays=replays,
+            decode_has_blocks=prefill is None,
+        )
+        self._num_attempts += 1
+        self._attempts.add(attempt)
+        self.timeline.placed(placement)
+        layout = placement.computing.layout
+        work = self._work(attempt, token_ids, naming.root(layout), indexes(sequences))
+        attempt.start(work, placement, handoff_timeout_s=min(self._rules.handoff_timeout_s, work.timeout_s))
+        until = self._loop.time() + self._rules.expected_blocks_ttl_s
+        for member in attempt.members():
+            self._cluster.index.expect(member.record.instance, naming.names(layout), until=until)
+        return None
+
+    def _members_of(self, placement: Placement) -> tuple[Member | None, Member | None]:
+        prefill = self._cluster.member(placement.prefill.instance) if placement.prefill is not None else None
+        decode = self._cluster.member(placement.decode.instance) if placement.decode is not None else None
+        return prefill, decode
+
+    def _work(self, attempt: Attempt, token_ids: list[int], root: BlockName, sequences: list[int]) -> Work:
+        sampling = self.job.sampling
+        if self.prompt_logprobs is not None:
+            # They have come already: a replay need not compute them again.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return Work(
+            request_id=attempt.request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(self.job.token_ids),
+            sampling=sampling,
+            root=root,
+            sequences=sequences,
+            priority=self.job.priority,
+            timeout_s=max(0.1, self._deadline - self._loop.time()),
+        )
+
+    def _on_deadline(self) -> None:
+        self._fail(DeadlineError(f"the request was not done within {self._rules.request_timeout_s:g} s"))
+
+    def _fail(self, error: ApiError) -> None:
+        if not self.is_over:
+            self.error = error
+            self.timeline.finish_reasons += ["error" for s in self.sequences if not s.is_finished]
+            self._outbox.fail(error)
+            self._end(error.message)
+
+    def _end_attempt(self, attempt: Attempt, *, cancel: bool) -> None:
+        if attempt in self._attempts:
+            self._attempts.discard(attempt)
+            attempt.end(cancel=cancel)
+
+    def _end_if_done(self, finish_reason: str | None) -> None:
+        if finish_reason is not None:
+            self.timeline.finish_reasons.append(finish_reason)
+        if not self.is_over and all(sequence.is_finished for sequence in self.sequences):
+            self._end(None)
+
+    def _end(self, reason: str | None) -> None:
+        if reason is not None:
+            logger.info("request %s ends early: %s", self.job.request_id, reason)
+        self.is_over = True
+        for attempt in list(self._attempts):
+            self._end_attempt(attempt, cancel=True)
+        self._clear()
+        self.timeline.ended_at = self._loop.time()
+        self._on_end(self)
+
+    def _clear(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._waiting.clear()
+        if self._unlisten is not None:
+            self._unlisten()
+            self._unlisten = None

@@ -1,0 +1,114 @@
+"""What all endpoints share: the served model, its limits in this cluster, and the way to the instances."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from services.router.cluster import Cluster
+from services.router.dispatch import Dispatcher
+from services.router.errors import ModelNotFoundError, UnavailableError
+from services.router.generation import Generation
+from services.router.job import Job
+from services.router.metrics import RouterMetrics
+from services.router.model import ServedModel, served_names
+from services.router.openai_schema import GenerationRequest
+from services.router.outbox import Outbox
+from services.router.parameters import Limits, TextRules, num_sequences, sampling_params
+from services.router.settings import RouterSettings
+from services.router.writer import SequenceWriter
+
+
+class Frontend:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        model: ServedModel,
+        cluster: Cluster,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.cluster = cluster
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.clock = clock
+        self.started_at = self.now()
+
+    @staticmethod
+    def now() -> int:
+        """Seconds since 1970, for answers."""
+        return int(time.time())
+
+    def names(self) -> list[str]:
+        advertised: list[str] = []
+        for member in self.cluster.members():
+            advertised += [member.record.model, *member.record.model_aliases]
+        return served_names(self.settings, advertised)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name that the answer carries. Raises `ModelNotFoundError`."""
+        names = self.names()
+        if asked is not None and asked not in names:
+            raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(names)}", param="model")
+        return names[0]
+
+    def max_model_len(self) -> int | None:
+        """Of the instances that are ready; None when there is none and no setting says it."""
+        lengths = [m.record.max_model_len for m in self.cluster.members() if m.state == "ready"]
+        stated = self.settings.max_model_len
+        return min([*lengths, *([stated] if stated is not None else [])], default=None)
+
+    def limits(self) -> Limits:
+        """Raises `UnavailableError` when nothing is known of the context's length."""
+        max_model_len = self.max_model_len()
+        if max_model_len is None:
+            raise UnavailableError(
+                "no instance is ready: the prefill, decode and unified pools are empty", retry_after_s=1.0
+            )
+        return Limits(
+            vocab_size=self.model.vocab_size,
+            max_model_len=max_model_len,
+            max_logprobs=self.settings.max_logprobs,
+            max_sequences=self.settings.max_sequences,
+        )
+
+    async def tokenize(self, text: str, limits: Limits, *, add_special_tokens: bool, truncate: int | None) -> list[int]:
+        """Raises `BadRequestError` for a text that is far too long, unless it is to be truncated."""
+        longest = limits.max_model_len if truncate is None else None
+        return await self.model.tokenize(text, add_special_tokens=add_special_tokens, max_tokens=longest)
+
+    def generate(
+        self,
+        request: GenerationRequest,
+        api_id: str,
+        prompts: Sequence[list[int]],
+        rules: TextRules,
+        limits: Limits,
+        *,
+        arrived_at: float,
+    ) -> Generation:
+        """Sends the prompts on their way. Raises `ApiError`."""
+        n = num_sequences(request, len(prompts), limits)
+        # Clients choose ids, and may choose one twice.
+        unique = f"{api_id}-{secrets.token_hex(4)}"
+        jobs = [
+            Job(
+                request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
+                token_ids=token_ids,
+                sampling=sampling_params(
+                    request, num_prompt_tokens=len(token_ids), logprobs=rules.logprobs, limits=limits
+                ),
+                num_sequences=n,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+                first_choice=i * n,
+            )
+            for i, token_ids in enumerate(prompts)
+        ]
+        outbox = Outbox()
+        flights = self.dispatcher.launch(jobs, outbox, arrived_at=arrived_at)
+        writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(n * len(prompts))]
+        return Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)

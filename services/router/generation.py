@@ -1,0 +1,91 @@
+"""The pieces of all choices of one API call, as they come. Ends flights whose text has ended."""
+
+from collections.abc import Callable, Sequence
+
+from services.router.errors import ClientGoneError
+from services.router.flight import Flight
+from services.router.metrics import RouterMetrics
+from services.router.outbox import Outbox
+from services.router.responses import CachedTokens, Usage
+from services.router.timeline import Explanation
+from services.router.writer import Piece, SequenceWriter
+
+
+class Generation:
+    """Choice `i` is sequence `i % n` of flight `i // n`."""
+
+    def __init__(
+        self,
+        flights: Sequence[Flight],
+        outbox: Outbox,
+        writers: Sequence[SequenceWriter],
+        *,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.flights = flights
+        self.writers = writers
+        self._outbox = outbox
+        self._n = len(writers) // len(flights)
+        self._metrics = metrics
+        self._clock = clock
+        self._last_at: list[float | None] = [None] * len(writers)
+        self._num_running = len(writers)
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_running == 0
+
+    def flight(self, choice: int) -> Flight:
+        return self.flights[choice // self._n]
+
+    async def take(self) -> list[tuple[int, Piece]]:
+        """The next pieces, in order for each choice. Raises `ApiError` or `ClientGoneError`."""
+        pieces: list[tuple[int, Piece]] = []
+        while not pieces:
+            for output in await self._outbox.take():
+                writer = self.writers[output.choice]
+                if writer.is_finished:
+                    continue
+                piece = writer.push(output.tokens)
+                pieces.append((output.choice, piece))
+                self._observe(output.choice, len(piece.token_ids))
+                if writer.is_finished:
+                    self._num_running -= 1
+                    self.flight(output.choice).stop(output.choice % self._n)
+        return pieces
+
+    def abandon(self) -> None:
+        """The client has gone."""
+        self._outbox.fail(ClientGoneError("the client disconnected"))
+        self.cancel("the client disconnected")
+
+    def cancel(self, reason: str) -> None:
+        for flight in self.flights:
+            flight.cancel(reason)
+
+    def usage(self) -> Usage:
+        prompt = sum(len(flight.job.token_ids) for flight in self.flights)
+        generated = sum(writer.num_tokens for writer in self.writers)
+        cached = sum(sum(flight.timeline.cached_tokens.values()) for flight in self.flights)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=CachedTokens(cached),
+        )
+
+    def explain(self) -> Explanation | list[Explanation]:
+        now = self._clock()
+        all_flights = [flight.timeline.explain(flight.job.request_id, now) for flight in self.flights]
+        return all_flights[0] if len(all_flights) == 1 else all_flights
+
+    def _observe(self, choice: int, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        now = self._clock()
+        last = self._last_at[choice]
+        if last is not None:
+            self._metrics.between_tokens((now - last) / num_tokens)
+        self._last_at[choice] = now
+        self._metrics.generated(num_tokens)

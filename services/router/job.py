@@ -1,0 +1,58 @@
+"""What a flight is given: a prompt with all that decides its answer, rules, and the names of its blocks."""
+
+from dataclasses import dataclass
+
+from contracts.identity import BlockName
+from contracts.layout import KVLayout
+from contracts.naming import block_names, root_name
+from contracts.sampling import SamplingParams
+from services.router.placement import PlacementPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`request_id` is unique in the cluster. `sampling.max_tokens` has been checked against the context."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    num_sequences: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+    first_choice: int = 0
+    """Index in the API call's answer of this prompt's first sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRules:
+    policy: PlacementPolicy
+    request_timeout_s: float
+    handoff_timeout_s: float
+    max_replays: int
+    replay_wait_s: float
+    expected_blocks_ttl_s: float
+
+
+class PromptNames:
+    """Names of the full blocks of some tokens, per layout, computed once."""
+
+    def __init__(self, token_ids: list[int], cache_salt: str) -> None:
+        self._token_ids = token_ids
+        self._cache_salt = cache_salt
+        self._names: dict[KVLayout, list[BlockName]] = {}
+
+    def root(self, layout: KVLayout) -> BlockName:
+        return root_name(
+            fingerprint=layout.fingerprint,
+            kv_dtype=layout.dtype,
+            block_tokens=layout.block_tokens,
+            cache_salt=self._cache_salt,
+        )
+
+    def names(self, layout: KVLayout) -> list[BlockName]:
+        known = self._names.get(layout)
+        if known is None:
+            full = len(self._token_ids) // layout.block_tokens * layout.block_tokens
+            known = block_names(self.root(layout), self._token_ids[:full], layout.block_tokens)
+            self._names[layout] = known
+        return known

@@ -1,0 +1,109 @@
+"""`baton router`: the whole wiring of the process, top to bottom."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from services.common.configuration import load_settings
+from services.common.errors import ConfigurationError
+from services.common.http_server import HttpServer
+from services.common.lifecycle import Lifecycle, run
+from services.common.logs import configure_logs
+from services.common.registry import registry_view
+from services.router.app import create_app
+from services.router.cluster import Cluster
+from services.router.connections import ZeromqConnector
+from services.router.dispatch import Dispatcher
+from services.router.errors import ModelFolderError
+from services.router.frontend import Frontend
+from services.router.job import FlightRules
+from services.router.metrics import RouterMetrics
+from services.router.model import ServedModel, served_names
+from services.router.placement import PlacementPolicy
+from services.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "baton router"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until SIGTERM or Ctrl-C. Returns the exit status."""
+    settings = load_settings(
+        RouterSettings,
+        argv,
+        prefix="BATON__ROUTER__",
+        program=PROGRAM,
+        description="Speaks the OpenAI API and places each request on the instances that answer it soonest.",
+    )
+    configure_logs(level=settings.log_level, format=settings.log_format)
+    return run(lambda lifecycle: start(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
+
+
+async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
+    """Returns when requests are accepted. Raises `ModelFolderError` or `ConfigurationError`."""
+    keys = api_keys(settings)
+    model = ServedModel.from_settings(settings)
+    metrics = RouterMetrics(CollectorRegistry(), served_names(settings, [])[0])
+    connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s)
+    cluster = Cluster(registry_view(settings.registry), connector, clock=time.monotonic)
+    dispatcher = Dispatcher(
+        cluster,
+        rules=flight_rules(settings),
+        max_flights=settings.max_concurrent_requests,
+        metrics=metrics,
+        clock=time.monotonic,
+    )
+    frontend = Frontend(
+        settings, model=model, cluster=cluster, dispatcher=dispatcher, metrics=metrics, clock=time.monotonic
+    )
+    server = HttpServer(
+        create_app(frontend, api_keys=keys),
+        host=settings.host,
+        port=settings.port,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        root_path=settings.root_path,
+    )
+    try:
+        await cluster.start()
+    except zmq.ZMQError as exc:
+        raise ConfigurationError(f"cannot host the registry at {settings.registry}: {exc.strerror}") from exc
+    lifecycle.on_stop("connections to instances", cluster.close)
+    await server.start()
+
+    async def stop_serving() -> None:
+        await server.close(grace_s=settings.shutdown_timeout_s)
+        dispatcher.close()
+
+    lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
+    logger.info("serving %s on http://%s:%d", ", ".join(frontend.names()), settings.host, server.port)
+
+
+def flight_rules(settings: RouterSettings) -> FlightRules:
+    return FlightRules(
+        policy=PlacementPolicy(disaggregation_min_tokens=settings.disaggregation_min_tokens),
+        request_timeout_s=settings.request_timeout_s,
+        handoff_timeout_s=settings.handoff_timeout_s,
+        max_replays=settings.max_replays,
+        replay_wait_s=settings.replay_wait_s,
+        expected_blocks_ttl_s=settings.expected_blocks_ttl_s,
+    )
+
+
+def api_keys(settings: RouterSettings) -> list[str]:
+    """Raises `ConfigurationError` for a file that cannot be read, or that holds no key."""
+    if settings.api_key_file is None:
+        return list(settings.api_key)
+    try:
+        lines = Path(settings.api_key_file).read_text().splitlines()
+    except OSError as exc:
+        raise ConfigurationError(f"--api-key-file {settings.api_key_file}: {exc.strerror}") from exc
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise ConfigurationError(f"--api-key-file {settings.api_key_file} holds no key")
+    return [*settings.api_key, *keys]

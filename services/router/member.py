@@ -1,0 +1,123 @@
+"""One generation of an instance as this router knows it: its load, and what was placed on it and not reported yet.
+
+Pure bookkeeping. Another router's work shows in the instance's reports, this router's own is known exactly and at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+
+from contracts.identity import RequestId
+from contracts.instance import InstanceRecord, LinkStatus
+from contracts.messages import Failed, HandoffReport, LoadReport, PrefillReport, ToInstance, Tokens
+from services.router.block_index import Match
+from services.router.placement import Candidate
+
+Answer = Tokens | PrefillReport | HandoffReport | Failed
+State = Literal["connecting", "ready", "lost"]
+
+
+class Link(Protocol):
+    """`services.common.rpc.InstanceLink`."""
+
+    async def start(self) -> None: ...
+    def send(self, message: ToInstance) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Assignment(Protocol):
+    """Who gets the answers to one request id."""
+
+    def on_answer(self, member: "Member", answer: Answer) -> None: ...
+    def on_lost(self, member: "Member", reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Share:
+    """What one placed request is expected to use of an instance. `is_reported`: a load report already counts it."""
+
+    assignment: Assignment
+    prefill_tokens: int
+    sequences: int
+    blocks: int
+    is_reported: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    record: InstanceRecord
+    state: State = "connecting"
+    link: Link | None = None
+    links: list[LinkStatus] = field(default_factory=list)
+    draining: bool = False
+    shares: dict[RequestId, Share] = field(default_factory=dict)
+    reported_at: float = 0.0
+    own_tokens: int = 0
+    own_sequences: int = 0
+    unreported_blocks: int = 0
+    foreign_tokens: int = 0
+    """Queued there by other routers, as of the last report."""
+    foreign_sequences: int = 0
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state == "ready" and not self.draining and not self.record.draining
+
+    def send(self, message: ToInstance) -> None:
+        if self.link is not None:
+            self.link.send(message)
+
+    def assign(self, request_id: RequestId, share: Share) -> None:
+        self.shares[request_id] = share
+        self.own_tokens += share.prefill_tokens
+        self.own_sequences += share.sequences
+        self.unreported_blocks += share.blocks
+
+    def prefilled(self, request_id: RequestId) -> None:
+        """Its prompt has been computed."""
+        if share := self.shares.get(request_id):
+            self.own_tokens -= share.prefill_tokens
+            share.prefill_tokens = 0
+
+    def release(self, request_id: RequestId) -> None:
+        if share := self.shares.pop(request_id, None):
+            self.own_tokens -= share.prefill_tokens
+            self.own_sequences -= share.sequences
+            if not share.is_reported:
+                self.unreported_blocks -= share.blocks
+
+    def report(self, report: LoadReport, now: float) -> None:
+        load = report.load
+        self.record = msgspec.structs.replace(self.record, load=load)
+        self.links = report.links
+        self.draining = report.draining
+        self.reported_at = now
+        self.foreign_tokens = max(0, load.queued_tokens - self.own_tokens)
+        self.foreign_sequences = max(0, load.running + load.waiting - self.own_sequences)
+        self.unreported_blocks = 0
+        for share in self.shares.values():
+            share.is_reported = True
+
+    def candidate(self, match: Match, now: float) -> Candidate:
+        load = self.record.load
+        done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
+        block_tokens = self.record.layout.block_tokens
+        return Candidate(
+            instance=self.record.instance,
+            role=self.record.role,
+            layout=self.record.layout,
+            free_blocks=max(0, load.free_blocks - self.unreported_blocks),
+            total_blocks=load.total_blocks,
+            active_sequences=self.own_sequences + self.foreign_sequences,
+            queued_tokens=self.own_tokens + max(0.0, self.foreign_tokens - done),
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            cached_tokens=match.device * block_tokens,
+            host_cached_tokens=(match.total - match.device) * block_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        assert self.own_tokens == sum(share.prefill_tokens for share in self.shares.values())
+        assert self.own_sequences == sum(share.sequences for share in self.shares.values())
+        unreported = (share.blocks for share in self.shares.values() if not share.is_reported)
+        assert self.unreported_blocks == sum(unreported)

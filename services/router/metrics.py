@@ -1,0 +1,117 @@
+"""Metrics of the router: what a request as a whole experienced.
+
+The router owns everything that is counted per request or per token; what an instance has or does now (running, waiting,
+cache use, bytes moved) is for the instances, so nothing is counted twice in a sum over the cluster. Names are vLLM's
+where dashboards know them.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.router.flight import Flight
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_E2E_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_HANDOFF_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_COUNT = (1, 2, 5, 10, 20)
+_MAX_TOKENS_BUCKET = 1_000_000
+
+
+def _one_two_five(limit: int) -> tuple[int, ...]:
+    return tuple(m * 10**e for e in range(len(str(limit))) for m in (1, 2, 5) if m * 10**e <= limit)
+
+
+class RouterMetrics:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self._model = model_name
+        lengths = _one_two_five(_MAX_TOKENS_BUCKET)
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self._tpot = self._histogram("vllm:time_per_output_token_seconds", "Between tokens of a sequence.", _TPOT_S)
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting at the prefill instance.", _E2E_S)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.", _E2E_S)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "First to last token.", _E2E_S)
+        self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", lengths)
+        self._answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", lengths)
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sequence.", lengths
+        )
+        self._n = self._histogram("vllm:request_params_n", "Parameter n.", _COUNT)
+        self._max_tokens = self._histogram("vllm:request_params_max_tokens", "Parameter max_tokens.", lengths)
+        self._handoff = self._histogram(
+            "baton:handoff_seconds", "First block asked for to last block there.", _HANDOFF_S
+        )
+        self._exposed = self._histogram(
+            "baton:handoff_exposed_seconds", "Part of a handoff that prefill's computing did not hide.", _HANDOFF_S
+        )
+        self._ttft_error = self._histogram(
+            "baton:ttft_prediction_error_seconds", "Distance of predicted and actual time to first token.", _TTFT_S
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
+        self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Sequences by how they ended.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self._placements = Counter(
+            "baton:placements", "Requests by who serves them.", ["model_name", "decision"], registry=registry
+        )
+        self._hits = Counter(
+            "baton:prefix_hit_tokens", "Prompt tokens found in a cache.", ["model_name", "tier"], registry=registry
+        )
+        self._errors = Counter(
+            "baton:http_errors", "Requests refused or failed, by status.", ["model_name", "status"], registry=registry
+        )
+        gauge = Gauge("baton:requests_in_flight", "Prompts being answered.", ["model_name"], registry=registry)
+        self.in_flight = gauge.labels(model_name)
+
+    def error(self, status: int) -> None:
+        self._errors.labels(self._model, str(status)).inc()
+
+    def between_tokens(self, seconds: float) -> None:
+        self._tpot.observe(seconds)
+
+    def generated(self, num_tokens: int) -> None:
+        self._generation_tokens.inc(num_tokens)
+
+    def started(self, flight: Flight) -> None:
+        self._prompt_tokens.inc(len(flight.job.token_ids))
+        self._prompt_length.observe(len(flight.job.token_ids))
+        self._n.observe(flight.job.num_sequences)
+        self._max_tokens.observe(flight.job.sampling.max_tokens)
+
+    def ended(self, flight: Flight) -> None:
+        timeline = flight.timeline
+        lengths = [len(sequence.token_ids) for sequence in flight.sequences]
+        for reason in timeline.finish_reasons:
+            self._success.labels(self._model, reason).inc()
+        self._placements.labels(self._model, timeline.decision).inc()
+        self._replays.inc(timeline.replays)
+        self._answer_length.observe(sum(lengths))
+        self._longest.observe(max(lengths))
+        if timeline.ended_at is not None and flight.error is None:
+            self._e2e.observe(timeline.ended_at - timeline.arrived_at)
+        if timeline.decode_s is not None:
+            self._decode.observe(timeline.decode_s)
+        if timeline.report is not None:
+            self._queue.observe(timeline.report.queue_s)
+            self._prefill.observe(timeline.report.prefill_s)
+            for tier, tokens in timeline.report.cached_tokens.items():
+                self._hits.labels(self._model, tier).inc(tokens)
+        if timeline.handoff is not None:
+            self._handoff.observe(timeline.handoff.handoff_s)
+            self._exposed.observe(timeline.handoff.exposed_s)
+        if timeline.ttft_s is not None:
+            self._ttft.observe(timeline.ttft_s)
+            self._ttft_error.observe(abs(timeline.ttft_s - timeline.predicted_ttft_s))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)

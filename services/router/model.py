@@ -1,0 +1,161 @@
+"""What the router knows of the served model without its weights: names, tokenizer, chat template, vocabulary."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import jinja2
+import msgspec
+
+from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Message
+from services.router.detokenizer import Detokenizer
+from services.router.errors import BadRequestError, ModelFolderError
+from services.router.openai_schema import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
+from services.router.settings import RouterSettings
+from services.router.tokenization import TextTokenizer, read_json
+
+T = TypeVar("T")
+
+_INLINE_CHARS = 20_000
+"""Longer texts are tokenised in a thread, so that running streams do not wait for them."""
+
+
+class _TextConfig(msgspec.Struct, frozen=True):
+    vocab_size: int | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    vocab_size: int | None = None
+    text_config: _TextConfig | None = None
+
+
+class ServedModel:
+    def __init__(self, tokenizer: TextTokenizer, templates: ChatTemplates, *, settings: RouterSettings) -> None:
+        self.tokenizer = tokenizer
+        self.detokenizer = Detokenizer(tokenizer)
+        self.path = settings.model
+        self.vocab_size = tokenizer.vocab_size
+        self._templates = templates
+        self._content_format = settings.chat_template_content_format
+        self._trusts_requests = settings.trust_request_chat_template
+
+    @classmethod
+    def from_settings(cls, settings: RouterSettings) -> "ServedModel":
+        """Raises `ModelFolderError`."""
+        folder = Path(settings.tokenizer or settings.model)
+        tokenizer = TextTokenizer.from_folder(folder)
+        templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template)
+        model = cls(tokenizer, templates, settings=settings)
+        config = read_json(Path(settings.model) / "config.json", _Config)
+        if config is None:
+            raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
+        stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
+        # Embeddings may have more rows than the tokenizer has tokens, or fewer.
+        model.vocab_size = stated or tokenizer.vocab_size
+        return model
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """Raises `BadRequestError` for a text that cannot fit into `max_tokens`, without tokenising it."""
+        longest = self.tokenizer.longest_token_chars
+        if max_tokens is not None and len(text) > max_tokens * longest:
+            raise BadRequestError(
+                f"this model's context is {max_tokens} tokens; a prompt of {len(text)} characters has at least "
+                f"{len(text) // longest} tokens",
+                code="context_length_exceeded",
+            )
+        return await _run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def render_chat(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        """The prompt's text. Raises `BadRequestError`."""
+        continues = bool(request.continue_final_message)
+        generates = request.add_generation_prompt
+        if continues and generates:
+            raise BadRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        messages = request.messages or []
+        template = self._template(request)
+        chat = [self._message(message, template) for message in messages]
+        tools = [_json(tool) for tool in request.tools] if request.tools else None
+        extra: dict[str, Json] = dict(request.chat_template_kwargs or {})
+        documents: list[Json] | None = None
+        if isinstance(request, ChatCompletionRequest):
+            documents = list(request.documents) if request.documents is not None else None
+            if request.reasoning_effort is not None:
+                extra.setdefault("reasoning_effort", request.reasoning_effort)
+        for taken in ("messages", "tools", "documents", "add_generation_prompt"):
+            extra.pop(taken, None)
+        size = sum(len(m.content) if isinstance(m.content, str) else _INLINE_CHARS for m in messages)
+        return await _run(
+            size,
+            lambda: template.render(
+                chat,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=generates is not False and not continues,
+                continue_final_message=continues,
+                variables=self._templates.variables(extra),
+            ),
+        )
+
+    def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatTemplate:
+        if request.chat_template is None:
+            return self._templates.pick(has_tools=bool(request.tools))
+        if not self._trusts_requests:
+            raise BadRequestError(
+                "a chat template in a request is run only with --trust-request-chat-template", param="chat_template"
+            )
+        try:
+            return ChatTemplate(request.chat_template)
+        except jinja2.TemplateError as exc:
+            raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
+
+    def _message(self, message: ChatMessage, template: ChatTemplate) -> Message:
+        plain: Message = {"role": message.role, **(message.model_extra or {})}
+        if isinstance(message.content, str) or message.content is None:
+            plain["content"] = message.content
+        else:
+            texts = [_text_of(part.type, part.text) for part in message.content]
+            wanted = template.content_format if self._content_format == "auto" else self._content_format
+            if wanted == "openai":
+                plain["content"] = [{"type": "text", "text": text} for text in texts]
+            else:
+                plain["content"] = "\n".join(texts)
+        if isinstance(calls := plain.get("tool_calls"), list):
+            plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        return plain
+
+
+def served_names(settings: RouterSettings, advertised: Sequence[str]) -> list[str]:
+    """Names that clients may ask for; the first is the one that answers carry. `advertised` come from instances."""
+    if settings.served_model_name:
+        return list(settings.served_model_name)
+    return list(dict.fromkeys([*advertised, settings.model, Path(settings.model).name]))
+
+
+async def _run(size: int, work: Callable[[], T]) -> T:
+    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def _text_of(kind: str, text: str | None) -> str:
+    if kind not in ("text", "input_text", "output_text", "refusal") or text is None:
+        raise BadRequestError(f"messages: content of type {kind!r} is not supported by this model", param="messages")
+    return text
+
+
+def _json(tool: Tool) -> Json:
+    dumped: Json = tool.model_dump()
+    return dumped
+
+
+def _with_parsed_arguments(call: Json) -> Json:
+    """OpenAI's clients send arguments as a JSON string, templates expect the object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments: Json = msgspec.json.decode(str(function["arguments"]))
+    except msgspec.DecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,202 @@
+"""From a checked request to what engines need (`SamplingParams`) and what the router does itself (`TextRules`).
+
+Checks that need the model: token ids against the vocabulary, lengths against the context.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from contracts.sampling import SamplingParams
+from services.router.errors import BadRequestError
+from services.router.openai_schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+_SEED_MASK = 2**63 - 1
+_MAX_STOPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`max_model_len` is what every live instance can serve."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    max_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How tokens become the answer's text."""
+
+    stop: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    min_tokens: int = 0
+    logprobs: int | None = None
+    tokens_as_ids: bool = False
+
+
+def chat_logprobs(request: ChatCompletionRequest) -> int | None:
+    """Number of alternatives wanted, None for no logprobs at all."""
+    if request.top_logprobs and not request.logprobs:
+        raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_ids: bool) -> TextRules:
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stop) > _MAX_STOPS:
+        raise BadRequestError(f"stop: at most {_MAX_STOPS} strings, got {len(stop)}", param="stop")
+    wanted = request.return_tokens_as_token_ids
+    return TextRules(
+        stop=stop,
+        stop_token_ids=frozenset(request.stop_token_ids or ()),
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+        min_tokens=request.min_tokens or 0,
+        logprobs=logprobs,
+        tokens_as_ids=tokens_as_ids if wanted is None else wanted,
+    )
+
+
+def sampling_params(
+    request: GenerationRequest, *, num_prompt_tokens: int, logprobs: int | None, limits: Limits
+) -> SamplingParams:
+    """Raises `BadRequestError`. Call once per prompt: `max_tokens` depends on its length."""
+    max_tokens = _max_tokens(request, num_prompt_tokens, limits)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BadRequestError(f"min_tokens is {min_tokens}, greater than max_tokens, {max_tokens}", param="min_tokens")
+    prompt_logprobs = _prompt_logprobs(request, logprobs)
+    _check_logprobs(logprobs, "logprobs", limits)
+    _check_logprobs(prompt_logprobs, "prompt_logprobs", limits)
+    return SamplingParams(
+        seed=_seed(request.seed),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k or -1,
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=_logit_bias(request.logit_bias or {}, limits),
+        allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids", limits),
+        stop_token_ids=_token_ids(request.stop_token_ids, "stop_token_ids", limits) or [],
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def num_sequences(request: GenerationRequest, num_prompts: int, limits: Limits) -> int:
+    """Sequences a prompt. Raises `BadRequestError`."""
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        raise BadRequestError("best_of must be equal to n", param="best_of", code="unsupported_parameter")
+    if n * num_prompts > limits.max_sequences:
+        raise BadRequestError(
+            f"n: the request asks for {n * num_prompts} sequences, the limit is {limits.max_sequences}", param="n"
+        )
+    return n
+
+
+def check_prompt(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
+    """Raises `BadRequestError` when no answer could follow this prompt."""
+    if not token_ids:
+        raise BadRequestError(f"{param}: the prompt is empty", param=param)
+    if len(token_ids) >= limits.max_model_len:
+        raise too_long(len(token_ids), limits.max_model_len, param)
+
+
+def check_token_ids(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
+    """For ids that come from a client. Raises `BadRequestError`."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < limits.vocab_size)
+        raise BadRequestError(f"{param}: token id {wrong} is not in the vocabulary of {limits.vocab_size}", param=param)
+
+
+def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError:
+    return BadRequestError(
+        f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens} tokens and needs room for an "
+        "answer: shorten it, or set truncate_prompt_tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def truncated(token_ids: list[int], wanted: int | None, limits: Limits) -> list[int]:
+    """Keeps the last `wanted` tokens; -1 means as many as the context allows."""
+    if wanted is None:
+        return token_ids
+    keep = limits.max_model_len - 1 if wanted == -1 else wanted
+    if keep > limits.max_model_len:
+        raise BadRequestError(
+            f"truncate_prompt_tokens is {keep}, greater than the context of {limits.max_model_len} tokens",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[len(token_ids) - keep :] if 0 < keep < len(token_ids) else token_ids
+
+
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limits) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    name, wanted = "max_tokens", request.max_tokens
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", request.max_completion_tokens
+    if wanted is None:
+        return room
+    if wanted == 0:
+        if isinstance(request, CompletionRequest) and request.echo:
+            return 1
+        raise BadRequestError(f"{name}: must be at least 1", param=name)
+    if wanted > room:
+        raise BadRequestError(
+            f"this model's context is {limits.max_model_len} tokens, but the prompt has {num_prompt_tokens} tokens and "
+            f"{name} asks for {wanted} more",
+            param=name,
+            code="context_length_exceeded",
+        )
+    return wanted
+
+
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
+        return max(logprobs, request.prompt_logprobs or 0)
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    return request.prompt_logprobs
+
+
+def _check_logprobs(wanted: int | None, param: str, limits: Limits) -> None:
+    if wanted is not None and wanted > limits.max_logprobs:
+        raise BadRequestError(f"{param}: {wanted} were asked for, the limit is {limits.max_logprobs}", param=param)
+
+
+def _seed(seed: int | None) -> int:
+    """A drawn seed makes a replay go on as the stream would have. -1 means none, as in vLLM."""
+    return secrets.randbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
+
+
+def _logit_bias(given: Mapping[str, float], limits: Limits) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit() or int(key) >= limits.vocab_size:
+            raise BadRequestError(f"logit_bias: {key!r} is not a token id of this model", param="logit_bias")
+        if not -100.0 <= value <= 100.0:
+            raise BadRequestError(f"logit_bias: {value} is not between -100 and 100", param="logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _token_ids(given: Sequence[int] | None, param: str, limits: Limits) -> list[int] | None:
+    if given is None:
+        return None
+    if param == "allowed_token_ids" and not given:
+        raise BadRequestError("allowed_token_ids: at least one is needed", param=param)
+    check_token_ids(given, limits, param=param)
+    return list(given)

@@ -1,0 +1,62 @@
+"""The tokens of one sequence in order, whoever sends them: what came twice is dropped, what came early waits. Pure."""
+
+import logging
+from dataclasses import dataclass, field
+
+from contracts.messages import FinishReason, TokenLogprobs, Tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Never seen before, and next in order. `finish_reason` comes with the last ones."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+
+
+@dataclass(slots=True)
+class TokenSequence:
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    """All that was received so far: what a replay goes on from."""
+    is_finished: bool = False
+    _early: dict[int, Tokens] = field(default_factory=dict)
+
+    def accept(self, message: Tokens) -> list[NewTokens]:
+        """What can be handed on now."""
+        if self.is_finished:
+            return []
+        if message.position > len(self.token_ids):
+            self._early[message.position] = message
+            return []
+        news = [self._take(message)]
+        while not self.is_finished and (position := self._next_early()) is not None:
+            news.append(self._take(self._early.pop(position)))
+        return [new for new in news if new is not None]
+
+    def forget_early(self) -> None:
+        """Whoever sent them will not send what is missing before them."""
+        self._early.clear()
+
+    @property
+    def has_gap(self) -> bool:
+        return bool(self._early)
+
+    def _next_early(self) -> int | None:
+        return min((position for position in self._early if position <= len(self.token_ids)), default=None)
+
+    def _take(self, message: Tokens) -> NewTokens | None:
+        known = len(self.token_ids) - message.position
+        if known and self.token_ids[message.position :][: len(message.token_ids)] != message.token_ids[:known]:
+            logger.error("request %s: two instances disagree about a token", message.request_id)
+        new = message.token_ids[known:] if known else message.token_ids
+        if not new and message.finish_reason is None:
+            return None
+        self.token_ids += new
+        self.is_finished = message.finish_reason is not None
+        logprobs = message.logprobs[known:] if message.logprobs is not None and known else message.logprobs
+        return NewTokens(new, logprobs, message.finish_reason, message.stop_token_id)

@@ -1,0 +1,87 @@
+"""Settings of the router process. Flags carry vLLM's names where vLLM has them.
+
+Read once in `main` by `services.common.configuration`; nobody changes them afterwards.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One field, one flag: `max_model_len` is `--max-model-len`."""
+
+    model: Annotated[
+        str, Meta(description="folder with tokenizer.json, tokenizer_config.json, config.json", min_length=1)
+    ]
+    served_model_name: Annotated[
+        list[str],
+        Meta(description="names under which clients may ask for the model; the first is reported (default: the model)"),
+    ] = []
+    tokenizer: Annotated[str | None, Meta(description="folder of the tokenizer, when it is not the model's")] = None
+    host: Annotated[str, Meta(description="address to listen on", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port to listen on", ge=0, le=65535)] = 8000
+    registry: Annotated[
+        str,
+        Meta(
+            description="memory://HOST:PORT (hosted here, instances connect to it), redis://…, rediss://… or unix:///…"
+        ),
+    ] = "memory://127.0.0.1:8801"
+
+    api_key: Annotated[list[str], Meta(description="accepted keys; without any key nobody is refused")] = []
+    api_key_file: Annotated[str | None, Meta(description="file with one accepted key a line")] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="file of the TLS key")] = None
+    ssl_certfile: Annotated[str | None, Meta(description="file of the TLS certificate")] = None
+    root_path: Annotated[str, Meta(description="path prefix that a proxy in front strips")] = ""
+
+    max_model_len: Annotated[
+        int | None,
+        Meta(description="greatest number of tokens of prompt and answer (default: what the instances serve)", ge=1),
+    ] = None
+    max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
+    chat_template: Annotated[
+        str | None, Meta(description="file of a chat template, or the template itself (default: the model's)")
+    ] = None
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(description="how the template wants content that is a list of parts: joined, or as the list"),
+    ] = "auto"
+    trust_request_chat_template: Annotated[bool, Meta(description="run chat templates that come with requests")] = False
+    response_role: Annotated[str, Meta(description="role of answers in chats", min_length=1)] = "assistant"
+    return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
+
+    max_request_bytes: Annotated[int, Meta(description="greatest body of a request", ge=1)] = 8 * 1024 * 1024
+    max_sequences: Annotated[int, Meta(description="most sequences (prompts times n) of one request", ge=1)] = 128
+    max_concurrent_requests: Annotated[
+        int, Meta(description="requests in flight before others get status 429", ge=1)
+    ] = 4096
+    request_timeout_s: Annotated[float, Meta(description="longest life of a request", gt=0)] = 3600.0
+    handoff_timeout_s: Annotated[
+        float, Meta(description="longest time from placement until decode has the prompt's blocks", gt=0)
+    ] = 120.0
+
+    disaggregation_min_tokens: Annotated[
+        int,
+        Meta(
+            description="prompts with fewer tokens that decode has not cached are served by decode alone; "
+            "0 always hands off",
+            ge=0,
+        ),
+    ] = 32
+    max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
+    replay_wait_s: Annotated[
+        float, Meta(description="time for an instance to come back before a broken stream is given up", ge=0)
+    ] = 15.0
+    expected_blocks_ttl_s: Annotated[
+        float, Meta(description="time that blocks of work just placed count as cached before an event says so", ge=0)
+    ] = 5.0
+    instance_timeout_s: Annotated[float, Meta(description="silence after which an instance is lost", gt=0)] = 3.0
+    shutdown_timeout_s: Annotated[float, Meta(description="time for running requests to end after SIGTERM", ge=0)] = (
+        10.0
+    )
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="of log lines")] = "text"

@@ -1,0 +1,160 @@
+"""Endpoints that need no model to run: what is served, how the cluster is, tokens and text."""
+
+import msgspec
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from services.common.version import VERSION
+from services.router.asgi import Receive, Scope, Send, read_body, send_json
+from services.router.cluster import Cluster
+from services.router.errors import BadRequestError
+from services.router.frontend import Frontend
+from services.router.member import Member
+from services.router.openai_schema import DetokenizeRequest, TokenizeRequest
+from services.router.parsing import parse
+from services.router.responses import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+
+
+class LinkHealth(msgspec.Struct, frozen=True):
+    peer: str
+    transport: str
+    gigabytes_per_second: float
+
+
+class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
+    instance: str
+    generation: int
+    role: str
+    host: str
+    http_address: str
+    draining: bool
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    cached_blocks: int
+    prefill_tokens_per_s: float
+    links: list[LinkHealth]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str
+    reason: str | None
+    pools: dict[str, int]
+    registry_connected: bool
+    requests_in_flight: int
+    instances: list[InstanceHealth]
+
+
+def health(frontend: Frontend) -> Health:
+    """Instances that are ready. `reason` is set when no request could be served."""
+    cluster = frontend.cluster
+    ready = [member for member in cluster.members() if member.state == "ready"]
+    pools = {
+        role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
+    }
+    reason = None
+    if not pools["decode"] and not pools["unified"]:
+        empty = [name for name, size in pools.items() if not size]
+        reason = f"no instance can write an answer: empty pools are {', '.join(empty)}"
+    return Health(
+        status="ok" if reason is None else "unavailable",
+        reason=reason,
+        pools=pools,
+        registry_connected=cluster.is_registry_connected(),
+        requests_in_flight=frontend.dispatcher.num_flights,
+        instances=[_instance_health(member, cluster) for member in ready],
+    )
+
+
+def _instance_health(member: Member, cluster: Cluster) -> InstanceHealth:
+    record, load = member.record, member.record.load
+    return InstanceHealth(
+        instance=record.instance,
+        generation=record.generation,
+        role=record.role,
+        host=record.host,
+        http_address=record.http_address,
+        draining=not member.takes_work,
+        running=load.running,
+        waiting=load.waiting,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+        cached_blocks=cluster.index.num_blocks(record.instance),
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        links=[LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9) for link in member.links],
+    )
+
+
+def system_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", summary="200 when requests can be served, with pools, instances and links; else 503")
+    async def get_health() -> Response:
+        found = health(frontend)
+        return _json(found, status=200 if found.reason is None else 503)
+
+    @router.api_route("/ping", methods=["GET", "POST"], summary="The status of /health without its body")
+    async def ping() -> Response:
+        return Response(status_code=200 if health(frontend).reason is None else 503)
+
+    @router.get("/version", summary="Baton's version")
+    async def get_version() -> Response:
+        return _json({"version": VERSION})
+
+    @router.get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/models", summary="Names under which the model is served")
+    async def models() -> Response:
+        cards = [
+            ModelCard(
+                id=name, created=frontend.started_at, root=frontend.model.path, max_model_len=frontend.max_model_len()
+            )
+            for name in frontend.names()
+        ]
+        return _json(ModelList(data=cards))
+
+    return router
+
+
+class TokenizeEndpoint:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend = self._frontend
+        request = parse(await read_body(scope, receive), TokenizeRequest)
+        frontend.model_name(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise BadRequestError("give either prompt or messages", param="prompt")
+        if request.prompt is None:
+            text, add_special_tokens = await frontend.model.render_chat(request), bool(request.add_special_tokens)
+        else:
+            text, add_special_tokens = request.prompt, request.add_special_tokens is not False
+        tokens = await frontend.model.tokenize(text, add_special_tokens=add_special_tokens)
+        strings = (
+            [frontend.model.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
+        )
+        answer = TokenizeAnswer(
+            count=len(tokens), max_model_len=frontend.max_model_len(), tokens=tokens, token_strs=strings
+        )
+        await send_json(send, answer)
+
+
+class DetokenizeEndpoint:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = parse(await read_body(scope, receive), DetokenizeRequest)
+        self._frontend.model_name(request.model)
+        model = self._frontend.model
+        await send_json(
+            send, DetokenizeAnswer(prompt=model.detokenizer.text(request.tokens, skip_special_tokens=False))
+        )
+
+
+def _json(body: object, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

@@ -1,0 +1,103 @@
+"""Where a flight's time went, and why it flew where it did. Filled by the flight; read by logs, metrics and answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from contracts.events import Tier
+from contracts.identity import InstanceId
+from contracts.messages import FinishReason, HandoffReport, PrefillReport
+from services.router.placement import Decision, Placement
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The `baton` field of an answer whose request has the header `x-baton-explain: 1`. Times in seconds."""
+
+    request_id: str
+    decision: str
+    prefill: str | None
+    decode: str | None
+    cached_tokens: Mapping[str, int]
+    predicted_ttft_s: float
+    ttft_s: float | None
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+    e2e_s: float
+    transport: str | None = None
+    handoff_s: float | None = None
+    handoff_exposed_s: float | None = None
+    transferred_blocks: int | None = None
+    transferred_bytes: int | None = None
+    reused_blocks: int | None = None
+    handoff_bytes_per_s: float | None = None
+    replays: int = 0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Moments of the router's monotonic clock. Kept: the last placement, the first prefill report, the last handoff."""
+
+    arrived_at: float
+    decision: Decision = "decode_only"
+    prefill: InstanceId | None = None
+    decode: InstanceId | None = None
+    predicted_ttft_s: float = 0.0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at: float | None = None
+    report: PrefillReport | None = None
+    handoff: HandoffReport | None = None
+    replays: int = 0
+    finish_reasons: list[FinishReason | str] = field(default_factory=list)
+
+    def placed(self, placement: Placement) -> None:
+        self.decision = placement.decision
+        self.prefill = placement.prefill.instance if placement.prefill is not None else None
+        self.decode = placement.decode.instance if placement.decode is not None else None
+        if self.first_token_at is None:
+            self.predicted_ttft_s = placement.predicted_ttft_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def decode_s(self) -> float | None:
+        if self.first_token_at is None or self.last_token_at is None:
+            return None
+        return self.last_token_at - self.first_token_at
+
+    @property
+    def cached_tokens(self) -> dict[Tier, int]:
+        return {} if self.report is None else self.report.cached_tokens
+
+    def explain(self, request_id: str, now: float) -> Explanation:
+        report, handoff = self.report, self.handoff
+        explanation = Explanation(
+            request_id=request_id,
+            decision=self.decision,
+            prefill=self.prefill,
+            decode=self.decode,
+            cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
+            predicted_ttft_s=self.predicted_ttft_s,
+            ttft_s=self.ttft_s,
+            queue_s=None if report is None else report.queue_s,
+            prefill_s=None if report is None else report.prefill_s,
+            decode_s=self.decode_s,
+            e2e_s=(self.ended_at or now) - self.arrived_at,
+            replays=self.replays,
+        )
+        if handoff is None:
+            return explanation
+        return msgspec.structs.replace(
+            explanation,
+            transport=handoff.transport,
+            handoff_s=handoff.handoff_s,
+            handoff_exposed_s=handoff.exposed_s,
+            transferred_blocks=handoff.transferred_blocks,
+            transferred_bytes=handoff.transferred_bytes,
+            reused_blocks=handoff.reused_blocks,
+            handoff_bytes_per_s=handoff.transferred_bytes / handoff.handoff_s if handoff.handoff_s > 0 else None,
+        )
