@@ -38,6 +38,7 @@ class Lifecycle:
         self._phases: list[_Phase] = []
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._last_resort: threading.Timer | None = None
         self.error: BaseException | None = None
 
     def on_stop(self, name: str, stop: Callable[[], Awaitable[None]], *, deadline_s: float = 5.0) -> None:
@@ -65,8 +66,16 @@ class Lifecycle:
     async def stopping(self) -> None:
         await self._stopping.wait()
 
-    def longest_stop_s(self) -> float:
-        return sum(phase.deadline_s for phase in self._phases)
+    def arm(self, status: int) -> None:
+        """From now on a thread stuck in foreign code cannot keep the process from ending."""
+        longest_s = sum(phase.deadline_s for phase in self._phases) + _LAST_RESORT_S
+        self._last_resort = threading.Timer(longest_s, os._exit, [status or EXIT_FAILURE])
+        self._last_resort.daemon = True
+        self._last_resort.start()
+
+    def disarm(self) -> None:
+        if self._last_resort is not None:
+            self._last_resort.cancel()
 
     async def stop_all(self) -> None:
         while self._phases:
@@ -97,18 +106,24 @@ def run(
     `start` returns when everything runs. What it raises of `expected`, `ConfigurationError` or `OSError` is told in one
     line; anything else is our bug and gets a traceback.
     """
-    return uvloop.run(_live(start, program, (*expected, ConfigurationError, OSError)))
+    lifecycle = Lifecycle()
+    try:
+        return uvloop.run(_live(start, lifecycle, program, (*expected, ConfigurationError, OSError)))
+    finally:
+        lifecycle.disarm()
 
 
 async def _live(
-    start: Callable[[Lifecycle], Awaitable[None]], program: str, expected: tuple[type[Exception], ...]
+    start: Callable[[Lifecycle], Awaitable[None]],
+    lifecycle: Lifecycle,
+    program: str,
+    expected: tuple[type[Exception], ...],
 ) -> int:
-    lifecycle = Lifecycle()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lifecycle.request_stop, signal.Signals(number).name)
     status = await _start_and_serve(start, lifecycle, program, expected)
-    _exit_later(lifecycle.longest_stop_s() + _LAST_RESORT_S, status)
+    lifecycle.arm(status)
     await lifecycle.stop_all()
     return status
 
@@ -140,10 +155,3 @@ def tell(program: str, error: BaseException) -> None:
     """One line for a human on stderr."""
     sys.stderr.write(f"{program}: {' '.join(str(error).split()) or type(error).__name__}\n")
     sys.stderr.flush()
-
-
-def _exit_later(delay_s: float, status: int) -> None:
-    """A thread stuck in foreign code must not keep the process from ending."""
-    timer = threading.Timer(delay_s, os._exit, [status or EXIT_FAILURE])
-    timer.daemon = True
-    timer.start()

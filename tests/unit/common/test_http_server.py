@@ -1,0 +1,39 @@
+"""An ASGI app inside a running loop."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from services.common.errors import ConfigurationError
+from services.common.http_server import AsgiApp, HttpServer
+
+
+async def app(scope: object, receive: object, send: AsgiApp) -> None:
+    assert callable(send)
+    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[call-arg]
+    await send({"type": "http.response.body", "body": b"here"})  # type: ignore[call-arg]
+
+
+def test_it_serves_from_start_to_close() -> None:
+    async def whole() -> None:
+        server = HttpServer(app, host="127.0.0.1", port=0)
+        await server.start()
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{server.port}/")).text == "here"
+        await server.close()
+        assert server.port != 0
+
+    asyncio.run(whole())
+
+
+def test_a_port_in_use_is_named() -> None:
+    async def whole() -> None:
+        first = HttpServer(app, host="127.0.0.1", port=0)
+        await first.start()
+        second = HttpServer(app, host="127.0.0.1", port=first.port)
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{first.port}: Address already in use"):
+            await second.start()
+        await first.close()
+
+    asyncio.run(whole())

@@ -1,0 +1,60 @@
+"""Log lines: one per event, whatever is in it."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from services.common.logs import LogFormat, configure_logs
+
+logger = logging.getLogger("services.test")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def configured(format: LogFormat) -> io.StringIO:
+    stream = io.StringIO()
+    configure_logs(level="info", format=format, stream=stream)
+    return stream
+
+
+def test_text_lines_carry_fields() -> None:
+    stream = configured("text")
+    logger.info("handoff done", extra={"request_id": "r-1", "seconds": 0.123456789, "note": 'a "b" c'})
+    line = stream.getvalue()
+    assert line.endswith('INFO    services.test handoff done request_id=r-1 seconds=0.123457 note="a \\"b\\" c"\n')
+
+
+def test_json_lines_carry_fields() -> None:
+    stream = configured("json")
+    logger.info("handoff %s", "done", extra={"request_id": "r-1"})
+    event = json.loads(stream.getvalue())
+    assert (event["event"], event["request_id"], event["level"]) == ("handoff done", "r-1", "info")
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_traceback_stays_on_its_line(format: LogFormat) -> None:
+    stream = configured(format)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logger.exception("a message of\ntwo lines")
+    assert stream.getvalue().count("\n") == 1
+    assert "ValueError" in stream.getvalue()
+
+
+def test_lines_below_the_level_are_not_written() -> None:
+    stream = configured("text")
+    logger.debug("nothing")
+    logging.getLogger("httpx").info("nothing")
+    assert stream.getvalue() == ""
