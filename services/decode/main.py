@@ -1,20 +1,23 @@
 """`baton decode`: the whole wiring of the process."""
 
 import sys
+from os import environ
 
-from services.common.configuration import load_settings
-from services.instance.settings import InstanceSettings
+from services.common.configuration import load
+from services.instance.settings import InstanceSettings, visible_device
 
 
 def main(argv: list[str]) -> None:
     """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
-    settings = load_settings(
+    settings = load(
         InstanceSettings,
         argv,
+        environ,
         prefix="BATON__DECODE__",
         program="baton decode",
         description="Fetches the blocks of prompts from prefill instances and writes the answers.",
     )
+    environ.update(visible_device(settings))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.decode.handler import DecodeHandler
     from services.instance.process import run_instance

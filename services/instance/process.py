@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from contracts.identity import new_generation
 from contracts.instance import InstanceRecord, Role
 from engine import Engine, EngineError
-from kvtransfer import TransferError, TransferNode, TransferSettings
+from kvtransfer import NodePorts, TransferError, TransferNode, TransferSettings
 from services.common.events import EventPublisher
 from services.common.http_server import HttpServer
 from services.common.lifecycle import Lifecycle, run
@@ -116,7 +116,7 @@ class InstanceProcess:
             layout=engine.layout,
             memory=engine.kv,
             settings=transfer_settings(settings),
-            observer=self._counter,
+            ports=NodePorts(observer=self._counter),
         )
         await self._transfer.start()
         lifecycle.on_stop("transfer", self._transfer.close)

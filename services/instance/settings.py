@@ -28,14 +28,21 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One field, one flag: `max_model_len` is `--max-model-len`."""
 
-    model: Annotated[str, Meta(description="folder of a Hugging Face model (config.json, safetensors)", min_length=1)]
+    model: Annotated[
+        str,
+        Meta(
+            description="folder of a Hugging Face model (config.json, safetensors)",
+            min_length=1,
+            extra={"group": "model"},
+        ),
+    ]
     served_model_name: Annotated[
         list[str],
         Meta(description="names under which clients may ask for the model; the first is reported (default: the model)"),
     ] = []
     device: Annotated[Device, Meta(description="where the model runs; auto takes xpu, then cuda, then cpu")] = "auto"
     device_index: Annotated[
-        int | None, Meta(description="which device of the machine; the process then sees that one alone", ge=0)
+        int | None, Meta(description="which device of the machine; the process sees that one alone", ge=0)
     ] = None
     dtype: Annotated[Dtype, Meta(description="of weights and KV; auto takes the model's own")] = "auto"
     max_model_len: Annotated[
@@ -51,7 +58,12 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(description="fraction of the device's memory for weights, work space and KV", gt=0, le=1)
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None, Meta(description="size of the KV cache; overrides --gpu-memory-utilization", ge=1)
+        int | None,
+        Meta(
+            description="size of the KV cache (4G, 512M, …); overrides --gpu-memory-utilization",
+            ge=1,
+            extra={"aliases": ["--kv-cache-memory"]},
+        ),
     ] = None
     block_size: Annotated[
         int | None, Meta(description="tokens of a KV block (default: 16 on cpu, 64 elsewhere)", ge=1)
@@ -69,7 +81,12 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
 
     instance_id: Annotated[
-        str, Meta(description="unique in the cluster and stable over restarts (default: role-host-pid)", max_length=200)
+        str,
+        Meta(
+            description="unique in the cluster and stable over restarts (default: role-host-pid)",
+            max_length=200,
+            extra={"group": "process"},
+        ),
     ] = ""
     host: Annotated[str, Meta(description="address that all ports are bound to", min_length=1)] = "127.0.0.1"
     advertise_host: Annotated[
@@ -85,7 +102,11 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     registry_ttl_s: Annotated[float, Meta(description="a record that is not renewed for so long expires", gt=0)] = 10.0
 
     kv_transport: Annotated[
-        Transport, Meta(description="how blocks travel; auto takes the fastest that works for a pair")
+        Transport,
+        Meta(
+            description="how blocks travel; auto takes the fastest that works for a pair",
+            extra={"group": "handoff"},
+        ),
     ] = "auto"
     kv_checksum: Annotated[Checksum, Meta(description="verify each block that arrives, one in eight, or none")] = "full"
     kv_lease_s: Annotated[
@@ -100,7 +121,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1024
     drain_timeout_s: Annotated[float, Meta(description="time for running requests to end after SIGTERM", ge=0)] = 30.0
 
-    threads: Annotated[int | None, Meta(description="CPU threads for the model (default: torch's choice)", ge=1)] = None
+    threads: Annotated[
+        int | None,
+        Meta(description="CPU threads for the model (default: torch's choice)", ge=1, extra={"group": "process"}),
+    ] = None
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
 
@@ -123,3 +147,15 @@ def model_names(settings: InstanceSettings) -> list[str]:
         return list(settings.served_model_name)
     folder = Path(settings.model).name
     return [settings.model] if folder in ("", settings.model) else [settings.model, folder]
+
+
+def visible_device(settings: InstanceSettings) -> dict[str, str]:
+    """Variables that show a process one device alone; they must be set before torch looks for devices.
+
+    ZE_AFFINITY_MASK also spares the copy of all device memory in host memory that a second visible Arc card costs
+    (https://github.com/intel/compute-runtime/issues/953).
+    """
+    if settings.device_index is None:
+        return {}
+    index = str(settings.device_index)
+    return {"ZE_AFFINITY_MASK": index, "CUDA_VISIBLE_DEVICES": index}

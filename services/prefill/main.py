@@ -2,20 +2,23 @@
 
 import sys
 import time
+from os import environ
 
-from services.common.configuration import load_settings
-from services.instance.settings import InstanceSettings
+from services.common.configuration import load
+from services.instance.settings import InstanceSettings, visible_device
 
 
 def main(argv: list[str]) -> None:
     """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
-    settings = load_settings(
+    settings = load(
         InstanceSettings,
         argv,
+        environ,
         prefix="BATON__PREFILL__",
         program="baton prefill",
         description="Reads prompts and hands their blocks to decode instances.",
     )
+    environ.update(visible_device(settings))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.instance.process import run_instance
     from services.prefill.handler import PrefillHandler

@@ -1,4 +1,4 @@
-"""Prefill and decode instances as real processes, and a driver that speaks `contracts.messages` to them as a router does."""
+"""Prefill and decode instances as real processes, and a driver that speaks to them as a router does."""
 
 import asyncio
 import os
@@ -177,9 +177,10 @@ class Driver:
         return instance.load
 
     async def until_load(self, instance: Instance, fact: Callable[[Load], bool], what: str) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not fact(await self.load_of(instance)):
-                await asyncio.sleep(0.01)
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
+        while not fact(load := await self.load_of(instance)):
+            assert asyncio.get_running_loop().time() < deadline, f"not in time: {what}; {load}"
+            await asyncio.sleep(0.01)
 
     async def until_idle(self) -> None:
         """Nothing runs, waits or is held anywhere: whatever leaked would stay."""
