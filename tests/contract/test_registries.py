@@ -1,6 +1,7 @@
 """One suite over every registry: what `services.common.registry.port` promises."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -94,10 +95,13 @@ def new_redis(tmp_path: Path) -> RedisServer:
     return RedisServer(tmp_path)
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.fixture(params=["memory", "memory-ipc", pytest.param("redis", marks=pytest.mark.redis)])
 def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Registry]:
     if request.param == "memory":
         yield Registry(lambda: registry_view("memory://127.0.0.1:0"), "")
+        return
+    if request.param == "memory-ipc":
+        yield Registry(lambda: registry_view(f"memory:///@baton-test-{secrets.token_hex(8)}"), "")
         return
     server = new_redis(tmp_path)
     server.start()
@@ -224,8 +228,8 @@ def test_a_generation_that_has_left_stays_gone(registry: Registry) -> None:
 
 def test_leaving_twice_or_unknown_is_no_error(registry: Registry) -> None:
     async def body(watched: Watched, client: RegistryClient) -> None:
-        await client.leave(A, Generation(1))
         await client.register(record(generation=2), 30)
+        await client.leave(A, Generation(1))
         await client.leave(A, Generation(2))
         await client.leave(A, Generation(2))
         assert watched.view.is_connected()
@@ -305,7 +309,7 @@ def test_instances_fill_a_restarted_router_s_registry_by_renewing() -> None:
     run(body())
 
 
-@pytest.mark.parametrize("url", ["memory://", "memory://host", "http://x:1", "", "memory://h:port"])
+@pytest.mark.parametrize("url", ["memory://", "memory:///", "memory://host", "http://x:1", "", "memory://h:port"])
 def test_a_url_of_no_registry_is_refused_with_what_is_allowed(url: str) -> None:
     for make in (registry_client, registry_view):
         with pytest.raises(ConfigurationError, match="allowed: memory://HOST:PORT, redis://"):

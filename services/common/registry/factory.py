@@ -14,18 +14,21 @@ def registry_client(url: str) -> RegistryClient:
     """Raises `ConfigurationError`."""
     if urlsplit(url).scheme in _REDIS:
         return RedisRegistryClient(url)
-    return MemoryRegistryClient(_tcp_address(url))
+    return MemoryRegistryClient(_zeromq_address(url))
 
 
 def registry_view(url: str) -> RegistryView:
     """Raises `ConfigurationError`. With `memory://` the view hosts the registry itself."""
     if urlsplit(url).scheme in _REDIS:
         return RedisRegistryView(url)
-    return MemoryRegistryView(_tcp_address(url))
+    return MemoryRegistryView(_zeromq_address(url))
 
 
-def _tcp_address(url: str) -> str:
+def _zeromq_address(url: str) -> str:
+    """Of `memory://HOST:PORT`, or on one machine `memory:///PATH` and `memory:///@NAME` (no port, no file)."""
     parts = urlsplit(url)
+    if parts.scheme == "memory" and not parts.netloc and len(parts.path) > 1:
+        return "ipc://" + (parts.path.removeprefix("/") if parts.path.startswith("/@") else parts.path)
     try:
         is_whole = parts.scheme == "memory" and bool(parts.hostname) and parts.port is not None
     except ValueError:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 2.0
 _EXPIRY_CHECK_S = 0.2
+_CONNECT_CHECK_S = 0.01
 _QUEUE_LENGTH = 10_000
 
 
@@ -37,7 +38,8 @@ class MemoryRegistryView:
 
     @property
     def url(self) -> str:
-        return "memory://" + self._address.removeprefix("tcp://")
+        kind, _, where = self._address.partition("://")
+        return "memory://" + (where if kind == "tcp" else "/" + where.removeprefix("/"))
 
     async def start(self, on_change: Callable[[], None]) -> None:
         """Raises `zmq.ZMQError` when the address is in use."""
@@ -122,16 +124,29 @@ class MemoryRegistryClient:
             assert self._socket is not None
             self._reply = asyncio.get_running_loop().create_future()
             try:
-                self._socket.send([encode(message)])
                 async with asyncio.timeout(self._reply_timeout_s):
+                    await self._send(message)
                     return await self._reply
             except (TimeoutError, PeerUnreachable) as exc:
                 # With the socket goes the message: a registry that comes back must not find old ones.
                 self._disconnect()
                 raise RegistryUnavailable(f"no answer from the registry at {self._address}") from exc
 
+    async def _send(self, message: Register | Leave) -> None:
+        """A registration waits for the connection; leaving does not, for who is gone has forgotten us."""
+        while True:
+            assert self._socket is not None
+            try:
+                return self._socket.send([encode(message)])
+            except PeerUnreachable:
+                if isinstance(message, Leave):
+                    raise
+            await asyncio.sleep(_CONNECT_CHECK_S)
+
     def _connect(self) -> None:
         socket = new_socket(self._context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
         connect(socket, self._address)
         self._socket = LoopSocket(socket, self._receive)
         self._socket.start()
