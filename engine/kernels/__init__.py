@@ -1,6 +1,13 @@
-"""Attention over the block-major KV cache: one port, one backend per device, a plain-torch twin."""
+"""The engine's kernels: one port each, one backend per device, a plain-torch twin that says what is right."""
 
-from engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec
-from engine.kernels.selection import attention_backend
+from engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, LayerKernels
+from engine.kernels.selection import attention_backend, layer_kernels
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec", "attention_backend"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "LayerKernels",
+    "attention_backend",
+    "layer_kernels",
+]

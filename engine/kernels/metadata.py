@@ -20,7 +20,7 @@ class AttentionMetadata:
     query_starts: Tensor  # int32 [num_seqs + 1], prefix sums of new tokens
     context_lens: Tensor  # int32 [num_seqs], KV tokens including this step's new ones
     block_tables: Tensor  # int32 [num_seqs, max_blocks], rows padded with 0
-    slots: Tensor  # int64 [num_tokens], block * block_tokens + offset where each new token's K/V goes
+    slots: Tensor  # int64 [num_tokens], block * block_tokens + offset of each new token; < 0: not stored
     max_query_len: int
     max_context_len: int
 
@@ -46,4 +46,42 @@ class AttentionBackend(Protocol):
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         """query [num_tokens, num_heads, head_dim] -> the same shape and dtype; causal over the stored K/V."""
+        ...
+
+
+class LayerKernels(Protocol):
+    """The steps between a layer's matrix products, each in one pass over memory. Modules and objects fit."""
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        unit_offset: bool = False,
+    ) -> Tensor:
+        """x [..., hidden] -> normed. With `residual` the norm is of x + residual, and that sum is left in
+        `residual`. Rounds to x's dtype before it multiplies by `weight`, as Llama does; `unit_offset` multiplies
+        by 1 + weight and rounds once, as Gemma does."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 * width] (gate, then up) -> silu(gate) * up [..., width]."""
+        ...
+
+    def rotary_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        slots: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        """Rotates `query` [num_tokens, num_heads, head_dim] in place; writes rotated K, and V, to `slots` of the
+        layer's cache view. `rotation`: cos and sin [num_tokens, rotary_dim], of which the first half of the columns
+        is read; the rest of a head passes through. `interleaved`: pairs are neighbours (GLM, GPT-J), not halves."""
         ...

@@ -19,9 +19,10 @@ class ReferenceAttention:
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
         block_tokens = cache.shape[3]
-        blocks, offsets = meta.slots // block_tokens, meta.slots % block_tokens
-        cache[blocks, 0, :, offsets] = key.to(cache.dtype)
-        cache[blocks, 1, :, offsets] = value.to(cache.dtype)
+        kept = meta.slots >= 0
+        blocks, offsets = meta.slots[kept] // block_tokens, meta.slots[kept] % block_tokens
+        cache[blocks, 0, :, offsets] = key[kept].to(cache.dtype)
+        cache[blocks, 1, :, offsets] = value[kept].to(cache.dtype)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         contexts, tables = (
@@ -78,9 +79,7 @@ def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec
             torch.arange(first, high, device=query.device)[None, :],
             spec,
         )
-        scores = _capped(
-            folded[:, :, start:end] @ keys[0, :, None, first:high].transpose(2, 3) * spec.scale, spec
-        )
+        scores = _capped(folded[:, :, start:end] @ keys[0, :, None, first:high].transpose(2, 3) * spec.scale, spec)
         weights = _softmax(scores.masked_fill(~visible, float("-inf")), sinks)
         parts.append(weights @ values[0, :, None, first:high])
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim).to(query.dtype)

@@ -6,7 +6,11 @@ import logging
 
 import torch
 
-from engine.kernels.metadata import AttentionBackend
+from engine.kernels import reference_layers
+from engine.kernels.cpu_attention import CpuAttention
+from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
+from engine.kernels.cpu_layers import DTYPE_CODES, CpuLayers
+from engine.kernels.metadata import AttentionBackend, LayerKernels
 from engine.kernels.reference import ReferenceAttention
 
 logger = logging.getLogger(__name__)
@@ -15,9 +19,38 @@ logger = logging.getLogger(__name__)
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Call once per engine: it may compile, and it warns when it has to fall back on the twin."""
     if device.type == "cpu":
-        return ReferenceAttention()
+        return _cpu_attention(dtype)
     if importlib.util.find_spec("triton") is None:
         logger.warning("Triton is not installed: attention on %s runs in plain torch, slowly", device.type)
         return ReferenceAttention()
     backend: AttentionBackend = importlib.import_module("engine.kernels.triton_attention").TritonAttention()
     return backend
+
+
+def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
+    """Call once per engine, after `attention_backend`, which warns for both."""
+    if device.type != "cpu":
+        return _triton_layers()
+    if dtype not in DTYPE_CODES:
+        return reference_layers
+    try:
+        return CpuLayers(load_kernels())
+    except KernelsUnavailableError:
+        return reference_layers
+
+
+def _triton_layers() -> LayerKernels:
+    if importlib.util.find_spec("triton") is None:
+        return reference_layers
+    layers: LayerKernels = importlib.import_module("engine.kernels.triton_layers")
+    return layers
+
+
+def _cpu_attention(dtype: torch.dtype) -> AttentionBackend:
+    if dtype not in DTYPE_CODES:
+        return ReferenceAttention()
+    try:
+        return CpuAttention(load_kernels())
+    except KernelsUnavailableError as error:
+        logger.warning("Attention on the CPU runs in plain torch, slowly: %s. Install g++ to build it", error)
+        return ReferenceAttention()

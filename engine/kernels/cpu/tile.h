@@ -1,0 +1,167 @@
+// The arithmetic of one tile of attention, in three flavours behind one interface: how K, V, Q and the probabilities
+// are laid out for a register-tiled product, and how a row of scores becomes probabilities.
+//
+// Each row's arithmetic is the same sequence of operations whatever rows share its tile, its task or its batch.
+#pragma once
+
+#include "vector.h"
+
+namespace baton {
+
+constexpr int TILE_KEYS = 64;  // keys packed at a time; tiles start at multiples of it
+static_assert(TILE_KEYS % (W * BATON_COLUMNS) == 0);
+
+// Reads `W` packed words of a row of `remaining` elements; words past the row's end are 0.
+template <class M> inline vf load_row(const typename M::Element* row, int remaining) {
+  if (remaining >= W * M::PAIR) return M::load_words(row);
+  alignas(64) typename M::Element padded[W * M::PAIR] = {};
+  if (remaining > 0) std::memcpy(padded, row, remaining * sizeof(*row));
+  return M::load_words(padded);
+}
+
+// float32 products of any element that widens to float32.
+template <class T> struct Widening {
+  using Element = T;
+  using Word = float;
+  static constexpr int PAIR = 1;  // elements per packed word
+  static constexpr float UNIT = 1.f;  // scores are natural exponents
+
+  static vf load_words(const T* p) { return load_elements(p); }
+  static vf multiply_add(vf sum, Word a, vf b) { return fma(splat(a), b, sum); }
+  static vf exponential(vf x) { return exp_accurate(x); }
+  static void store_probabilities(Word* to, const vf* p) {
+    for (int j = 0; j < TILE_KEYS / W; j++) store(to + j * W, p[j]);
+  }
+  // V as [key][head_dim]
+  static void pack_values(const T* const* rows, int head_dim, int columns, Word* packed) {
+    for (int key = 0; key < TILE_KEYS; key++)
+      for (int d = 0; d < columns; d += W)
+        store(packed + key * columns + d, load_row<Widening>(rows[key] + d, head_dim - d));
+  }
+};
+
+#ifdef __AVX512BF16__
+// Two bf16 per word: the CPU's dot product multiplies pairs and adds in float32.
+struct PairsOfBf16 {
+  using Element = bf16;
+  using Word = uint32_t;
+  static constexpr int PAIR = 2;
+  static constexpr float UNIT = 1.44269504088896341f;  // scores are exponents of two
+
+  static vf load_words(const bf16* p) { return load_as<vf>(p); }
+  static vf multiply_add(vf sum, Word a, vf b) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+  }
+  static vf exponential(vf x) { return exp2_fast(x); }
+  static void store_probabilities(Word* to, const vf* p) {
+    for (int j = 0; j < TILE_KEYS / W; j += 2) {
+      __m512bh pair = _mm512_cvtne2ps_pbh((__m512)p[j + 1], (__m512)p[j]);
+      std::memcpy(to + j * W / 2, &pair, sizeof pair);
+    }
+  }
+  // V as [pair of keys][head_dim]
+  static void pack_values(const bf16* const* rows, int head_dim, int columns, Word* packed) {
+    alignas(64) static constexpr uint16_t LOW[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int key = 0; key < TILE_KEYS; key += 2)
+      for (int d = 0; d < columns; d += 32) {
+        __m512i a = (__m512i)load_row<PairsOfBf16>(rows[key] + d, head_dim - d);
+        __m512i b = (__m512i)load_row<PairsOfBf16>(rows[key + 1] + d, head_dim - d);
+        Word* to = packed + key / 2 * columns + d;
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+        if (d + 16 < columns) _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, high, b));
+      }
+  }
+};
+#endif
+
+// K as [word of head_dim][key], so that a row of scores is a sum of broadcast query words times key vectors.
+template <class M>
+void pack_keys(const typename M::Element* const* rows, int head_dim, int words, typename M::Word* packed) {
+  for (int key = 0; key < TILE_KEYS; key += W)
+    for (int word = 0; word < words; word += W) {
+      vf square[W];
+      const int remaining = head_dim - word * M::PAIR;
+      typename M::Word* to = packed + word * TILE_KEYS + key;
+      if (remaining >= W * M::PAIR) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) square[i] = M::load_words(rows[key + i] + word * M::PAIR);
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) store(to + i * TILE_KEYS, square[i]);
+      } else {
+        for (int i = 0; i < W; i++) square[i] = load_row<M>(rows[key + i] + word * M::PAIR, remaining);
+        transpose(square);
+        for (int i = 0; i < words - word; i++) store(to + i * TILE_KEYS, square[i]);
+      }
+    }
+}
+
+// c[ROWS][WORDS * W] = c * factors + a[ROWS][depth] x b[depth][...]; without factors c starts at 0.
+template <class M, int ROWS, int WORDS>
+inline void multiply_columns(const typename M::Word* a, int lda, const typename M::Word* b, int ldb, float* c, int ldc,
+                             int depth, const float* factors) {
+  vf sums[ROWS][WORDS];
+  for (int i = 0; i < ROWS; i++)
+    for (int j = 0; j < WORDS; j++) sums[i][j] = factors ? load(c + i * ldc + j * W) * factors[i] : vf{};
+  for (int k = 0; k < depth; k++) {
+    vf column[WORDS];
+    for (int j = 0; j < WORDS; j++) column[j] = load_as<vf>(b + (int64_t)k * ldb + j * W);
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < WORDS; j++) sums[i][j] = M::multiply_add(sums[i][j], a[i * lda + k], column[j]);
+  }
+  for (int i = 0; i < ROWS; i++)
+    for (int j = 0; j < WORDS; j++) store(c + i * ldc + j * W, sums[i][j]);
+}
+
+template <class M, int ROWS>
+void multiply(const typename M::Word* a, int lda, const typename M::Word* b, int ldb, float* c, int ldc, int columns,
+              int depth, const float* factors) {
+  int j = 0;
+  for (; j + W * BATON_COLUMNS <= columns; j += W * BATON_COLUMNS)
+    multiply_columns<M, ROWS, BATON_COLUMNS>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
+  for (; j < columns; j += W) multiply_columns<M, ROWS, 1>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
+}
+
+struct ScoreRule {
+  float scale, softcap;  // softcap 0: none
+};
+
+// One row of raw scores becomes probabilities relative to the row's maximum so far; keys outside [first, end) get 0.
+// Returns the factor by which everything summed so far shrinks.
+template <class M>
+__attribute__((noinline)) float soften(const float* scores, typename M::Word* probabilities, ScoreRule rule, int first,
+                                       int end, float* row_maximum, float* row_sums) {
+  constexpr int N = TILE_KEYS / W;
+  vf x[N];
+  for (int j = 0; j < N; j++) x[j] = load(scores + j * W) * rule.scale;
+  if (rule.softcap > 0)
+    for (int j = 0; j < N; j++) x[j] = tanh(x[j] / rule.softcap) * (rule.softcap * M::UNIT);
+  const bool masked = first > 0 || end < TILE_KEYS;
+  if (masked)
+    for (int j = 0; j < N; j++) {
+      const vi key = lane_numbers() + j * W;
+      x[j] = (key >= first) & (key < end) ? x[j] : splat(NEG_INF);
+    }
+  vf top = x[0];
+  for (int j = 1; j < N; j++) top = max(top, x[j]);
+  const float before = *row_maximum, now = std::max(before, maximum(top));
+  const float base = now == NEG_INF ? 0.f : now;
+  vf p[N];
+  for (int j = 0; j < N; j++) p[j] = M::exponential(x[j] - base);
+  if (masked)
+    for (int j = 0; j < N; j++) {
+      const vi key = lane_numbers() + j * W;
+      p[j] = (key >= first) & (key < end) ? p[j] : vf{};
+    }
+  M::store_probabilities(probabilities, p);
+  const float factor = before == now ? 1.f : M::exponential(splat(before - base))[0];
+  vf total = load(row_sums) * factor;
+  for (int j = 0; j < N; j++) total = total + p[j];
+  store(row_sums, total);
+  *row_maximum = now;
+  return factor;
+}
+
+}  // namespace baton

@@ -1,0 +1,86 @@
+"""The C++ attention behind `AttentionBackend`: turns tensors into pointers and strides, computes nothing itself.
+
+What the library has no code for (float64, rows that are not contiguous) goes to the plain-torch twin.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu_layers import DTYPE_CODES, KvStore
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.reference import ReferenceAttention
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class _AttendArguments(ctypes.Structure):
+    """`AttendArguments` of cpu/attention.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "cache", "output")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "sinks")),
+        *((name, _LONG) for name in ("query_token_stride", "query_head_stride")),
+        *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
+        *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride")),
+        *((name, _INT) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_tokens")),
+        *((name, _INT) for name in ("sliding_window", "dtype", "num_threads")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class CpuAttention:
+    """Fits `AttentionBackend`. `library` is what `load_kernels` gave."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.baton_attend
+        self._attend.argtypes = [ctypes.POINTER(_AttendArguments)]
+        self._attend.restype = ctypes.c_int
+        self._store = KvStore(library)
+        self._twin = ReferenceAttention()
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+        if not self._store(key, value, cache, meta.slots):
+            self._twin.store(key, value, cache, meta)
+
+    def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        dtype = DTYPE_CODES.get(cache.dtype)
+        if dtype is None or query.dtype != cache.dtype or query.stride(2) != 1 or cache.stride(4) != 1:
+            return self._twin.attend(query, cache, meta, spec)
+        num_tokens, num_heads, head_dim = query.shape
+        output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+        sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+        strides = cache.stride()
+        arguments = _AttendArguments(
+            query.data_ptr(),
+            cache.data_ptr(),
+            output.data_ptr(),
+            meta.query_starts.data_ptr(),
+            meta.context_lens.data_ptr(),
+            meta.block_tables.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            strides[0],
+            strides[1],
+            strides[2],
+            strides[3],
+            meta.block_tables.stride(0),
+            meta.context_lens.shape[0],
+            num_heads,
+            cache.shape[2],
+            head_dim,
+            cache.shape[3],
+            spec.sliding_window or 0,
+            dtype,
+            torch.get_num_threads(),
+            spec.scale,
+            spec.softcap or 0.0,
+        )
+        status = self._attend(arguments)
+        if status == 1:  # this compiler has no float16
+            return self._twin.attend(query, cache, meta, spec)
+        if status == 2:
+            raise MemoryError("attention ran out of memory for its scratch space")
+        return output

@@ -1,0 +1,184 @@
+"""The C++ steps between a layer's matrix products, behind `LayerKernels`, and the KV store they share with attention.
+
+Tensors become pointers and strides here; what the library has no code for goes to the plain-torch twin.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference_layers as twin
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class _NormArguments(ctypes.Structure):
+    """`NormArguments` of cpu/layers.cpp, field by field; so are the classes below."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input", "weight", "residual", "output")),
+        *((name, _LONG) for name in ("input_stride", "residual_stride", "num_rows")),
+        *((name, _INT) for name in ("size", "dtype", "num_threads", "unit_offset")),
+        ("epsilon", _FLOAT),
+    )
+
+
+class _GateArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate", "up", "output")),
+        *((name, _LONG) for name in ("gate_stride", "up_stride", "num_rows")),
+        *((name, _INT) for name in ("size", "dtype", "num_threads")),
+    )
+
+
+class _StoreArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value", "cos", "sin", "cache", "slots")),
+        *((name, _LONG) for name in ("query_token_stride", "query_head_stride")),
+        *((name, _LONG) for name in ("key_token_stride", "key_head_stride")),
+        *((name, _LONG) for name in ("value_token_stride", "value_head_stride")),
+        *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
+        *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "num_tokens", "rotary_stride")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
+        *((name, _INT) for name in ("block_tokens", "dtype", "num_threads", "interleaved")),
+    )
+
+
+class KvStore:
+    """Writes K and V to their slots; with `rotation`, rotates the query (in place) and the key on the way."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._function = library.baton_store
+        self._function.argtypes = [ctypes.POINTER(_StoreArguments)]
+
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        rotated: tuple[Tensor, Tensor, Tensor] | None = None,
+        interleaved: bool = False,
+    ) -> bool:
+        """`rotated`: query, cos and sin. False: nothing was done, the library has no code for such tensors."""
+        dtype = DTYPE_CODES.get(cache.dtype)
+        tensors = (key, value, cache) if rotated is None else (key, value, cache, rotated[0])
+        if dtype is None or any(t.dtype != cache.dtype or t.stride(-1) != 1 for t in tensors):
+            return False
+        block_stride, value_offset, head_stride, token_stride, _ = cache.stride()
+        arguments = _StoreArguments(
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            cache=cache.data_ptr(),
+            slots=slots.data_ptr(),
+            key_token_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value_token_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            cache_block_stride=block_stride,
+            cache_value_offset=value_offset,
+            cache_head_stride=head_stride,
+            cache_token_stride=token_stride,
+            num_tokens=key.shape[0],
+            num_kv_heads=cache.shape[2],
+            head_dim=cache.shape[4],
+            block_tokens=cache.shape[3],
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            interleaved=interleaved,
+        )
+        if rotated is None:
+            return bool(self._function(arguments) == 0)
+        query, cos, sin = rotated[0], rotated[1].float().contiguous(), rotated[2].float().contiguous()
+        arguments.query, arguments.cos, arguments.sin = query.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        arguments.query_token_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
+        arguments.num_heads = query.shape[1]
+        arguments.rotary_stride, arguments.rotary_dim = cos.stride(0), cos.shape[1]
+        return bool(self._function(arguments) == 0)
+
+
+class CpuLayers:
+    """Fits `LayerKernels`. `library` is what `load_kernels` gave."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._store = KvStore(library)
+        self._norm = library.baton_rms_norm
+        self._norm.argtypes = [ctypes.POINTER(_NormArguments)]
+        self._gate = library.baton_silu_mul
+        self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        unit_offset: bool = False,
+    ) -> Tensor:
+        dtype = DTYPE_CODES.get(x.dtype)
+        operands = (weight,) if residual is None else (weight, residual)
+        contiguous = residual is None or residual.is_contiguous()
+        if dtype is None or not contiguous or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in operands):
+            return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+        rows, output = _as_rows(x), torch.empty(x.shape, dtype=x.dtype)
+        arguments = _NormArguments(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            output.data_ptr(),
+            rows.stride(0),
+            rows.shape[1],
+            rows.shape[0],
+            rows.shape[1],
+            dtype,
+            torch.get_num_threads(),
+            unit_offset,
+            eps,
+        )
+        if self._norm(arguments) == 0:
+            return output
+        return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        dtype, width = DTYPE_CODES.get(gate_up.dtype), gate_up.shape[-1] // 2
+        if dtype is None:
+            return twin.silu_mul(gate_up)
+        rows = _as_rows(gate_up)
+        output = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
+        gate, stride = rows.data_ptr(), rows.stride(0)
+        arguments = _GateArguments(
+            gate,
+            gate + width * gate_up.element_size(),
+            output.data_ptr(),
+            stride,
+            stride,
+            rows.shape[0],
+            width,
+            dtype,
+            torch.get_num_threads(),
+        )
+        return output if self._gate(arguments) == 0 else twin.silu_mul(gate_up)
+
+    def rotary_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        slots: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        if not self._store(key, value, cache, slots, (query, *rotation), interleaved):
+            twin.rotary_store(query, key, value, rotation, cache, slots, interleaved=interleaved)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[..., size] -> [rows, size] with contiguous rows; copies only what is not laid out so already."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

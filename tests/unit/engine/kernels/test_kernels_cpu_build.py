@@ -1,0 +1,79 @@
+"""How the library gets onto a machine: once, at once for several processes, or not at all with a reason."""
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels import attention_backend, layer_kernels, reference_layers, selection
+from engine.kernels.cpu_attention import CpuAttention
+from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
+from engine.kernels.reference import ReferenceAttention
+
+CPU = torch.device("cpu")
+
+
+def compiler(directory: Path, script: str) -> str:
+    path = directory / "fake-compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def real_library() -> Path:
+    return Path(load_kernels()._name)
+
+
+def copying_compiler(directory: Path) -> str:
+    """Writes a real library where it is told to, and a line to `calls`."""
+    script = f'echo x >> {directory}/calls\nfor last; do :; done\ncp {real_library()} "$last"'
+    return compiler(directory, script)
+
+
+def test_a_library_is_built_once(tmp_path: Path) -> None:
+    cxx = copying_compiler(tmp_path)
+    for _ in range(2):
+        load_kernels(tmp_path / "cache", cxx)
+    assert (tmp_path / "calls").read_text() == "x\n"
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_directory_for_this_process(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    assert load_kernels(occupied / "cache", copying_compiler(tmp_path)).baton_attend
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailableError, match="no such flag"):
+        load_kernels(tmp_path / "cache", compiler(tmp_path, "echo no such flag >&2; exit 1"))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("g++", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(KernelsUnavailableError, match="longer than"):
+        load_kernels(tmp_path / "cache", compiler(tmp_path, ""))
+
+
+def test_without_a_compiler_the_twins_serve_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unavailable() -> None:
+        raise KernelsUnavailableError("no C++ compiler (g++) was found")
+
+    monkeypatch.setattr(selection, "load_kernels", unavailable)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(attention_backend(CPU, torch.bfloat16), ReferenceAttention)
+        assert layer_kernels(CPU, torch.bfloat16) is reference_layers
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_the_cpu_gets_the_library_and_odd_dtypes_the_twin() -> None:
+    assert isinstance(attention_backend(CPU, torch.float32), CpuAttention)
+    assert isinstance(attention_backend(CPU, torch.float64), ReferenceAttention)
