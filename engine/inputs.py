@@ -72,6 +72,10 @@ class InputBuilder:
             prompt_at=prompt_at,
         )
 
+    def forget(self) -> None:
+        """Epochs count within one roster: call before another one's plans are run."""
+        self._epochs = [-1] * len(self._epochs)
+
     def _update_table(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         slot, blocks = sequence.slot, sequence.blocks

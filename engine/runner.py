@@ -39,6 +39,10 @@ class Runner:
             sampled.prompt_logprobs[chunk] = _prompt_logprobs(plan, chunk, logits[first:])
         return sampled
 
+    def forget(self) -> None:
+        """The next plans come from another roster."""
+        self._inputs.forget()
+
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Logits [num_logits, vocab_size]."""
         context = PagedAttention(self._backend, self._layers, self._model.specs, inputs.meta)

@@ -110,7 +110,8 @@ def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candid
     result = torch.full_like(scores, float("-inf"))
     result.scatter_(1, tokens, values.masked_fill(~kept, float("-inf")))
     if width < vocab_size:
-        unsure = (kept[:, -1] | (top_k[:, 0] > width) & kept[:, -1]).nonzero()[:, 0]
+        is_sum_known = (top_k <= width) | (top_k >= vocab_size)
+        unsure = ((top_k > width) & (kept[:, -1:] | ~is_sum_known))[:, 0].nonzero()[:, 0]
         if unsure.numel():
             result[unsure] = keep_most_likely(scores[unsure], top_k[unsure], top_p[unsure], num_candidates=vocab_size)
     return result

@@ -71,7 +71,7 @@ class Request:
         return None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     request: Request
     index: int

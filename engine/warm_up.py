@@ -36,4 +36,5 @@ def exercise(runner: Runner, num_blocks: int, limits: Limits, num_tokens: int) -
         sampled = runner.run(plan)
         meter.record(plan, time.perf_counter() - started)
         scheduler.apply(plan, sampled, 0.0)
+    runner.forget()
     return meter

@@ -14,8 +14,8 @@ Answers = dict[tuple[str, int], list[int]]
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_num_seqs": 16}
-    return Engine(EngineConfig(model=str(folder), device="cpu", **{**defaults, **settings}))
+    defaults: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_num_seqs": 16}
+    return Engine(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 
 def make_work(

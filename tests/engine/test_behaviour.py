@@ -1,0 +1,218 @@
+"""What requests may ask of an engine beside greedy tokens."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from contracts.events import BlocksStored
+from contracts.identity import RequestId
+from contracts.messages import TokenLogprobs
+from contracts.naming import block_names
+from engine import Engine, FirstTokenInfo, RequestError, StepResult
+from tests.engine.conftest import Reference, References
+from tests.engine.driving import copy_block, hand_over, make_engine, make_work, outputs_of, run
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [random.Random(4).randrange(256) for _ in range(40)]
+LOOSE = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+
+
+@pytest.fixture(scope="module")
+def reference(references: References) -> Reference:
+    return references("llama")
+
+
+@pytest.fixture
+def engine(reference: Reference) -> Iterator[Engine]:
+    with make_engine(reference.folder) as engine:
+        yield engine
+        engine.check_invariants()
+
+
+def ask(engine: Engine, request_id: str = "a", **sampling: object) -> list[int]:
+    engine.add(make_work(engine, request_id, PROMPT, **sampling))
+    return run(engine)[request_id, 0]
+
+
+def test_a_seed_repeats_its_answer_and_another_does_not(engine: Engine) -> None:
+    assert ask(engine, "a", seed=1, **LOOSE) == ask(engine, "b", seed=1, **LOOSE)
+    assert ask(engine, "c", seed=2, **LOOSE) != ask(engine, "d", seed=1, **LOOSE)
+
+
+def test_a_sampled_stream_goes_on_the_same_after_a_replay(engine: Engine) -> None:
+    whole = ask(engine, "a", seed=1, ignore_eos=True, **LOOSE)
+    work = make_work(engine, "b", PROMPT + whole[:5], num_prompt_tokens=len(PROMPT), seed=1, ignore_eos=True, **LOOSE)
+    engine.add(work)
+    outputs = outputs_of(engine)
+    assert [t for output in outputs for t in output.token_ids] == whole[5:]
+    assert outputs[0].position == 5
+
+
+def test_a_sampled_stream_is_the_same_across_a_handoff(engine: Engine, reference: Reference) -> None:
+    work = make_work(engine, "a", PROMPT, sequences=3, seed=5, ignore_eos=True, **LOOSE)
+    engine.add(work)
+    here = run(engine)
+    assert len({tuple(tokens) for tokens in here.values()}) == 3
+    with make_engine(reference.folder) as sink:
+        assert hand_over(engine, sink, work) == here
+
+
+def test_the_first_request_does_not_see_the_tables_of_the_warm_up(engine: Engine) -> None:
+    """It did: epochs of two rosters were taken for one another, and a sequence wrote into another's block."""
+    engine.add(make_work(engine, "a", PROMPT, sequences=3, seed=0, ignore_eos=True, max_tokens=40, **LOOSE))
+    first = run(engine)
+    engine.add(make_work(engine, "a", PROMPT, sequences=3, seed=0, ignore_eos=True, max_tokens=40, **LOOSE))
+    assert run(engine) == first
+
+
+def test_a_lost_block_changes_the_answer(engine: Engine, reference: Reference) -> None:
+    """So the comparisons with transformers can see one."""
+    prompt, answer = reference.prompts[3], reference.answers[3]
+    engine.add(make_work(engine, "a", prompt))
+    run(engine)
+    names = block_names(make_work(engine, "b", prompt).root, prompt, engine.layout.block_tokens)
+    pinned = engine.pin(names)
+    engine.kv.tensor[pinned[2].block] = 0
+    engine.unpin(block.name for block in pinned)
+    engine.add(make_work(engine, "c", prompt))
+    assert run(engine)["c", 0] != answer
+
+
+def test_a_failed_handoff_is_finished_here(engine: Engine, reference: Reference) -> None:
+    prompt = reference.prompts[3]
+    work = make_work(engine, "a", prompt)
+    with make_engine(reference.folder) as source:
+        source.add(work, mode="prefill")
+        blocks: dict[bytes, int] = {}
+        run(source, lambda result: blocks.update(b for done in result.completed for b in done.blocks))
+        reservation = engine.reserve(work)
+        assert reservation is not None
+        for name, block in reservation.missing[:3]:
+            copy_block(source, blocks[name], engine, block)
+    engine.mark_received(work.request_id, reservation.names[:3])
+    engine.admit_locally(work.request_id)
+    first: list[FirstTokenInfo] = []
+    answers = run(engine, lambda result: first.extend(result.first))
+    assert answers["a", 0] == reference.answers[3]
+    assert first[0].cached_tokens == 3 * engine.layout.block_tokens
+
+
+def test_stop_tokens_end_a_sequence_and_are_told(engine: Engine, reference: Reference) -> None:
+    prompt, answer = reference.prompts[3], reference.answers[3]
+    position = next(i for i in range(2, len(answer)) if answer.index(answer[i]) == i)
+    engine.add(make_work(engine, "a", prompt, stop_token_ids=[answer[position]]))
+    outputs = outputs_of(engine)
+    assert [t for output in outputs for t in output.token_ids] == answer[: position + 1]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == ("stop", answer[position])
+
+
+def test_min_tokens_suppresses_stop_tokens(engine: Engine, reference: Reference) -> None:
+    prompt, answer = reference.prompts[3], reference.answers[3]
+    engine.add(make_work(engine, "a", prompt, stop_token_ids=[answer[1]], min_tokens=4, ignore_eos=True))
+    (tokens,) = run(engine).values()
+    assert len(tokens) >= 4
+    assert answer[1] not in tokens[:4]
+
+
+def test_ignoring_the_end_of_sequence_writes_all_tokens(engine: Engine) -> None:
+    forced = {256: 100.0}
+    assert ask(engine, "a", logit_bias=forced) == [256]
+    assert ask(engine, "b", logit_bias=forced, ignore_eos=True) == [256] * 12
+
+
+def test_the_longest_length_ends_a_sequence(reference: Reference) -> None:
+    with make_engine(reference.folder, max_model_len=45) as engine:
+        engine.add(make_work(engine, "a", PROMPT, max_tokens=100, ignore_eos=True))
+        outputs = outputs_of(engine)
+        assert len(outputs) == 5
+        assert outputs[-1].finish_reason == "length"
+
+
+def test_logprobs_are_those_of_the_model(engine: Engine, reference: Reference) -> None:
+    engine.add(make_work(engine, "a", PROMPT, logprobs=3, prompt_logprobs=2))
+    results: list[StepResult] = []
+    run(engine, results.append)
+    answer = [o for result in results for o in result.tokens]
+    tokens = PROMPT + [o.token_ids[0] for o in answer]
+    model = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    prompt_logprobs = next(info for result in results for info in result.first).prompt_logprobs
+    assert prompt_logprobs is not None
+    assert prompt_logprobs[0] is None
+    told = [*prompt_logprobs, *(o.logprobs[0] for o in answer if o.logprobs)]
+    assert len(told) == len(tokens)
+    for position in range(1, len(tokens)):
+        check_logprobs(told[position], tokens[position], expected[position - 1])
+
+
+def check_logprobs(told: TokenLogprobs | None, token: int, expected: torch.Tensor) -> None:
+    assert told is not None
+    assert told.chosen.token_id == token
+    assert told.chosen.logprob == pytest.approx(float(expected[token]), abs=1e-3)
+    assert told.chosen.rank == int((expected >= expected[token]).sum())
+    for entry in told.top:
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-3)
+
+
+def test_prompt_logprobs_are_the_same_in_chunks_and_with_a_cached_prefix(reference: Reference) -> None:
+    found = []
+    for batched in (16, 64):
+        with make_engine(reference.folder, max_num_batched_tokens=batched) as engine:
+            for name in ("a", "b"):
+                engine.add(make_work(engine, name, PROMPT, prompt_logprobs=0))
+                first: list[FirstTokenInfo] = []
+                run(engine, lambda result, first=first: first.extend(result.first))  # type: ignore[misc]
+                found.append([entry.chosen.logprob for entry in first[0].prompt_logprobs or [] if entry])
+    assert len(found[0]) == len(PROMPT) - 1
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-4)
+
+
+def test_events_and_the_snapshot_agree(engine: Engine) -> None:
+    stored: list[bytes] = []
+
+    def see(result: StepResult) -> None:
+        stored.extend(n for event in result.events if isinstance(event, BlocksStored) for n in event.names)
+
+    engine.add(make_work(engine, "a", PROMPT))
+    run(engine, see)
+    assert stored == engine.cached_names()
+    assert len(stored) == (len(PROMPT) + 11) // engine.layout.block_tokens
+
+
+def test_cancelled_requests_leave_nothing_behind(engine: Engine) -> None:
+    engine.add(make_work(engine, "running", PROMPT, sequences=3, ignore_eos=True))
+    engine.add(make_work(engine, "held", PROMPT[:20]), mode="prefill")
+    reserved = make_work(engine, "reserved", PROMPT[:30])
+    assert engine.reserve(reserved)
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().held_blocks == 2
+    engine.add(make_work(engine, "waiting", PROMPT))
+    for request_id in ("running", "held", "reserved", "waiting", "unknown"):
+        engine.cancel(RequestId(request_id))
+    run(engine)
+    stats = engine.stats()
+    assert stats.free_blocks == stats.total_blocks
+    assert (stats.running, stats.waiting, stats.held, stats.reserved) == (0, 0, 0, 0)
+
+
+def test_bad_requests_are_refused_and_the_engine_lives(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="token ids"):
+        engine.add(make_work(engine, "a", [320]))
+    with pytest.raises(RequestError) as caught:
+        engine.reserve(make_work(engine, "a", [1] * 600))
+    assert caught.value.code == "too_long"
+    assert len(ask(engine, ignore_eos=True)) == 12
+
+
+def test_rates_are_known_before_any_work(engine: Engine) -> None:
+    stats = engine.stats()
+    assert stats.prefill_tokens_per_s > 0
+    assert stats.decode_step_s > 0
+    assert stats.steps == 0

@@ -1,0 +1,205 @@
+"""An engine that cannot start says why, and what would help."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
+from tests.engine.driving import make_engine, make_work, run
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        make_engine(tmp_path / "nothing")
+
+
+def test_a_folder_without_a_config_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        make_engine(tmp_path)
+
+
+def test_a_broken_config_is_told(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        make_engine(folder)
+
+
+def test_an_unknown_architecture_is_told(folder: Path) -> None:
+    edit_config(folder, model_type="nonesuch", architectures=["NonesuchForCausalLM"])
+    with pytest.raises(ModelError, match="nonesuch"):
+        make_engine(folder)
+
+
+def test_a_folder_without_weights_is_told(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="load-format dummy"):
+        make_engine(folder)
+
+
+def test_truncated_weights_are_told(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        make_engine(folder)
+
+
+def test_missing_weights_are_told(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=4)
+    with pytest.raises(ModelError, match="lacks"):
+        make_engine(folder)
+
+
+def test_weights_of_another_shape_are_told(folder: Path) -> None:
+    edit_config(folder, intermediate_size=128)
+    with pytest.raises(ModelError):
+        make_engine(folder)
+
+
+def test_the_largest_length_that_fits_is_named(folder: Path) -> None:
+    with pytest.raises(CapacityError, match="largest max_model_len that fits is 160"):
+        make_engine(folder, num_gpu_blocks_override=10)
+    make_engine(folder, num_gpu_blocks_override=10, max_model_len=160).close()
+
+
+def test_what_fits_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        make_engine(folder, num_gpu_blocks_override=64).close()
+    assert "64 blocks of 16 tokens = 1024 tokens" in caplog.text
+    assert "2.0 requests at once" in caplog.text
+
+
+def test_a_length_beyond_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_position_embeddings = 512"):
+        make_engine(folder, max_model_len=1024)
+
+
+def test_a_device_that_is_not_there_is_told(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees"):
+        make_engine(folder, device="xpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}),
+        (
+            "deepseek_v3",
+            {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "moe_intermediate_size": 16,
+                "num_hidden_layers": 2,
+                "first_k_dense_replace": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "q_lora_rank": 8,
+                "kv_lora_rank": 8,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "vocab_size": 64,
+            },
+        ),
+        (
+            "qwen3_next",
+            {
+                "hidden_size": 32,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "vocab_size": 64,
+            },
+        ),
+    ],
+)
+def test_an_architecture_that_cannot_be_served_is_named(
+    tmp_path: Path, model_type: str, settings: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model(model_type, **settings)
+    config.architectures = [f"{model_type}-architecture"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{model_type}-architecture"):
+        make_engine(tmp_path, load_format="dummy", max_model_len=64)
+
+
+def test_dummy_weights_are_the_same_for_the_same_seed(folder: Path) -> None:
+    found = []
+    for seed in (1, 1, 2):
+        with make_engine(folder, load_format="dummy", seed=seed) as engine:
+            engine.add(make_work(engine, "a", list(range(20)), ignore_eos=True))
+            found.append((engine.layout.fingerprint, run(engine)["a", 0]))
+    assert found[0] == found[1]
+    assert found[0][0] != found[2][0]
+
+
+def test_a_fingerprint_tells_weights_apart_and_survives_a_copy(tmp_path: Path) -> None:
+    def fingerprint(name: str, seed: int) -> str:
+        with make_engine(write_tiny_model(tmp_path / name, seed=seed)) as engine:
+            return engine.layout.fingerprint
+
+    assert fingerprint("a", 0) == fingerprint("b", 0)
+    assert fingerprint("c", 1) != fingerprint("a2", 0)
+
+
+def test_progress_is_told(folder: Path) -> None:
+    from engine import EngineConfig
+
+    told: list[str] = []
+    config = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=4 << 20)
+    Engine(config, progress=lambda what, fraction: told.append(what)).close()
+    assert told[0] == "loading weights"
+    assert told[-1] == "ready"
+
+
+def test_bfloat16_runs(folder: Path) -> None:
+    with make_engine(folder, dtype="bfloat16") as engine:
+        assert engine.layout.dtype == "bfloat16"
+        assert engine.kv.tensor.dtype == torch.bfloat16
+        engine.add(make_work(engine, "a", list(range(40)), ignore_eos=True))
+        assert len(run(engine)["a", 0]) == 12
+
+
+def test_longrope_is_chosen_once_from_the_longest_length(tmp_path: Path) -> None:
+    """Not per batch: a short request beside a long one must not see its frequencies."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    folder = write_tiny_model(
+        tmp_path / "phi",
+        "phi3",
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+        original_max_position_embeddings=64,
+        max_position_embeddings=256,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = [i * 7 % 256 for i in range(70)]
+    expected = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 70), max_new_tokens=6, do_sample=False
+    )
+    with make_engine(folder) as engine:
+        engine.add(make_work(engine, "long", prompt, max_tokens=6))
+        engine.add(make_work(engine, "short", prompt[:10], max_tokens=6))
+        together = run(engine)
+        assert together["long", 0] == expected[0, 70:].tolist()
+        long_fingerprint = engine.layout.fingerprint
+        engine.add(make_work(engine, "alone", prompt[:10], max_tokens=6))
+        assert run(engine)["alone", 0] == together["short", 0]
+    with make_engine(folder, max_model_len=64) as engine:
+        assert engine.layout.fingerprint != long_fingerprint
