@@ -47,6 +47,11 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prefix: str, program: st
     return load(cls, argv, os.environ, prefix=prefix, program=program, description=description)
 
 
+def environment() -> dict[str, str]:
+    """A copy of this process's environment, to be passed on to child processes and to `load_with`."""
+    return dict(os.environ)
+
+
 def load_with(
     cls: type[S],
     others: Sequence[Option],
@@ -69,7 +74,7 @@ def load_with(
         missing = [option for option in own if option.is_required and option.name not in given]
         if missing:
             raise ConfigurationError(f"{missing[0].flag} is required ({missing[0].description})")
-        settings = cls(**{option.name: given[option.name] for option in own if option.name in given})
+        settings = _make(cls, {option.name: given[option.name] for option in own if option.name in given})
     except (ConfigurationError, OptionError) as exc:
         stop(program, str(exc))
     return Loaded(settings, {name: value for name, value in given.items() if name in foreign}, sections)
@@ -100,6 +105,14 @@ def to_argv(values: Mapping[str, object]) -> list[str]:
             case _:
                 argv.append(f"{flag}={value}")
     return argv
+
+
+def _make(cls: type[S], values: Mapping[str, Value]) -> S:
+    """A Struct may refuse a combination of values with `ValueError` in its `__post_init__`."""
+    try:
+        return cls(**values)
+    except ValueError as exc:
+        raise ConfigurationError(str(exc)) from exc
 
 
 class _Reader:

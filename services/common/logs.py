@@ -14,7 +14,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
-_QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access")
+_QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
 
 
 def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:

@@ -1,0 +1,110 @@
+"""`baton serve`: a router and instances on this machine, in one terminal. The whole wiring of the process."""
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.common.configuration import environment, load_with, stop
+from services.common.errors import ConfigurationError
+from services.common.http_server import bind_tcp
+from services.common.lifecycle import Lifecycle, run
+from services.common.logs import configure_logs
+from services.common.options import Option
+from services.common.version import VERSION
+from services.local.accelerators import can_torch_use_accelerators, device_indexes
+from services.local.console import Console
+from services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
+from services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
+from services.local.supervisor import STOP_DEADLINE_S, Supervisor
+
+PROGRAM = "baton serve"
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
+
+
+def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Option]) -> int:
+    """`router` and `instance` are the options of those processes. Returns the exit status."""
+    own_router = [option for option in router if option.name not in MANAGED_OF_ROUTER]
+    own_instance = [option for option in instance if option.name not in MANAGED_OF_INSTANCE]
+    environ = environment()
+    loaded = load_with(
+        ServeSettings,
+        [*own_instance, *own_router],
+        argv,
+        environ,
+        prefix="BATON__SERVE__",
+        program=PROGRAM,
+        description="Serves a model on this machine: starts a router and instances and keeps them running.",
+    )
+    given = Given(loaded.others, loaded.sections, own_router, own_instance)
+    configure_logs(level="warning", format="text")
+    try:
+        settings = _complete(loaded.settings)
+    except ConfigurationError as exc:
+        stop(PROGRAM, str(exc))
+    names = _names(loaded.settings, given)
+    machine = _machine(str(given.values.get("device", "auto")), environ)
+    registry = f"memory:///@baton-{secrets.token_hex(8)}"
+    processes = plan(settings, given, machine, names=names, registry=registry)
+
+    scheme = "https" if given.values.get("ssl_certfile") else "http"
+    url = f"{scheme}://{_reachable(settings.host)}:{settings.port}"
+    is_named = given.values.get("log_format") != "json"
+    console = Console(sys.stderr, [process.name for process in processes], is_named=is_named)
+
+    async def start(lifecycle: Lifecycle) -> None:
+        supervisor = Supervisor(processes, console=console, url=url, environ=environ, on_hopeless=lifecycle.fail)
+        lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
+        supervisor.start()
+        await supervisor.wait_ready(settings.start_timeout_s)
+        sys.stdout.write(_banner(settings, given, names, url))
+        sys.stdout.flush()
+
+    return run(start, program=PROGRAM)
+
+
+def _complete(settings: ServeSettings) -> ServeSettings:
+    """With the model's folder and the real port. Raises `ConfigurationError`."""
+    folder = Path(settings.model) if settings.model else DEMO_MODEL
+    if not (folder / "config.json").is_file():
+        if not settings.model:
+            raise ConfigurationError(f"the bundled demo model is not in this installation ({folder}); name a MODEL")
+        what = "has no config.json" if folder.is_dir() else "is no folder"
+        raise ConfigurationError(f"MODEL {settings.model} {what}: give the folder of a Hugging Face model")
+    with bind_tcp(settings.host, settings.port) as probe:
+        port = probe.getsockname()[1]
+    return msgspec.structs.replace(settings, model=str(folder), port=port)
+
+
+def _names(settings: ServeSettings, given: Given) -> list[str]:
+    """Under which the model is served; empty leaves it to the processes."""
+    chosen = given.values.get("served_model_name")
+    if isinstance(chosen, list) and chosen:
+        return [str(name) for name in chosen]
+    return [] if settings.model else [DEMO_NAME]
+
+
+def _machine(device: str, environ: dict[str, str]) -> Machine:
+    indexes = device_indexes(device, environ) if can_torch_use_accelerators() else []
+    return Machine(cores=len(os.sched_getaffinity(0)), device_indexes=indexes)
+
+
+def _reachable(host: str) -> str:
+    return _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _banner(settings: ServeSettings, given: Given, names: list[str], url: str) -> str:
+    pools = {"prefill": settings.prefill, "decode": settings.decode, "unified": settings.unified}
+    lines = {
+        "url": f"{url}/v1",
+        "model": f"{names[0]} ({settings.model})" if names else settings.model,
+        "pools": ", ".join(f"{count} {role}" for role, count in pools.items() if count),
+        "transport": str(given.values.get("kv_transport", "auto")),
+        "stop with": "Ctrl-C",
+    }
+    width = max(map(len, lines))
+    body = "".join(f"  {key:<{width}}  {value}\n" for key, value in lines.items())
+    return f"\nBaton {VERSION} serves\n{body}\n"

@@ -1,0 +1,169 @@
+"""Keeps the processes of a local cluster running: starts them, restarts those that die, ends them in order.
+
+Hosts nothing itself; whether the cluster serves is read from the router's /health.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+import msgspec
+
+from services.common.errors import ConfigurationError, LocalError
+from services.common.lifecycle import EXIT_HOPELESS
+from services.local.child import Child
+from services.local.console import Console
+from services.local.plan import Process
+from services.local.restarts import Restarts
+
+ROUTER = "router"
+_POLL_S = 0.1
+_ROUTER_AFTER_S = 3.0
+"""So long the router serves on while instances drain; then it stops too, and what still runs there ends."""
+STOP_DEADLINE_S = 25.0
+
+
+class ProcessLostError(LocalError):
+    """A process was given up."""
+
+
+class _InstanceHealth(msgspec.Struct, frozen=True):
+    instance: str
+    total_blocks: int = 0
+
+
+class _Health(msgspec.Struct, frozen=True):
+    instances: list[_InstanceHealth]
+
+
+class Supervisor:
+    """`processes` has the router first. `on_hopeless` is told when the cluster cannot go on."""
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        *,
+        console: Console,
+        url: str,
+        environ: Mapping[str, str],
+        on_hopeless: Callable[[LocalError], None],
+    ) -> None:
+        self._processes = {process.name: process for process in processes}
+        self._console = console
+        self._url = url
+        self._on_hopeless = on_hopeless
+        self._children: dict[str, Child] = {}
+        self._restarts = {name: Restarts() for name in self._processes}
+        self._given_up: set[str] = set()
+        self._environ = environ
+        self._has_served = False
+        self._is_stopping = False
+        self._changed = asyncio.Event()
+        self._error: LocalError | None = None
+
+    def start(self) -> None:
+        for name in self._processes:
+            self._spawn(name)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Until every instance serves. Raises `ConfigurationError` with the reason of a process that cannot start."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with httpx.AsyncClient(verify=False, timeout=5.0) as client:
+            while not await self._is_complete(client):
+                if self._error is not None:
+                    raise self._error
+                if asyncio.get_running_loop().time() > deadline:
+                    waiting = [name for name, child in self._children.items() if not child.is_ready and name != ROUTER]
+                    raise ConfigurationError(
+                        f"not ready within {timeout_s:g} s: {', '.join(waiting) or ROUTER} (--start-timeout-s)"
+                    )
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await self._changed.wait()
+                self._changed.clear()
+        self._has_served = True
+
+    async def stop(self) -> None:
+        """Instances finish what runs, then the router; what is left after the deadline is killed."""
+        self._is_stopping = True
+        instances = [child for name, child in self._children.items() if name != ROUTER]
+        router = [child for name, child in self._children.items() if name == ROUTER]
+        try:
+            _signal(instances, signal.SIGTERM)
+            await _wait(instances, _ROUTER_AFTER_S)
+            _signal(router, signal.SIGTERM)
+            await _wait([*instances, *router], STOP_DEADLINE_S)
+        finally:
+            for child in [*instances, *router]:
+                if child.status is None:
+                    self._console.line("serve", f"{child.name} has not ended in time and is killed")
+                    child.signal(signal.SIGKILL)
+            await _wait([*instances, *router], 3.0)
+
+    def _spawn(self, name: str) -> None:
+        if not self._is_stopping:
+            self._children[name] = Child(
+                self._processes[name],
+                console=self._console,
+                environ=self._environ,
+                on_end=lambda: self._ended(name),
+            )
+
+    def _ended(self, name: str) -> None:
+        self._changed.set()
+        child = self._children[name]
+        if self._is_stopping:
+            return
+        if not self._has_served and child.status == EXIT_HOPELESS:
+            self._fail(ConfigurationError(f"{name} cannot start: {_reason(child)}"))
+            return
+        loop = asyncio.get_running_loop()
+        delay_s = self._restarts[name].died(lived_s=loop.time() - child.started_at)
+        if delay_s is None:
+            self._give_up(name, child)
+            return
+        self._console.line("serve", f"{name} has died ({child.how_it_ended()}); it starts again in {delay_s:g} s")
+        loop.call_later(delay_s, self._spawn, name)
+
+    def _give_up(self, name: str, child: Child) -> None:
+        self._given_up.add(name)
+        self._console.line("serve", f"{name} keeps dying ({child.how_it_ended()}) and is given up. Its last lines:")
+        for line in child.tail:
+            self._console.line("serve", f"  {line}")
+        instances = self._processes.keys() - {ROUTER}
+        if name == ROUTER or not self._has_served or instances <= self._given_up:
+            self._fail(ProcessLostError(f"{name} keeps dying: {_reason(child)}"))
+
+    def _fail(self, error: LocalError) -> None:
+        """The first reason counts. Before the cluster has served, `wait_ready` raises it."""
+        if self._error is None:
+            self._error = error
+            if self._has_served:
+                self._on_hopeless(error)
+
+    async def _is_complete(self, client: httpx.AsyncClient) -> bool:
+        try:
+            answer = await client.get(f"{self._url}/health")
+            health = msgspec.json.decode(answer.content, type=_Health)
+        except (httpx.TransportError, msgspec.DecodeError):
+            return False
+        return len(health.instances) == len(self._processes) - 1
+
+
+def _signal(children: Sequence[Child], number: int) -> None:
+    for child in children:
+        child.signal(number)
+
+
+async def _wait(children: Sequence[Child], timeout_s: float) -> None:
+    """Until all have ended, or the time is up."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for child in children:
+                await child.ended.wait()
+
+
+def _reason(child: Child) -> str:
+    return child.last_line() or child.how_it_ended()
