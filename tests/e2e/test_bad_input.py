@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names the cause, and the process lives; at start it exits non-zero with one line."""
+"""Bad input gets a clear error that names the cause, and the process lives; at start it exits with one line."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Greedy tokens through router → prefill → transfer → decode equal `transformers.generate`, for every family and transport."""
+"""Greedy tokens through the whole path equal `transformers.generate`, for every family and transport."""
 
 from collections.abc import Sequence
 from pathlib import Path

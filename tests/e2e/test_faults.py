@@ -1,4 +1,4 @@
-"""`kill -9` where it hurts: the request ends or completes within its deadline, nothing leaks, the next request is served."""
+"""`kill -9` where it hurts: the request ends within its deadline, nothing leaks, the next request is served."""
 
 import os
 import signal
@@ -93,7 +93,7 @@ def test_decode_killed_mid_stream_is_replayed(llama: Path) -> None:
 
 
 def test_the_only_prefill_dies_and_comes_back(llama: Path) -> None:
-    """With one prefill instance the request ends with a clear error or elsewhere; the supervisor restarts the instance."""
+    """With one prefill instance the request ends with a clear error or elsewhere; the instance is restarted."""
     with Cluster(llama, args=(*FLAGS, "--max-num-batched-tokens", "16")) as cluster:
         (before,) = cluster.instances("prefill")
         os.kill(cluster.pid("prefill"), signal.SIGKILL)

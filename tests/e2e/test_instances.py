@@ -175,7 +175,7 @@ def test_prefill_killed_during_a_handoff(model: Path, transport: str) -> None:
             await driver.until(lambda: bool(answer.failed), "decode hears of the death", timeout_s=10)
             (failed,) = answer.failed
             assert (failed.code, failed.lost) == ("handoff_failed", "prefill-0")
-            assert is_idle(await driver.load_of(driver.decode)), "freed only after the router was told"
+            await driver.until_load(driver.decode, is_idle, "an idle decode")
             assert (await metrics(driver.decode.record.http_address))["baton:leases"] == 0
             lonely = driver.work(prompt(30), max_tokens=5)
             driver.send(driver.decode, Generate(lonely))
@@ -227,6 +227,7 @@ def test_decode_killed_while_blocks_travel(model: Path) -> None:
             driver.start(driver.work(prompt(400, 1)))
             await driver.until_load(driver.prefill, lambda load: load.running == 1, "prefill computes")
             driver.decode.kill()
+            await driver.until(lambda: driver.decode.lost is not None, "decode is lost")
             await driver.until_idle()
 
     run(test)
