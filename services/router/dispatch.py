@@ -63,6 +63,7 @@ class Dispatcher:
             cluster=self._cluster,
             outbox=outbox,
             rules=self._rules,
+            clock=self._clock,
             arrived_at=arrived_at,
             on_end=self._ended,
         )

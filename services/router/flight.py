@@ -37,6 +37,7 @@ class Flight:
         cluster: Cluster,
         outbox: Outbox,
         rules: FlightRules,
+        clock: Callable[[], float],
         arrived_at: float,
         on_end: Callable[["Flight"], None],
     ) -> None:
@@ -50,6 +51,7 @@ class Flight:
         self._outbox = outbox
         self._rules = rules
         self._on_end = on_end
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._deadline = arrived_at + rules.request_timeout_s
         self._attempts: set[Attempt] = set()
@@ -61,7 +63,7 @@ class Flight:
 
     def start(self) -> None:
         """Raises `ApiError` when no instance can take it."""
-        self._timers.append(self._loop.call_at(self._deadline, self._on_deadline))
+        self._timers.append(self._loop.call_later(self._deadline - self._clock(), self._on_deadline))
         refused = self._launch(self.sequences, 0)
         if refused is not None:
             self.is_over = True
@@ -117,7 +119,7 @@ class Flight:
         if member is attempt.decode:
             attempt.decode_has_blocks = True
         for tokens in sequence.accept(message):
-            now = self._loop.time()
+            now = self._clock()
             if self.timeline.first_token_at is None:
                 self.timeline.first_token_at = now
             self.timeline.last_token_at = now
@@ -219,7 +221,7 @@ class Flight:
         layout = placement.computing.layout
         work = self._work(attempt, token_ids, naming.root(layout), indexes(sequences))
         attempt.start(work, placement, handoff_timeout_s=min(self._rules.handoff_timeout_s, work.timeout_s))
-        until = self._loop.time() + self._rules.expected_blocks_ttl_s
+        until = self._clock() + self._rules.expected_blocks_ttl_s
         for member in attempt.members():
             self._cluster.index.expect(member.record.instance, naming.names(layout), until=until)
         return None
@@ -242,7 +244,7 @@ class Flight:
             root=root,
             sequences=sequences,
             priority=self.job.priority,
-            timeout_s=max(0.1, self._deadline - self._loop.time()),
+            timeout_s=max(0.1, self._deadline - self._clock()),
         )
 
     def _on_deadline(self) -> None:
@@ -273,7 +275,7 @@ class Flight:
         for attempt in list(self._attempts):
             self._end_attempt(attempt, cancel=True)
         self._clear()
-        self.timeline.ended_at = self._loop.time()
+        self.timeline.ended_at = self._clock()
         self._on_end(self)
 
     def _clear(self) -> None:

@@ -1,0 +1,147 @@
+"""Fixtures: a router over a fake cluster, asked through its ASGI application."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.router.app import create_app
+from services.router.cluster import Cluster
+from services.router.dispatch import Dispatcher
+from services.router.frontend import Frontend
+from services.router.main import flight_rules
+from services.router.metrics import RouterMetrics
+from services.router.model import ServedModel
+from services.router.settings import RouterSettings
+from services.router.shell import Shell
+from tests.unit.router.fakes import FakeCluster, record
+from tests.unit.router.tokenizers_for_tests import write_folder
+
+
+class Router:
+    """A router whose instances are fakes, with a client."""
+
+    def __init__(self, fakes: FakeCluster, settings: RouterSettings, model: ServedModel, keys: list[str]) -> None:
+        self.fakes = fakes
+        self.metrics = RouterMetrics(CollectorRegistry(), "tiny")
+        self.cluster = Cluster(fakes, fakes, clock=time.monotonic)
+        self.dispatcher = Dispatcher(
+            self.cluster,
+            rules=flight_rules(settings),
+            max_flights=settings.max_concurrent_requests,
+            metrics=self.metrics,
+            clock=time.monotonic,
+        )
+        self.frontend = Frontend(
+            settings,
+            model=model,
+            cluster=self.cluster,
+            dispatcher=self.dispatcher,
+            metrics=self.metrics,
+            clock=time.monotonic,
+        )
+        self.app: Shell = create_app(self.frontend, api_keys=keys)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
+
+    async def start(self) -> None:
+        await self.cluster.start()
+        await settle()
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        self.dispatcher.close()
+        await self.cluster.close()
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        answer = await self.http.post("/v1/completions", json={"seed": 0, **body})
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    async def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        answer = await self.http.post(path, json={"seed": 0, **body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return events_of(answer.text)
+
+    def check_idle(self) -> None:
+        """Nothing of an ended request is left anywhere."""
+        assert self.dispatcher.num_flights == 0
+        assert self.fakes.busy() == []
+        for member in self.cluster.members():
+            assert member.shares == {}
+            member.check_invariants()
+        self.cluster.index.check_invariants()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def settle(turns: int = 20) -> None:
+    """Lets everything run that waits for nothing but its turn."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("router") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def model(model_folder: Path) -> ServedModel:
+    return ServedModel.from_settings(RouterSettings(model=str(model_folder)))
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(model: ServedModel, model_folder: Path) -> Iterator[Serve]:
+    """`serve(test)` runs `await test(router)` on one prefill and one decode instance."""
+
+    @asynccontextmanager
+    async def running(
+        prefill: int, decode: int, unified: int, keys: list[str], settings: dict[str, Any]
+    ) -> AsyncIterator[Router]:
+        fakes = FakeCluster()
+        for role, count in (("prefill", prefill), ("decode", decode), ("unified", unified)):
+            for i in range(count):
+                fakes.add(record(f"{role}-{i}", role))  # type: ignore[arg-type]
+        chosen = RouterSettings(model=str(model_folder), disaggregation_min_tokens=0, replay_wait_s=0.05)
+        chosen = msgspec.structs.replace(chosen, **settings)
+        router = Router(fakes, chosen, model, keys)
+        await router.start()
+        try:
+            yield router
+            await settle()
+            router.check_idle()
+        finally:
+            await router.close()
+
+    def run(
+        test: Callable[[Router], Awaitable[None]],
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        unified: int = 0,
+        keys: list[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        async def scenario() -> None:
+            async with asyncio.timeout(10), running(prefill, decode, unified, keys or [], settings) as router:
+                await test(router)
+
+        asyncio.run(scenario())
+
+    yield run

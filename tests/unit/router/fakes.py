@@ -1,0 +1,361 @@
+"""A cluster without processes: instances that speak contracts.messages over links that are function calls."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from contracts.events import BlocksStored, EventBatch
+from contracts.identity import BlockName, Generation, InstanceId, RequestId
+from contracts.instance import InstanceRecord, LinkStatus, Load, Role
+from contracts.layout import KVLayout
+from contracts.messages import (
+    Batch,
+    Cancel,
+    Decode,
+    ErrorCode,
+    Failed,
+    Generate,
+    HandoffReport,
+    Heartbeat,
+    LoadReport,
+    Logprob,
+    Prefill,
+    PrefillReport,
+    Snapshot,
+    SnapshotRequest,
+    Ticket,
+    ToInstance,
+    TokenLogprobs,
+    Tokens,
+    ToRouter,
+    Work,
+)
+
+LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
+
+TokenOf = Callable[[Work, int, int], int]
+"""(work, sequence, position) -> token id: like real sampling it depends on nothing else."""
+
+
+def letters(work: Work, sequence: int, position: int) -> int:
+    return 97 + (work.sampling.seed + 5 * sequence + position * 7) % 26
+
+
+def record(
+    instance: str,
+    role: Role,
+    *,
+    generation: int = 1,
+    load: Load | None = None,
+    layout: KVLayout = LAYOUT,
+    max_model_len: int = 256,
+) -> InstanceRecord:
+    return InstanceRecord(
+        instance=InstanceId(instance),
+        generation=Generation(generation),
+        role=role,
+        model="tiny",
+        layout=layout,
+        max_model_len=max_model_len,
+        rpc_address=f"rpc-{instance}",
+        transfer_address=f"transfer-{instance}",
+        events_address=f"events-{instance}",
+        http_address=f"{instance}:80",
+        host="here",
+        load=load or Load(free_blocks=100, total_blocks=100, prefill_tokens_per_s=1000.0),
+    )
+
+
+@dataclass
+class Job:
+    """What a fake instance was asked to do. `sent` counts tokens of each sequence sent by this instance."""
+
+    message: Prefill | Decode | Generate
+    sent: dict[int, int] = field(default_factory=dict)
+    live: set[int] = field(default_factory=set)
+
+    @property
+    def work(self) -> Work:
+        return self.message.work
+
+
+class FakeInstance:
+    """Answers as a real one would, one token of each sequence a step. `hold` stops it after so many steps."""
+
+    def __init__(self, cluster: "FakeCluster", record: InstanceRecord) -> None:
+        self.cluster = cluster
+        self.record = record
+        self.jobs: dict[RequestId, Job] = {}
+        self.received: list[ToInstance] = []
+        self.hold: int | None = None
+        self.refuses: ErrorCode | None = None
+        self.draining = False
+        self.cached: list[BlockName] = []
+        self.link: FakeLink | None = None
+        self.sequence = 0
+        self.on_batch: Callable[[EventBatch], None] | None = None
+        self._is_due = False
+
+    def assignments(self) -> list[Prefill | Decode | Generate]:
+        return [m for m in self.received if isinstance(m, Prefill | Decode | Generate)]
+
+    def cancels(self) -> list[Cancel]:
+        return [m for m in self.received if isinstance(m, Cancel)]
+
+    def send(self, message: ToRouter) -> None:
+        if self.link is not None:
+            self.link.on_message(message)
+
+    def on_message(self, message: ToInstance) -> None:
+        self.received.append(message)
+        match message:
+            case Heartbeat():
+                self.report()
+            case SnapshotRequest():
+                self.send(
+                    Snapshot(
+                        instance=self.record.instance,
+                        generation=self.record.generation,
+                        sequence=self.sequence,
+                        device=self.cached,
+                    )
+                )
+            case Cancel(request_id=request_id, sequence=sequence):
+                if (job := self.jobs.get(request_id)) is not None:
+                    job.live -= job.live if sequence is None else {sequence}
+                    if not job.live:
+                        del self.jobs[request_id]
+            case Prefill() | Decode() | Generate():
+                self._accept(message)
+
+    def report(self, load: Load | None = None) -> None:
+        self.send(
+            LoadReport(
+                instance=self.record.instance,
+                generation=self.record.generation,
+                load=load or self.record.load,
+                draining=self.draining,
+                links=[LinkStatus(peer=InstanceId("prefill-0"), transport="memory", bytes_per_second=2e9)],
+            )
+        )
+
+    def store(self, names: list[BlockName]) -> None:
+        self.cached += names
+        self.sequence += 1
+        assert self.on_batch is not None
+        self.on_batch(
+            EventBatch(self.record.instance, self.record.generation, self.sequence, [BlocksStored(names)])
+        )
+
+    def resume(self) -> None:
+        self.hold = None
+        self._soon()
+
+    def die(self, reason: str = "the connection broke") -> None:
+        """Nothing is heard from it any more."""
+        link, self.link = self.link, None
+        self.jobs.clear()
+        self.cluster.instances.pop(self.record.instance, None)
+        if link is not None:
+            link.lose(reason)
+
+    def _accept(self, message: Prefill | Decode | Generate) -> None:
+        if self.refuses is not None:
+            failed = Failed(request_id=message.work.request_id, code=self.refuses, message="refused by the test")
+            asyncio.get_running_loop().call_soon(self.send, failed)
+            return
+        job = Job(message, {i: 0 for i in message.work.sequences}, set(message.work.sequences))
+        self.jobs[message.work.request_id] = job
+        self._soon()
+
+    def _soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def _step(self) -> None:
+        self._is_due = False
+        if self.hold is not None:
+            if self.hold <= 0:
+                return
+            self.hold -= 1
+        answers: list[Tokens | PrefillReport | HandoffReport | Failed] = []
+        for job in list(self.jobs.values()):
+            answers += self._advance(job)
+        if answers:
+            self.send(Batch(answers))
+        if self.jobs:
+            self._soon()
+
+    def _advance(self, job: Job) -> list[Tokens | PrefillReport | HandoffReport | Failed]:
+        work, message = job.work, job.message
+        answers: list[Tokens | PrefillReport | HandoffReport | Failed] = []
+        offset = len(work.token_ids) - work.num_prompt_tokens
+        if isinstance(message, Decode):
+            if not self.cluster.is_prefilled(message.ticket):
+                return []
+            offset += 1
+            if not any(job.sent.values()):
+                answers.append(handoff_report(work))
+        elif not any(job.sent.values()):
+            answers.append(prefill_report(work))
+        for sequence in sorted(job.live):
+            position = offset + job.sent[sequence]
+            if position < work.sampling.max_tokens:
+                answers.append(self._token(job, sequence, position))
+            else:
+                job.live.discard(sequence)
+        if isinstance(message, Prefill):
+            job.live.clear()
+            if message.ticket is not None:
+                self.cluster.prefilled.add(message.ticket.ticket)
+        if not job.live:
+            self.jobs.pop(work.request_id, None)
+        return answers
+
+    def _token(self, job: Job, sequence: int, position: int) -> Tokens:
+        work = job.work
+        token_id = self.cluster.token_of(work, sequence, position)
+        job.sent[sequence] += 1
+        is_eos = token_id == self.cluster.eos and not work.sampling.ignore_eos
+        is_stop = is_eos or token_id in work.sampling.stop_token_ids
+        is_last = position + 1 >= work.sampling.max_tokens
+        if is_stop or is_last:
+            job.live.discard(sequence)
+        return Tokens(
+            request_id=work.request_id,
+            sequence=sequence,
+            position=position,
+            token_ids=[token_id],
+            logprobs=[logprobs_of(token_id, work.sampling.logprobs)] if work.sampling.logprobs is not None else None,
+            finish_reason="stop" if is_stop else "length" if is_last else None,
+            stop_token_id=token_id if is_stop else None,
+        )
+
+
+def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
+    top = [Logprob(token_id + i, -0.5 - i, i + 1) for i in range(wanted)]
+    return TokenLogprobs(Logprob(token_id, -0.5, 1), top)
+
+
+def prefill_report(work: Work) -> PrefillReport:
+    prompt_logprobs = None
+    if (wanted := work.sampling.prompt_logprobs) is not None:
+        prompt_logprobs = [None, *(logprobs_of(token, wanted) for token in work.token_ids[1:])]
+    return PrefillReport(
+        request_id=work.request_id,
+        queue_s=0.25,
+        prefill_s=0.5,
+        cached_tokens={"device": 4},
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def handoff_report(work: Work) -> HandoffReport:
+    return HandoffReport(
+        request_id=work.request_id,
+        transport="memory",
+        handoff_s=0.125,
+        exposed_s=0.0625,
+        transferred_blocks=3,
+        reused_blocks=1,
+        transferred_bytes=1000,
+    )
+
+
+class FakeLink:
+    def __init__(
+        self, instance: FakeInstance | None, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
+    ) -> None:
+        self.instance = instance
+        self.on_message = on_message
+        self._on_lost = on_lost
+        self._is_lost = False
+
+    async def start(self) -> None:
+        if self.instance is not None:
+            self.instance.link = self
+            self.instance.report()
+
+    def send(self, message: ToInstance) -> None:
+        if self.instance is not None and self.instance.link is self and not self._is_lost:
+            self.instance.on_message(message)
+
+    async def close(self) -> None:
+        self._is_lost = True
+
+    def lose(self, reason: str) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            asyncio.get_running_loop().call_soon(self._on_lost, reason)
+
+
+class FakeSubscriber:
+    def __init__(self, instance: FakeInstance | None, on_batch: Callable[[EventBatch], None]) -> None:
+        self._instance = instance
+        self._on_batch = on_batch
+
+    async def start(self) -> None:
+        if self._instance is not None:
+            self._instance.on_batch = self._on_batch
+
+    def rebase(self, sequence: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeCluster:
+    """Registry view, connector and instances in one."""
+
+    def __init__(self, token_of: TokenOf = letters, eos: int = 2) -> None:
+        self.token_of = token_of
+        self.eos = eos
+        self.instances: dict[InstanceId, FakeInstance] = {}
+        self.registered: dict[InstanceId, InstanceRecord] = {}
+        self.prefilled: set[str] = set()
+        self.on_change: Callable[[], None] = lambda: None
+
+    def __getitem__(self, instance: str) -> FakeInstance:
+        return self.instances[InstanceId(instance)]
+
+    def add(self, new: InstanceRecord) -> FakeInstance:
+        instance = FakeInstance(self, new)
+        self.instances[new.instance] = instance
+        self.registered[new.instance] = new
+        self.on_change()
+        return instance
+
+    def forget(self, instance: str) -> None:
+        """Its record is gone from the registry."""
+        del self.registered[InstanceId(instance)]
+        self.on_change()
+
+    def is_prefilled(self, ticket: Ticket) -> bool:
+        return ticket.ticket in self.prefilled
+
+    async def start(self, on_change: Callable[[], None]) -> None:
+        self.on_change = on_change
+
+    def records(self) -> list[InstanceRecord]:
+        return [self.registered[instance] for instance in sorted(self.registered)]
+
+    def is_connected(self) -> bool:
+        return True
+
+    async def close(self) -> None:
+        pass
+
+    def link(
+        self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
+    ) -> FakeLink:
+        return FakeLink(self.instances.get(record.instance), on_message, on_lost)
+
+    def subscriber(
+        self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
+    ) -> FakeSubscriber:
+        return FakeSubscriber(self.instances.get(record.instance), on_batch)
+
+    def busy(self) -> list[RequestId]:
+        return [request_id for instance in self.instances.values() for request_id in instance.jobs]

@@ -1,0 +1,235 @@
+"""/v1/completions over a fake cluster: shapes, prompts of every kind, and what the engine is asked for."""
+
+from typing import Any
+
+from contracts.messages import Decode, Prefill
+from tests.unit.router.conftest import Router, Serve
+
+# What the fake cluster writes for seed 0: letters 7 apart.
+LETTERS = "ahovcjqxelszgnubipwdkryfmt"
+
+
+def test_a_prompt_is_prefilled_handed_off_and_answered(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt="hello world", max_tokens=6)
+        (choice,) = answer["choices"]
+        assert choice["text"] == LETTERS[:6]
+        assert choice["finish_reason"] == "length"
+        assert choice["stop_reason"] is None
+        assert choice["logprobs"] is None
+        assert answer["object"] == "text_completion"
+        assert answer["id"].startswith("cmpl-")
+        prompt = router.frontend.model.tokenizer.encode("hello world", add_special_tokens=True)
+        assert answer["usage"] == {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 6,
+            "total_tokens": len(prompt) + 6,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+        (prefill,) = router.fakes["prefill-0"].assignments()
+        (decode,) = router.fakes["decode-0"].assignments()
+        assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
+        assert prefill.work == decode.work
+        assert prefill.work.token_ids == prompt
+        assert prefill.ticket == decode.ticket
+        assert (decode.ticket.source, decode.ticket.sink) == ("prefill-0", "decode-0")
+        assert router.fakes["decode-0"].cancels() == []
+
+    serve(scenario)
+
+
+def test_streamed_and_whole_answers_are_equal(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"prompt": "hello", "max_tokens": 9, "n": 2, "logprobs": 2}
+        whole = await router.complete(**body)
+        chunks = await router.stream("/v1/completions", **body, stream_options={"include_usage": True})
+        for i in range(2):
+            mine = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == i]
+            assert "".join(c["text"] for c in mine) == whole["choices"][i]["text"]
+            assert mine[-1]["finish_reason"] == whole["choices"][i]["finish_reason"] == "length"
+            for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+                streamed = [value for c in mine for value in c["logprobs"][field]]
+                assert streamed == whole["choices"][i]["logprobs"][field]
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"] == whole["usage"]
+        assert {c["usage"] is None for c in chunks[:-1]} == {True}
+        assert whole["choices"][0]["text"] != whole["choices"][1]["text"]
+
+    serve(scenario)
+
+
+def test_continuous_usage_counts_up(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await router.stream("/v1/completions", prompt="hello", max_tokens=4, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+
+    serve(scenario)
+
+
+def test_several_prompts_are_answered_in_order(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt=["hello", "world"], n=2, max_tokens=3)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["choices"][0]["text"] == answer["choices"][2]["text"] == LETTERS[:3]
+        assert answer["usage"]["completion_tokens"] == 12
+        ids = await router.complete(prompt=[[104, 105], [106]], max_tokens=2)
+        assert ids["usage"]["prompt_tokens"] == 3
+        one = await router.complete(prompt=[104, 105], max_tokens=2)
+        assert one["usage"]["prompt_tokens"] == 2
+
+    serve(scenario)
+
+
+def test_a_request_without_max_tokens_may_fill_the_context(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt=[104] * 200)
+        assert answer["usage"]["total_tokens"] == 256
+
+    serve(scenario)
+
+
+def test_echo_puts_the_prompt_before_the_answer(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"prompt": "hello world", "max_tokens": 3, "echo": True, "logprobs": 1}
+        answer = await router.complete(**body)
+        (choice,) = answer["choices"]
+        assert choice["text"] == "hello world" + LETTERS[:3]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"]) - 1
+        chunks = await router.stream("/v1/completions", **body)
+        assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"]
+        offsets = [offset for c in chunks for offset in c["choices"][0]["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"]
+        only = await router.complete(prompt="hello world", max_tokens=0, echo=True)
+        assert only["choices"][0]["text"] == "hello world"
+
+    serve(scenario)
+
+
+def test_a_stop_string_across_tokens_ends_the_text_and_the_work(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt="hello", max_tokens=100, stop=["vcj", "zz"])
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("aho", "stop", "vcj")
+        assert answer["usage"]["completion_tokens"] == 6
+        kept = await router.complete(prompt="hello", max_tokens=100, stop="vcj", include_stop_str_in_output=True)
+        assert kept["choices"][0]["text"] == "ahovcj"
+        assert router.fakes["decode-0"].cancels()
+        late = await router.complete(prompt="hello", max_tokens=40, min_tokens=8, stop="vcj")
+        assert late["choices"][0]["text"] == (LETTERS + LETTERS)[: 26 + 3]
+
+    serve(scenario)
+
+
+def test_a_stop_token_is_named_and_not_shown(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt="hello", max_tokens=100, stop_token_ids=[ord("v")])
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("aho", "stop", ord("v"))
+        assert answer["usage"]["completion_tokens"] == 4
+
+    serve(scenario)
+
+
+def test_the_end_of_sequence_is_not_named(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes.eos = ord("c")
+        answer = await router.complete(prompt="hello", max_tokens=100)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ahov", "stop", None)
+        through = await router.complete(prompt="hello", max_tokens=7, ignore_eos=True)
+        assert through["choices"][0]["text"] == LETTERS[:7]
+
+    serve(scenario)
+
+
+def test_an_end_with_the_first_token_frees_both_instances(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes.eos = ord("a")
+        answer = await router.complete(prompt="hello", max_tokens=100)
+        assert answer["choices"][0]["text"] == ""
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert router.fakes["decode-0"].cancels()
+
+    serve(scenario)
+
+
+def test_one_token_needs_no_handoff(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt="hello", max_tokens=1)
+        assert answer["choices"][0]["text"] == "a"
+        assert router.fakes["decode-0"].assignments() == []
+
+    serve(scenario)
+
+
+def test_all_sampling_parameters_reach_the_engine(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        wanted: dict[str, Any] = {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.2,
+            "min_tokens": 2,
+            "ignore_eos": True,
+            "allowed_token_ids": [97, 98],
+            "stop_token_ids": [3],
+            "logprobs": 3,
+        }
+        await router.complete(
+            prompt="hello", max_tokens=5, logit_bias={"97": 1.5}, priority=-3, cache_salt="tenant", **wanted | {"seed": 42}
+        )
+        (prefill,) = router.fakes["prefill-0"].assignments()
+        sampling = prefill.work.sampling
+        for name, value in wanted.items():
+            assert getattr(sampling, name) == value, name
+        assert (sampling.seed, sampling.max_tokens, sampling.logit_bias) == (42, 5, {97: 1.5})
+        assert prefill.work.priority == -3
+        await router.complete(prompt="hello", max_tokens=5)
+        assert router.fakes["prefill-0"].assignments()[1].work.root != prefill.work.root
+
+    serve(scenario)
+
+
+def test_a_seed_is_drawn_when_none_is_given(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for seed in (None, None, -1):
+            await router.complete(prompt="hello", max_tokens=2, seed=seed)
+        seeds = [m.work.sampling.seed for m in router.fakes["prefill-0"].assignments()]
+        assert len(set(seeds)) == 3
+
+    serve(scenario)
+
+
+def test_tokens_may_be_written_as_ids(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt="hello", max_tokens=2, logprobs=0, return_tokens_as_token_ids=True)
+        assert answer["choices"][0]["logprobs"]["tokens"] == ["token_id:97", "token_id:104"]
+
+    serve(scenario)
+
+
+def test_truncation_keeps_the_last_tokens(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        await router.complete(prompt=list(range(100, 160)), max_tokens=2, truncate_prompt_tokens=5)
+        (prefill,) = router.fakes["prefill-0"].assignments()
+        assert prefill.work.token_ids == [155, 156, 157, 158, 159]
+
+    serve(scenario)
+
+
+def test_prompt_logprobs_come_with_the_answer(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt=[104, 105], max_tokens=2, prompt_logprobs=1)
+        first, second = answer["choices"][0]["prompt_logprobs"]
+        assert first is None
+        assert second["105"] == {"logprob": -0.5, "rank": 1, "decoded_token": "i"}
+
+    serve(scenario)
