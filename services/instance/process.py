@@ -91,6 +91,7 @@ class InstanceProcess:
         await self._start_links(lifecycle, engine)
         await self._start_serving(lifecycle, engine)
         self._join(lifecycle)
+        lifecycle.on_stop("admission", self._refuse_new)
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection needs to look at it again
         self._announce()
@@ -165,6 +166,9 @@ class InstanceProcess:
         )
         membership.start()
         lifecycle.on_stop("membership", membership.leave, deadline_s=3.0)
+
+    async def _refuse_new(self) -> None:
+        self._serving.refuse_new()
 
     def _record(self) -> InstanceRecord:
         settings, engine = self._settings, self._engine

@@ -127,11 +127,16 @@ class Serving:
         for request in self.table.all():
             self._abort(request, Failed(request_id=request.request_id, code="internal", message=reason))
 
-    async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""
+    def refuse_new(self) -> None:
+        """From now on; every router is told at once."""
         self.is_draining = True
         for router in self._router.routers():
             self._router.send(router, self._load_report())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""
+        if not self.is_draining:
+            self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

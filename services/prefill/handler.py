@@ -66,6 +66,8 @@ class PrefillHandler:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not reading.end.done():
                 reason = released.result()
+                if reason == "cancelled":
+                    return  # the sink was told to, or has told the router why
                 lost = ticket.sink if reason == "lost" else None
                 raise RequestFailed("handoff_failed", f"{ticket.sink} does not take the blocks: {reason}", lost=lost)
             reading.end.result()

@@ -109,6 +109,20 @@ def test_a_sink_that_dies_while_the_prompt_is_computed_ends_the_request() -> Non
     run(test())
 
 
+def test_a_sink_that_cancels_has_told_the_router_itself() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        b.transfer.release.set_result("cancelled")
+        await settle()
+        assert not b.router.sent
+        assert b.engine.verbs() == ["add", "cancel"]
+        b.check()
+
+    run(test())
+
+
 def test_a_sink_that_dies_after_the_first_token_frees_silently() -> None:
     async def test() -> None:
         b = bench()
