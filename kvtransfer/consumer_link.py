@@ -22,7 +22,7 @@ from kvtransfer.frames import (
     peer_of,
 )
 from kvtransfer.liveness import ProcessWatch, watch_process
-from kvtransfer.sockets import LoopSocket, configure
+from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure
 from kvtransfer.transports.port import Inlet, Transport
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ConsumerLink:
         socket = context.zmq.socket(zmq.DEALER)
         configure(socket, context.settings)
         socket.connect(address)
-        self._socket = LoopSocket(socket, on_message=self._receive, on_down=lambda _: self.lose("connection lost"))
+        self._socket = LoopSocket(socket, on_message=self._receive, on_down=self._on_down)
 
     async def open(self, timeout_s: float) -> None:
         """Raises `PeerLost`, `Refused` or `TransportUnavailable`."""
@@ -111,12 +111,12 @@ class ConsumerLink:
         if self.is_up:
             self._socket.send([encode(message)])
 
-    def lose(self, reason: str, *, dead: bool = False) -> None:
+    def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
         """The connection is of no use any more; `on_lost` is told once."""
         if not self.is_up:
             return
         self.is_up = False
-        self._socket.close()
+        self._socket.close(linger_ms=linger_ms)
         dead = dead or self.is_dead()
         if self._watch is not None:
             self._watch.close()
@@ -128,7 +128,7 @@ class ConsumerLink:
         self._on_lost(self, reason, dead)
 
     async def close(self) -> None:
-        self.lose("closed")
+        self.lose("closed", linger_ms=FAREWELL_MS)
         if self._attaching is not None:
             self._attaching.cancel()
             with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):
@@ -159,6 +159,10 @@ class ConsumerLink:
             raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(self.why)}")
         finally:
             self._attaching = None
+
+    def _on_down(self, _: int) -> None:
+        self._socket.drain()
+        self.lose("connection lost")
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         try:

@@ -34,7 +34,7 @@ from kvtransfer.producer_link import ProducerLink, refusal, welcome
 from kvtransfer.session.producer import CODE_OF, ProducerSession
 from kvtransfer.session.steps import Drain, ProducerStep, Released, ReleaseReason, Serve, Tell
 from kvtransfer.session.table import ProducerState
-from kvtransfer.sockets import LoopSocket, configure
+from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure
 from kvtransfer.window import Parcel
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class ProducerSide:
         waiting = [future for future in self._outcomes.values() if not future.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
-        self._socket.close()
+        self._socket.close(linger_ms=FAREWELL_MS)
         for link in self._links.values():
             link.close()
         for future in self._outcomes.values():
@@ -174,7 +174,6 @@ class ProducerSide:
         return handoff
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
-        self._socket.drain_monitor()
         identity = frames[0].bytes
         link = self._by_identity.get(identity)
         try:
@@ -182,7 +181,7 @@ class ProducerSide:
         except (WireError, IndexError) as exc:
             logger.warning("undecodable message of a peer: %s", exc)
             return
-        if isinstance(message, Hello):
+        if isinstance(message, Hello) and link is None:
             self._greet(identity, frames[1].get(zmq.SRCFD), message)
         elif link is None:
             self._answer(identity, Refuse("say hello first"))
@@ -190,6 +189,7 @@ class ProducerSide:
             self._handle(link, message)
 
     def _greet(self, identity: bytes, fd: int | str | bytes, hello: Hello) -> None:
+        self._socket.drain_monitor()  # the descriptor may be that of a connection that just ended
         refuse = refusal(self._context, hello)
         if refuse is not None:
             logger.warning("peer=%s refused: %s", hello.instance, refuse.reason)
@@ -346,7 +346,11 @@ class ProducerSide:
     def _on_down(self, fd: int) -> None:
         for link in list(self._by_identity.values()):
             if link.fd == fd and link.is_up:
-                self._on_lost(link, False)
+                self._context.loop.call_soon(self._ended, link)
+
+    def _ended(self, link: ProducerLink) -> None:
+        self._socket.drain()
+        self._on_lost(link, False)
 
     def _on_lost(self, link: ProducerLink, dead: bool) -> None:
         dead = dead or link.is_dead()

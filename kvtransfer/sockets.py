@@ -5,6 +5,7 @@ A connection is used once: it is never repaired by ZeroMQ, since a silent reconn
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ CONNECTION_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 """Each says that a connecting socket will never be of use again."""
+
+FAREWELL_MS = 100
+"""For the last words of a node that closes."""
 
 Parts = Sequence[bytes | memoryview]
 
@@ -77,12 +81,21 @@ class LoopSocket:
         return tracker  # type: ignore[no-any-return]
 
     def drain_monitor(self) -> None:
-        """Handle connections that ended, before anything later is believed."""
+        """Hear of connections that ended. `on_down` must first handle what they still had to say: `drain`."""
         while not self._is_closed and _is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
             self._on_down(event["value"])
 
-    def close(self) -> None:
+    def drain(self, limit: int = sys.maxsize) -> bool:
+        """Handle messages that are here; True when none is left."""
+        for _ in range(limit):
+            if self._is_closed or not _is_readable(self._socket):
+                return True
+            self._on_message(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
+        return False
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """`linger_ms`: how long messages already sent may still leave."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -90,7 +103,7 @@ class LoopSocket:
         self._loop.remove_reader(self._monitor_fd)
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(0)
+        self._socket.close(linger_ms)
 
     def _schedule(self) -> None:
         """ZeroMQ's descriptor signals edges, and sending may swallow one: look again soon."""
@@ -103,11 +116,8 @@ class LoopSocket:
         self._drain()
 
     def _drain(self) -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            if self._is_closed or not _is_readable(self._socket):
-                return
-            self._on_message(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
-        self._schedule()
+        if not self.drain(MESSAGES_PER_TURN):
+            self._schedule()
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:

@@ -1,0 +1,452 @@
+"""Every transport through the same transfers, both nodes in one process. For two: `test_transports_processes.py`."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts.identity import BlockName, Generation
+from contracts.messages import Ticket
+from kvtransfer import (
+    Corrupt,
+    Incomplete,
+    LocalTransferError,
+    NodeClosed,
+    PeerLost,
+    Refused,
+    SourceFailed,
+    TransferCancelled,
+    TransferTimeout,
+    UnknownTicket,
+)
+from kvtransfer.session.steps import Placement
+from tests.contract.transports_pair import LAYOUT, SETTINGS, Meddler, Pair, name, pair_of
+
+TRANSPORTS = ("memory", "usm", "zeromq")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await test
+
+    asyncio.run(bounded())
+
+
+def only(transport: str, **changes: object) -> Any:
+    return msgspec.structs.replace(SETTINGS, transports=(transport,), **changes)
+
+
+def wanted(*pairs: tuple[int, int]) -> list[tuple[BlockName, int]]:
+    return [(name(index), place) for index, place in pairs]
+
+
+def test_bytes_and_payload_arrive_and_the_blocks_are_released(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            for block in range(40):
+                pair.producer.fill(block, seed=block)
+            pair.producer.node.open(ticket)
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted(*((i, 47 - i) for i in range(40)))))
+            pair.producer.node.publish(ticket.ticket, wanted(*((i, i) for i in range(40))))
+            pair.producer.node.finish(ticket.ticket, b"first tokens")
+            result = await fetch
+            assert result.payload == b"first tokens"
+            assert (result.transport, result.num_blocks) == (transport, 40)
+            assert result.num_bytes == 40 * LAYOUT.block_bytes
+            assert 0 <= result.exposed_s <= result.seconds
+            assert all(pair.consumer.holds(47 - i, seed=i) for i in range(40))
+            assert await pair.producer.node.released(ticket.ticket) == "received"
+            assert pair.consumer.tally.bytes == {(transport, "received"): 40 * LAYOUT.block_bytes}
+            assert [link.transport for link in pair.consumer.node.links()] == [transport]
+
+    run(test())
+
+
+def test_a_chunk_travels_while_the_next_one_is_computed(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket, arrived = pair.ticket(), asyncio.Queue[list[BlockName]]()
+            pair.producer.node.open(ticket)
+            fetch = asyncio.create_task(
+                pair.consumer.node.fetch(ticket, wanted((0, 5), (1, 6), (2, 7)), on_blocks=arrived.put_nowait)
+            )
+            for block in range(3):
+                pair.producer.fill(block, seed=block)
+                pair.producer.node.publish(ticket.ticket, wanted((block, block)))
+                assert await arrived.get() == [name(block)]
+                assert pair.consumer.holds(5 + block, seed=block)
+                assert not fetch.done()
+            pair.producer.node.finish(ticket.ticket, b"")
+            await fetch
+
+    run(test())
+
+
+def test_only_wanted_blocks_travel(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            for block in range(6):
+                pair.producer.fill(block, seed=block)
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted(*((i, i) for i in range(6))))
+            pair.producer.node.finish(ticket.ticket, b"")
+            result = await pair.consumer.node.fetch(ticket, wanted((4, 0), (1, 1)))
+            assert result.num_blocks == 2
+            assert pair.consumer.holds(0, seed=4) and pair.consumer.holds(1, seed=1)
+            assert bytes(pair.consumer.memory.block(2)) == bytes(LAYOUT.block_bytes)
+
+    run(test())
+
+
+def test_a_fetch_of_nothing_still_waits_for_the_payload(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, []))
+            await asyncio.sleep(0.05)
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            pair.producer.node.finish(ticket.ticket, b"payload")
+            assert (await fetch).payload == b"payload"
+            assert await pair.producer.node.released(ticket.ticket) == "received"
+
+    run(test())
+
+
+def test_cancelling_the_fetch_releases_the_producer_and_writes_nothing_more(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0), (1, 1))))
+            await asyncio.sleep(0.05)
+            fetch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            pair.producer.fill(0, seed=0)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            pair.producer.node.finish(ticket.ticket, b"late")
+            assert await pair.producer.node.released(ticket.ticket) == "cancelled"
+            assert bytes(pair.consumer.memory.block(0)) == bytes(LAYOUT.block_bytes)
+
+    run(test())
+
+
+def test_a_cancelled_fetch_returns_only_when_its_copy_has_stopped(transport: str) -> None:
+    async def test() -> None:
+        meddler, entered, go_on = Meddler(), threading.Event(), threading.Event()
+
+        def hold(placement: Placement) -> None:
+            entered.set()
+            assert go_on.wait(5)
+
+        meddler.before = hold
+        async with pair_of(only(transport, inline_bytes=0), meddler=meddler) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
+            released = asyncio.create_task(pair.producer.node.released(ticket.ticket))
+            await asyncio.to_thread(entered.wait, 5)
+            fetch.cancel()
+            await asyncio.sleep(0.05)
+            fetch.cancel()
+            await asyncio.sleep(0.05)
+            assert not fetch.done() and not released.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            assert await released == "cancelled"
+
+    run(test())
+
+
+def test_cancel_on_the_consumer_raises_there(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
+            await asyncio.sleep(0.05)
+            pair.consumer.node.cancel(ticket.ticket)
+            with pytest.raises(TransferCancelled):
+                await fetch
+            assert await pair.producer.node.released(ticket.ticket) == "cancelled"
+            with pytest.raises(TransferCancelled):
+                await pair.consumer.node.fetch(ticket, [])
+
+    run(test())
+
+
+def test_cancel_or_failure_of_the_producer_reaches_the_consumer(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            for reason in ("cancelled", "failed"):
+                ticket = pair.ticket()
+                pair.producer.node.open(ticket)
+                pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+                fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0), (1, 1))))
+                await asyncio.sleep(0.05)
+                if reason == "cancelled":
+                    pair.producer.node.cancel(ticket.ticket)
+                else:
+                    pair.producer.node.fail(ticket.ticket, "out of luck")
+                with pytest.raises(SourceFailed, match=r"cancelled|out of luck"):
+                    await fetch
+                assert await pair.producer.node.released(ticket.ticket) == reason
+
+    run(test())
+
+
+def test_a_cancel_before_anything_else_leaves_a_tombstone_on_either_side(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.cancel(ticket.ticket)
+            with pytest.raises(SourceFailed):
+                await pair.consumer.node.fetch(ticket, wanted((0, 0)))
+            pair.producer.node.open(ticket)
+            assert await pair.producer.node.released(ticket.ticket) == "cancelled"
+
+    run(test())
+
+
+def test_a_ticket_that_nobody_opens_times_out_and_leaves_nothing(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket(timeout_s=0.2)
+            with pytest.raises(TransferTimeout):
+                await pair.consumer.node.fetch(ticket, wanted((0, 0)))
+
+    run(test())
+
+
+def test_a_ticket_that_nobody_fetches_is_released(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket(timeout_s=0.1)
+            pair.producer.node.open(ticket)
+            assert await pair.producer.node.released(ticket.ticket) == "expired"
+            with pytest.raises(SourceFailed):
+                await pair.consumer.node.fetch(ticket, [])
+
+    run(test())
+
+
+def test_finishing_without_a_wanted_block_is_an_error_not_a_short_success(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            pair.producer.node.finish(ticket.ticket, b"")
+            with pytest.raises(Incomplete, match="1 wanted"):
+                await pair.consumer.node.fetch(ticket, wanted((0, 0), (1, 1)))
+            assert await pair.producer.node.released(ticket.ticket) == "failed"
+
+    run(test())
+
+
+def test_a_damaged_block_is_fetched_again(transport: str) -> None:
+    async def test() -> None:
+        meddler, damaged = Meddler(), list[int]()
+        async with pair_of(only(transport), meddler=meddler) as pair:
+
+            def damage_once(transport: str, placement: Placement) -> object:
+                if placement.index == 1 and not damaged:
+                    damaged.append(1)
+                    pair.consumer.memory.block(placement.destination)[7] ^= 1
+                    return "damaged"
+                return None
+
+            meddler.after = damage_once  # type: ignore[assignment]
+            await handoff(pair, 3)
+            assert pair.consumer.tally.mismatches == 1
+            assert pair.consumer.tally.retries == []
+
+    run(test())
+
+
+def test_bytes_that_change_after_their_checksum_are_noticed(transport: str) -> None:
+    async def test() -> None:
+        meddler, changed = Meddler(), list[int]()
+        async with pair_of(only(transport), meddler=meddler) as pair:
+
+            def change(placement: Placement) -> None:
+                if not changed:
+                    changed.append(1)
+                    pair.producer.memory.block(placement.source)[0] ^= 255
+
+            meddler.before = change
+            ticket = pair.ticket()
+            pair.producer.fill(3, seed=3)
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 3)))
+            pair.producer.node.finish(ticket.ticket, b"")
+            await pair.consumer.node.fetch(ticket, wanted((0, 9)))
+            assert pair.consumer.tally.mismatches == (0 if transport == "zeromq" else 1)
+
+    run(test())
+
+
+def test_a_transport_that_keeps_damaging_blocks_is_demoted_and_the_next_one_used() -> None:
+    async def test() -> None:
+        meddler = Meddler()
+        settings = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"))
+        async with pair_of(settings, meddler=meddler) as pair:
+            meddler.after = lambda transport, _: "bad" if transport == "usm" else None  # type: ignore[assignment]
+            assert await handoff(pair, 3) == "zeromq"
+            assert pair.consumer.tally.mismatches >= SETTINGS.max_mismatches
+            assert await handoff(pair, 2) == "zeromq"
+            assert "demoted" in " ".join(pair.consumer.node.explain_links()[pair.producer.instance])
+
+    run(test())
+
+
+def test_damage_on_the_last_transport_is_an_error(transport: str) -> None:
+    async def test() -> None:
+        meddler = Meddler()
+        meddler.after = lambda transport, _: "bad"  # type: ignore[assignment]
+        async with pair_of(only(transport), meddler=meddler) as pair:
+            with pytest.raises(Corrupt):
+                await handoff(pair, 2)
+
+    run(test())
+
+
+def test_another_layout_is_refused_with_both_printed(transport: str) -> None:
+    async def test() -> None:
+        other = msgspec.structs.replace(LAYOUT, fingerprint="other-weights")
+        async with pair_of(only(transport), consumer_layout=other) as pair:
+            with pytest.raises(Refused, match=r"producer.*tiny.*consumer.*other-weights"):
+                await pair.consumer.node.fetch(pair.ticket(), wanted((0, 0)))
+
+    run(test())
+
+
+def test_tickets_of_other_generations_or_instances_are_refused(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            old = msgspec.structs.replace(ticket, source_generation=Generation(10))
+            with pytest.raises(PeerLost, match="another generation"):
+                await pair.consumer.node.fetch(old, [])
+            with pytest.raises(UnknownTicket):
+                pair.producer.node.open(old)
+            with pytest.raises(UnknownTicket):
+                await pair.consumer.node.fetch(msgspec.structs.replace(ticket, sink_generation=Generation(21)), [])
+            with pytest.raises(UnknownTicket):
+                pair.producer.node.publish(ticket.ticket, [])
+
+    run(test())
+
+
+def test_a_flood_of_fetches_is_refused_with_a_reason(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport, max_fetches_per_peer=3)) as pair:
+            tickets = [pair.ticket(timeout_s=0.3) for _ in range(5)]
+            fetches = [asyncio.create_task(pair.consumer.node.fetch(t, wanted((0, 0)))) for t in tickets]
+            done, _ = await asyncio.wait(fetches, return_when=asyncio.FIRST_COMPLETED)
+            with pytest.raises(Refused, match="too many"):
+                await done.pop()
+            results = await asyncio.gather(*fetches, return_exceptions=True)
+            assert sum(isinstance(result, Refused) for result in results) == 2
+            assert sum(isinstance(result, TransferTimeout) for result in results) == 3
+
+    run(test())
+
+
+def test_more_bytes_than_the_window_still_arrive(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport, window_bytes=2 * LAYOUT.block_bytes, batch_bytes=1, frame_bytes=5000)
+        async with pair_of(settings) as pair:
+            tickets = await asyncio.gather(*(handoff(pair, 8, first=8 * i) for i in range(5)))
+            assert tickets == [transport] * 5
+
+    run(test())
+
+
+def test_a_partial_fetch_takes_what_the_producer_has(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+
+            def serve(ticket: Ticket, names: list[BlockName]) -> None:
+                pair.producer.node.open(ticket)
+                pair.producer.node.publish(ticket.ticket, [(names[0], 2)])
+                pair.producer.node.finish(ticket.ticket, b"")
+
+            pair.producer.node.on_fetch(serve)
+            pair.producer.fill(2, seed=2)
+            ticket = pair.ticket()
+            result = await pair.consumer.node.fetch(ticket, wanted((5, 0), (6, 1)), partial=True)
+            assert list(result.names) == [name(5)]
+            assert pair.consumer.holds(0, seed=2)
+            assert await pair.producer.node.released(ticket.ticket) == "received"
+
+    run(test())
+
+
+def test_closing_either_node_ends_what_runs(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
+            await asyncio.sleep(0.05)
+            await pair.producer.node.close()
+            with pytest.raises((SourceFailed, PeerLost)):
+                await fetch
+            assert await pair.producer.node.released(ticket.ticket) == "closed"
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
+            await asyncio.sleep(0.05)
+            await pair.consumer.node.close()
+            with pytest.raises(NodeClosed):
+                await fetch
+            assert await pair.producer.node.released(ticket.ticket) == "failed"
+
+    run(test())
+
+
+def test_misuse_is_a_local_error(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket(timeout_s=0.3)
+            pair.producer.node.open(ticket)
+            with pytest.raises(LocalTransferError, match="before"):
+                pair.producer.node.open(ticket)
+            with pytest.raises(LocalTransferError, match="payload"):
+                pair.producer.node.finish(ticket.ticket, bytes(300 * 1024))
+            with pytest.raises(LocalTransferError, match="is not one of"):
+                await pair.consumer.node.fetch(ticket, wanted((0, 48)))
+            await pair.producer.node.released(ticket.ticket)
+
+    run(test())
+
+
+async def handoff(pair: Pair, num_blocks: int, first: int = 0) -> str:
+    """Moves blocks `first`…, checks their bytes and says by which transport."""
+    ticket = pair.ticket()
+    places = range(first, first + num_blocks)
+    for block in places:
+        pair.producer.fill(block, seed=block)
+    pair.producer.node.open(ticket)
+    pair.producer.node.publish(ticket.ticket, wanted(*((i, i) for i in places)))
+    pair.producer.node.finish(ticket.ticket, b"")
+    result = await pair.consumer.node.fetch(ticket, wanted(*((i, i) for i in places)))
+    assert all(pair.consumer.holds(i, seed=i) for i in places)
+    assert await pair.producer.node.released(ticket.ticket) == "received"
+    return result.transport

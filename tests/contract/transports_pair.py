@@ -1,0 +1,171 @@
+"""Two transfer nodes in one event loop, and what the contract suite does with them."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from contracts.identity import BlockName, Generation, InstanceId, TicketId
+from contracts.layout import KVLayout
+from contracts.messages import Ticket
+from kvtransfer import HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
+from kvtransfer.session.steps import Placement
+from kvtransfer.transports import build
+from kvtransfer.transports.port import Buffer, Inlet, NodeFacts, Transport
+
+LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
+NUM_BLOCKS = 48
+SETTINGS = TransferSettings(
+    heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4, connect_timeout_s=3.0, tick_s=0.01, inline_bytes=64 << 10
+)
+
+
+def name(index: int) -> BlockName:
+    return BlockName(index.to_bytes(16, "big"))
+
+
+def content(seed: int, layout: KVLayout = LAYOUT) -> bytes:
+    return random.Random(seed).randbytes(layout.block_bytes)
+
+
+@dataclass
+class Tally:
+    """Counts what a node reports."""
+
+    bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    retries: list[str] = field(default_factory=list)
+    mismatches: int = 0
+
+    def moved(
+        self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
+    ) -> None:
+        self.bytes[transport, direction] = self.bytes.get((transport, direction), 0) + num_bytes
+
+    def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None:
+        self.retries.append(reason)
+
+    def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
+        self.mismatches += blocks
+
+
+class Meddler:
+    """Stands between a transport and the consumer's memory: `before` and `after` each placed block."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[Placement], None] = lambda placement: None
+        self.after: Callable[[str, Placement], None] = lambda transport, placement: None
+
+    def wrap(self, inlet: Inlet, transport: str, facts: NodeFacts) -> Inlet:
+        meddler = self
+
+        class Between:
+            def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+                meddler.before(placement)
+                matches = inlet.receive(placement, frames)
+                return matches and meddler.after(transport, placement) is None
+
+            def close(self) -> None:
+                inlet.close()
+
+        return Between()
+
+
+@dataclass
+class Node:
+    node: TransferNode
+    memory: HostMemory
+    tally: Tally
+    instance: InstanceId
+    generation: Generation
+
+    def fill(self, block: int, seed: int) -> None:
+        self.memory.block(block)[:] = content(seed)
+
+    def holds(self, block: int, seed: int) -> bool:
+        return bytes(self.memory.block(block)) == content(seed)
+
+
+@dataclass
+class Pair:
+    producer: Node
+    consumer: Node
+    number: int = 0
+
+    def ticket(self, timeout_s: float = 5.0) -> Ticket:
+        self.number += 1
+        return Ticket(
+            ticket=TicketId(f"ticket-{self.number}"),
+            source=self.producer.instance,
+            source_generation=self.producer.generation,
+            source_address=self.producer.node.address,
+            sink=self.consumer.instance,
+            sink_generation=self.consumer.generation,
+            timeout_s=timeout_s,
+        )
+
+    async def becomes_clean(self) -> None:
+        """No session is left on either side, and invariants hold."""
+        for node in (self.producer.node, self.consumer.node):
+            node.check_invariants()
+        for _ in range(400):
+            if not self.producer.node.num_sessions() + self.consumer.node.num_sessions():
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("a session is left")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    instance: str,
+    settings: TransferSettings,
+    *,
+    generation: int = 1,
+    layout: KVLayout = LAYOUT,
+    in_process: InProcess | None = None,
+    meddler: Meddler | None = None,
+) -> AsyncIterator[Node]:
+    memory, tally = HostMemory(NUM_BLOCKS, layout.block_bytes), Tally()
+
+    def make(facts: NodeFacts, settings: TransferSettings, shared: InProcess | None) -> dict[str, Transport]:
+        made = build(facts, settings, shared)
+        return made if meddler is None else {name: _meddled(t, meddler, facts) for name, t in made.items()}
+
+    ports = NodePorts(observer=tally, in_process=in_process, transports=make)
+    identity, number = InstanceId(instance), Generation(generation)
+    node = TransferNode(
+        instance=identity, generation=number, layout=layout, memory=memory, settings=settings, ports=ports
+    )
+    await node.start()
+    try:
+        yield Node(node, memory, tally, identity, number)
+    finally:
+        await node.close()
+        memory.close()
+
+
+@contextlib.asynccontextmanager
+async def pair_of(
+    settings: TransferSettings, *, meddler: Meddler | None = None, consumer_layout: KVLayout = LAYOUT
+) -> AsyncIterator[Pair]:
+    shared = InProcess()
+    async with (
+        running("prefill-0", settings, generation=11, in_process=shared) as producer,
+        running(
+            "decode-0", settings, generation=22, in_process=shared, meddler=meddler, layout=consumer_layout
+        ) as consumer,
+    ):
+        pair = Pair(producer, consumer)
+        yield pair
+        await pair.becomes_clean()
+
+
+def _meddled(transport: Transport, meddler: Meddler, facts: NodeFacts) -> Transport:
+    attach = transport.attach
+
+    async def wrapped(welcome, offer):  # type: ignore[no-untyped-def]
+        return meddler.wrap(await attach(welcome, offer), transport.name, facts)
+
+    transport.attach = wrapped  # type: ignore[method-assign]
+    return transport
