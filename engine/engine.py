@@ -15,7 +15,8 @@ from engine import capacity, device
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.errors import RequestError, UsageError
-from engine.kernels import attention_backend
+from engine.forward import Forward, choose_forward
+from engine.kernels import attention_backend, layer_kernels
 from engine.kv_cache import KVCache
 from engine.meter import Meter
 from engine.model import LoadedModel, Progress
@@ -68,11 +69,12 @@ class Engine:
     def _start(self, config: EngineConfig, model: LoadedModel, report: Progress) -> None:
         report("sizing the KV cache", 0.0)
         backend = attention_backend(self._device, model.dtype)
-        usable = self._count_blocks(config, model)
+        forward = choose_forward(model, backend, layer_kernels(self._device, model.dtype))
+        usable = self._count_blocks(config, forward)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         num_blocks = usable + 1
         self.kv = KVCache(self.layout, num_blocks, self._device)
-        self._runner = Runner(model, self.kv, backend, self.limits)
+        self._runner = Runner(forward, self.kv, self.limits)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
         self._meter = Meter()
@@ -201,21 +203,21 @@ class Engine:
         if copies:
             self.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
 
-    def _count_blocks(self, config: EngineConfig, model: LoadedModel) -> int:
+    def _count_blocks(self, config: EngineConfig, forward: Forward) -> int:
         override = config.num_gpu_blocks_override
         activation = 0
         if override is None and config.kv_cache_bytes is None and not device.is_host(self._device):
-            activation = self._measure_activations(model)
+            activation = self._measure_activations(forward)
         available = 0 if override else device.kv_cache_bytes(self._device, config, activation)
         return capacity.count_blocks(self.layout, available, override)
 
-    def _measure_activations(self, model: LoadedModel) -> int:
+    def _measure_activations(self, forward: Forward) -> int:
         """Bytes that the largest step needs beside weights and KV cache."""
         tokens = self.limits.max_num_batched_tokens
         num_blocks = 2 + -(-tokens // self.layout.block_tokens) + self.limits.max_num_seqs
         cache = KVCache(self.layout, num_blocks, self._device)
         before = device.reset_peak(self._device)
-        runner = Runner(model, cache, attention_backend(self._device, model.dtype), self.limits)
+        runner = Runner(forward, cache, self.limits)
         exercise(runner, num_blocks, self.limits, tokens)
         used = device.peak_bytes(self._device) - before
         cache.close()

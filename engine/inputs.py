@@ -15,8 +15,8 @@ from engine.scheduler import Chunk, Plan
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    input_ids: Tensor  # int64 [1, num_tokens]
-    position_ids: Tensor  # int64 [1, num_tokens]
+    input_ids: Tensor  # int64 [num_tokens]
+    position_ids: Tensor  # int64 [num_tokens]
     logit_rows: Tensor  # int64 [num_logits]: rows of which logits are wanted
     meta: AttentionMetadata
     sample_at: list[int]
@@ -64,8 +64,8 @@ class InputBuilder:
         )
         logit_rows, sample_at, prompt_at = _logit_rows(plan, query_starts.tolist())
         return StepInputs(
-            input_ids=self._to_device(tokens)[None],
-            position_ids=self._to_device(positions)[None],
+            input_ids=self._to_device(tokens),
+            position_ids=self._to_device(positions),
             logit_rows=self._to_device(np.array(logit_rows)),
             meta=meta,
             sample_at=sample_at,

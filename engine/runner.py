@@ -1,26 +1,21 @@
-"""Runs a plan: inputs, model, tokens. Owns the model and the KV cache's tensor, decides nothing."""
-
-from typing import cast
+"""Runs a plan: inputs, model, tokens. Decides nothing."""
 
 import torch
 from torch import Tensor
 
 from contracts.messages import TokenLogprobs
-from engine.attention import PagedAttention
-from engine.inputs import InputBuilder, StepInputs
-from engine.kernels import AttentionBackend
+from engine.forward import Forward
+from engine.inputs import InputBuilder
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
-from engine.model import LoadedModel
 from engine.roster import Limits
 from engine.sampler import Sampler
 from engine.scheduler import Plan, Sampled
 
 
 class Runner:
-    def __init__(self, model: LoadedModel, cache: KVCache, backend: AttentionBackend, limits: Limits) -> None:
-        self._model = model
-        self._backend = backend
+    def __init__(self, forward: Forward, cache: KVCache, limits: Limits) -> None:
+        self._forward = forward
         self._layers = cache.layers()
         self._inputs = InputBuilder(limits, cache.device)
         self._sampler = Sampler(cache.device)
@@ -30,7 +25,7 @@ class Runner:
         if not plan.chunks:
             return Sampled([])
         inputs = self._inputs.build(plan)
-        logits = self._forward(inputs)
+        logits = self._forward(inputs, self._layers)
         sampled = Sampled([])
         if plan.rows:
             chosen = logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
@@ -42,18 +37,6 @@ class Runner:
     def forget(self) -> None:
         """The next plans come from another roster."""
         self._inputs.forget()
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [num_logits, vocab_size]."""
-        context = PagedAttention(self._backend, self._layers, self._model.specs, inputs.meta)
-        output = self._model.module(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            logits_to_keep=inputs.logit_rows,
-            use_cache=False,
-            baton=context,
-        )
-        return cast(Tensor, output.logits)[0]
 
 
 def _prompt_logprobs(plan: Plan, number: int, logits: Tensor) -> list[TokenLogprobs]:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.engine.driving import copy_block, hand_over, make_engine, make_work, 
 pytestmark = pytest.mark.slow
 
 PROMPT = [random.Random(4).randrange(256) for _ in range(40)]
-LOOSE = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+LOOSE: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "presence_penalty": 0.3, "repetition_penalty": 1.2}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def engine(reference: Reference) -> Iterator[Engine]:
         engine.check_invariants()
 
 
-def ask(engine: Engine, request_id: str = "a", **sampling: object) -> list[int]:
+def ask(engine: Engine, request_id: str = "a", **sampling: Any) -> list[int]:
     engine.add(make_work(engine, request_id, PROMPT, **sampling))
     return run(engine)[request_id, 0]
 

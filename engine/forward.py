@@ -1,0 +1,42 @@
+"""From a step's inputs to logits: through transformers' own forward, or through fused layers where they fit."""
+
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from engine import fused
+from engine.attention import PagedAttention
+from engine.inputs import StepInputs
+from engine.kernels import AttentionBackend, LayerKernels
+from engine.model import LoadedModel
+
+
+class Forward(Protocol):
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """`layers` are the KV cache's views; returns logits [num_logits, vocab_size]."""
+        ...
+
+
+class TransformersForward:
+    """Any decoder that transformers knows."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+        self._model = model
+        self._backend = backend
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        output = self._model.module(
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.position_ids[None],
+            logits_to_keep=inputs.logit_rows,
+            use_cache=False,
+            baton=PagedAttention(self._backend, layers, self._model.specs, inputs.meta),
+        )
+        return cast(Tensor, output.logits)[0]
+
+
+def choose_forward(model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels) -> Forward:
+    """Call once: fusing repacks the model's weights in place."""
+    if fused.fits(model.module):
+        return fused.FusedForward(model, backend, kernels)
+    return TransformersForward(model, backend)

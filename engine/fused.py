@@ -1,0 +1,169 @@
+"""Llama-shaped decoders as a flat list of matrix products and fused steps, on the weights transformers loaded.
+
+A layer is norm, QKV in one product, rotary and KV store, attention, output, residual and norm, gate and up in one
+product, activation, down. Calling modules instead costs more than the products themselves at small batches.
+Layers whose MLP has another shape (mixtures of experts) keep transformers' module for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.inputs import StepInputs
+from engine.kernels import AttentionBackend, LayerKernels
+from engine.model import LoadedModel
+
+LAYERS = {
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "MixtralDecoderLayer",
+    "Phi3DecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
+}
+"""Read and compared with transformers by name: a layer that merely looks alike may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: _Norm
+    qkv: _Linear
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    output: _Linear
+    mlp_norm: _Norm
+    gate_up: _Linear | None
+    down: _Linear | None
+    mlp: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+    """Used where `gate_up` is None."""
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether these weights can run here."""
+    decoder, config = getattr(module, "model", None), cast(Any, module).config
+    layers = getattr(decoder, "layers", ())
+    if not layers or {type(layer).__name__ for layer in layers} - LAYERS:
+        return False
+    is_whole = all(hasattr(layer, "mlp") for layer in layers) and hasattr(decoder, "rotary_emb")
+    return is_whole and config.hidden_act == "silu"
+
+
+class FusedForward:
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels) -> None:
+        """Packs the weights: transformers' parameters become views of the packed ones."""
+        module = cast(Any, model.module)
+        self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
+        self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
+        self._head: Callable[[Tensor], Tensor] = module.lm_head
+        self._layers = [_pack_layer(layer) for layer in module.model.layers]
+        self._final_norm = _norm(module.model.norm)
+        self._specs = model.specs
+        self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
+        self._backend, self._kernels = backend, kernels
+        self._like = torch.empty(0, device=self._final_norm.weight.device)
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
+        # In float32, whatever the model's dtype: the kernels compute in it.
+        cos, sin = self._rotary(self._like, inputs.position_ids[None])
+        rotation = cos[0], sin[0]
+        first = self._layers[0].input_norm
+        hidden = self._kernels.rms_norm(residual, first.weight, first.eps)
+        for number, layer in enumerate(self._layers):
+            attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
+            output = linear(attended, layer.output.weight, layer.output.bias)
+            norm = layer.mlp_norm
+            hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+            output = self._mlp(layer, hidden)
+            is_last = number + 1 == len(self._layers)
+            norm = self._final_norm if is_last else self._layers[number + 1].input_norm
+            if is_last:  # only the rows whose logits are wanted go on
+                output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
+            hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+        return self._head(hidden)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        number: int,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        inputs: StepInputs,
+    ) -> Tensor:
+        heads = linear(hidden, layer.qkv.weight, layer.qkv.bias).view(len(hidden), -1, self._head_dim)
+        kv = self._num_kv_heads
+        query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = self._kernels.rms_norm(query, layer.query_norm.weight, layer.query_norm.eps)
+            key = self._kernels.rms_norm(key, layer.key_norm.weight, layer.key_norm.eps)
+        self._kernels.rotary_store(query, key, value, rotation, cache, inputs.meta.slots)
+        return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
+
+    def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        if layer.gate_up is None or layer.down is None:
+            mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
+            return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
+        gate_up = linear(hidden, layer.gate_up.weight, layer.gate_up.bias)
+        return linear(self._kernels.silu_mul(gate_up), layer.down.weight, layer.down.bias)
+
+
+def _pack_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    if hasattr(attention, "qkv_proj"):
+        qkv = _linear(attention.qkv_proj)
+    else:
+        qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up: _Linear | None = None
+    if hasattr(mlp, "gate_up_proj") and hasattr(mlp, "down_proj"):
+        gate_up = _linear(mlp.gate_up_proj)
+    elif hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
+        gate_up = _packed([mlp.gate_proj, mlp.up_proj])
+    has_head_norms = hasattr(attention, "q_norm")
+    return _Layer(
+        input_norm=_norm(layer.input_layernorm),
+        qkv=qkv,
+        query_norm=_norm(attention.q_norm) if has_head_norms else None,
+        key_norm=_norm(attention.k_norm) if has_head_norms else None,
+        output=_linear(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=gate_up,
+        down=_linear(mlp.down_proj) if gate_up is not None else None,
+        mlp=mlp,
+    )
+
+
+def _packed(parts: list[nn.Linear]) -> _Linear:
+    """One matrix of several. The parts become views of it, so that nothing is stored twice."""
+    weight = torch.cat([part.weight.data for part in parts])
+    biases = [part.bias.data for part in parts if part.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    sizes = [part.weight.shape[0] for part in parts]
+    for part, rows in zip(parts, torch.split(weight, sizes), strict=True):
+        part.weight.data = rows
+    return _Linear(weight, bias)
+
+
+def _linear(module: nn.Linear) -> _Linear:
+    return _Linear(module.weight, module.bias)
+
+
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, float(module.variance_epsilon))
