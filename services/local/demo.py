@@ -1,0 +1,193 @@
+"""`make demo`: a local cluster with the bundled model answers questions, and says where the time of each went.
+
+Does what any user could: starts `baton serve`, speaks HTTP, sends SIGINT. Knows nothing of what is inside.
+"""
+
+import asyncio
+import collections
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from random import Random
+
+import httpx
+
+from services.common.errors import LocalError, RemoteError
+from services.common.lifecycle import Lifecycle, run
+from services.common.logs import configure_logs
+from services.local.asking import Split, Usage, read_health, stream_chat
+from services.local.passage import write_passage
+
+PROGRAM = "baton demo"
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 45.0
+LINK_REPORT_TIMEOUT_S = 10.0
+_URL = re.compile(r"^\s+url\s+(http://\S+)/v1\s*$")
+_LAST_OF_BANNER = "stop with"
+
+
+class NotStartedError(LocalError):
+    """`baton serve` ended, or took too long."""
+
+
+def main() -> int:
+    configure_logs(level="warning", format="text")
+
+    async def start(lifecycle: Lifecycle) -> None:
+        cluster = ServeProcess()
+        lifecycle.on_stop("baton serve", cluster.stop, deadline_s=STOP_TIMEOUT_S)
+        say("Starting a router, a prefill and a decode instance with the bundled model ...")
+        began = time.monotonic()
+        url = await cluster.start()
+        say(f"ready after {time.monotonic() - began:.1f} s at {url}/v1\n")
+        await converse(url)
+        lifecycle.request_stop("the demo is over")
+
+    return run(start, program=PROGRAM, expected=(LocalError, RemoteError, httpx.HTTPError))
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+class ServeProcess:
+    """`baton serve` on a free port. What it says is shown only if it does not start."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._said: collections.deque[str] = collections.deque(maxlen=20)
+        self._listening: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """The router's URL, when all instances serve. Raises `NotStartedError`."""
+        options = ["--port", "0", "--log-level", "warning"]
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.local.leash", str(os.getpid()), "services.cli", "serve", *options),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._listening = asyncio.create_task(self._listen())
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                return await self._read_banner()
+        except TimeoutError:
+            raise NotStartedError(f"baton serve was not ready within {START_TIMEOUT_S:g} s") from None
+
+    async def stop(self) -> None:
+        """As Ctrl-C does."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGINT)
+        status = await self._process.wait()
+        say(f"\nEverything has stopped (status {status}).")
+
+    async def _listen(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        async for line in self._process.stderr:
+            self._said.append(line.decode(errors="replace").rstrip())
+
+    async def _read_banner(self) -> str:
+        assert self._process is not None and self._process.stdout is not None
+        url = ""
+        async for line in self._process.stdout:
+            text = line.decode()
+            if match := _URL.match(text):
+                url = match[1]
+            if text.strip().startswith(_LAST_OF_BANNER):
+                return url
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                if self._listening is not None:
+                    await self._listening
+        for said in self._said:
+            say(f"  {said}")
+        raise NotStartedError("baton serve did not start")
+
+
+async def converse(url: str) -> None:
+    passage = write_passage(Random(time.time_ns()))
+    early, late = passage.facts[3], passage.facts[-9]
+    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
+        await ask(client, "Hello! What is 17 + 25?", expected="42")
+        for fact in (early, late):
+            await ask(client, f"{passage.text} {fact.question}", expected=fact.code)
+
+
+async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> None:
+    shown = question if len(question) < 100 else f"{question[:60]} [...] {question[-40:].partition(' ')[2]}"
+    say(f"> {shown}")
+    answer, usage, split = "", Usage(0, 0), None
+    async for chunk in stream_chat(client, question):
+        for choice in chunk.choices:
+            if choice.delta.content:
+                answer += choice.delta.content
+                say(choice.delta.content, end="")
+        usage, split = chunk.usage or usage, chunk.baton or split
+    say("   (right)" if expected in answer else f"   (WRONG: it is {expected})")
+    if split is not None:
+        say(describe(split, usage))
+        if split.transport is not None:
+            say(f"    {'transport':<12} {await link_speed(client, split.transport)}")
+    say()
+
+
+async def link_speed(client: httpx.AsyncClient, transport: str) -> str:
+    """What the receiving instance measured. It reports to the router about once a second."""
+    async with asyncio.timeout(LINK_REPORT_TIMEOUT_S):
+        while True:
+            for instance in (await read_health(client)).instances:
+                for link in instance.links:
+                    if link.transport == transport and link.gigabytes_per_second:
+                        return (
+                            f"{transport}, {link.gigabytes_per_second:.2f} GB/s from {link.peer} to {instance.instance}"
+                        )
+            await asyncio.sleep(0.1)
+
+
+def describe(split: Split, usage: Usage) -> str:
+    """The time split, one aligned line per part."""
+    cached = sum(split.cached_tokens.values())
+    rows = [
+        ("prompt", f"{usage.prompt_tokens} tokens, {cached} of them cached"),
+        ("queue", _ms(split.queue_s)),
+        ("prefill", _ms(split.prefill_s)),
+        ("handoff", _handoff(split)),
+        ("exposed", f"{_ms(split.handoff_exposed_s)} of the handoff: what prefill's computing could not hide"),
+        ("first token", f"{_ms(split.ttft_s)} after the request arrived"),
+        ("decode", _decode(split, usage)),
+    ]
+    if split.transport is None:
+        rows = [row for row in rows if row[0] not in ("handoff", "exposed")]
+        reason = "decode had nearly all of it cached" if cached else "so short a prompt decode reads itself"
+        rows.insert(3, ("handoff", f"none: {reason}"))
+    return "\n".join(f"    {name:<12} {text}" for name, text in rows)
+
+
+def _handoff(split: Split) -> str:
+    size = (split.transferred_bytes or 0) / 1e6
+    return (
+        f"{_ms(split.handoff_s)} over {split.transport}, block by block while prefill computes:"
+        f" {split.transferred_blocks} blocks, {size:.1f} MB; {split.reused_blocks} were there already"
+    )
+
+
+def _decode(split: Split, usage: Usage) -> str:
+    if not split.decode_s or usage.completion_tokens < 2:
+        return _ms(split.decode_s)
+    speed = (usage.completion_tokens - 1) / split.decode_s
+    return f"{_ms(split.decode_s)} for {usage.completion_tokens - 1} more tokens, {speed:.0f} tok/s"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
