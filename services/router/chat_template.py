@@ -113,7 +113,15 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as exc:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as exc:
             raise BadRequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
         return text if final is None else _cut_at_mark(text, final)
 

@@ -34,9 +34,9 @@ class TokenStream(Protocol):
 class Detokenizer:
     """Makes token streams for one tokenizer; knows the text of single tokens."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, *, use_table: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._pieces = _Pieces.of(tokenizer)
+        self._pieces = _Pieces.of(tokenizer) if use_table else None
         if self._pieces is not None and not self._agrees():
             self._pieces = None
 

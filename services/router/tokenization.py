@@ -1,6 +1,8 @@
 """Text to token ids, from a Hugging Face folder, without transformers.
 
-Knows tokenizer.json and tokenizer_config.json. Chats are for `chat_template`, streams of tokens for `detokenizer`.
+Knows tokenizer.json and tokenizer_config.json. Which special tokens frame a prompt is for tokenizer.json alone, as in
+transformers: `add_bos_token` in the config is ignored there too. Chats are for `chat_template`, streams of tokens for
+`detokenizer`.
 """
 
 from collections.abc import Sequence
@@ -9,7 +11,6 @@ from typing import TypeVar
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from services.router.errors import ModelFolderError
 
@@ -38,8 +39,6 @@ class _Config(msgspec.Struct, frozen=True):
     pad_token: str | _Token | None = None
     cls_token: str | _Token | None = None
     mask_token: str | _Token | None = None
-    add_bos_token: bool | None = None
-    add_eos_token: bool | None = None
     added_tokens_decoder: dict[str, _Token] = {}
 
 
@@ -71,7 +70,6 @@ class TextTokenizer:
         named = {name: _text(getattr(config, name)) for name in _NAMED}
         special_tokens = {name: text for name, text in named.items() if text is not None}
         _add_missing_tokens(tokenizer, config, special_tokens)
-        _set_bos_and_eos(tokenizer, config, special_tokens)
         return cls(tokenizer, special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -123,16 +121,3 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: _Config, special_tokens: d
         if text not in known:
             tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
             known.add(text)
-
-
-def _set_bos_and_eos(tokenizer: Tokenizer, config: _Config, special_tokens: dict[str, str]) -> None:
-    """Where tokenizer_config.json says whether to add them, it overrules tokenizer.json, as in transformers."""
-    if config.add_bos_token is None and config.add_eos_token is None:
-        return
-    bos = special_tokens.get("bos_token") if config.add_bos_token else None
-    eos = special_tokens.get("eos_token") if config.add_eos_token else None
-    used = [token for token in (bos, eos) if token is not None]
-    template = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    tokenizer.post_processor = TemplateProcessing(
-        single=template, special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(used)]
-    )

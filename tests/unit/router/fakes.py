@@ -143,9 +143,7 @@ class FakeInstance:
         self.cached += names
         self.sequence += 1
         assert self.on_batch is not None
-        self.on_batch(
-            EventBatch(self.record.instance, self.record.generation, self.sequence, [BlocksStored(names)])
-        )
+        self.on_batch(EventBatch(self.record.instance, self.record.generation, self.sequence, [BlocksStored(names)]))
 
     def resume(self) -> None:
         self.hold = None

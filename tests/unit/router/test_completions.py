@@ -184,7 +184,12 @@ def test_all_sampling_parameters_reach_the_engine(serve: Serve) -> None:
             "logprobs": 3,
         }
         await router.complete(
-            prompt="hello", max_tokens=5, logit_bias={"97": 1.5}, priority=-3, cache_salt="tenant", **wanted | {"seed": 42}
+            prompt="hello",
+            max_tokens=5,
+            logit_bias={"97": 1.5},
+            priority=-3,
+            cache_salt="tenant",
+            **wanted | {"seed": 42},
         )
         (prefill,) = router.fakes["prefill-0"].assignments()
         sampling = prefill.work.sampling

@@ -1,0 +1,145 @@
+"""Streamed text equals decoding everything at once, whatever tokens come and however they are cut."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.router.detokenizer import Detokenizer
+from services.router.stop_strings import StopStrings
+from services.router.tokenization import TextTokenizer
+from tests.unit.router.tokenizers_for_tests import byte_fallback, byte_level, word_piece
+
+BYTE_LEVEL = TextTokenizer(byte_level(), {})
+BYTE_FALLBACK = TextTokenizer(byte_fallback(), {})
+WORD_PIECE = TextTokenizer(word_piece(), {})
+DETOKENIZERS = {id(tokenizer): Detokenizer(tokenizer) for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE)}
+WITHOUT_TABLE = {id(tokenizer): Detokenizer(tokenizer, use_table=False) for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK)}
+
+
+def streamed(tokenizer: TextTokenizer, ids: Sequence[int], cut: int, *, skip: bool = True, table: bool = True) -> str:
+    detokenizer = (DETOKENIZERS if table else WITHOUT_TABLE)[id(tokenizer)]
+    stream = detokenizer.stream(skip_special_tokens=skip)
+    parts = [stream.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
+    return "".join(parts) + stream.finish()
+
+
+def ids_of(tokenizer: TextTokenizer, *, least: int = 0) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(least, tokenizer.vocab_size - 1), max_size=24)
+
+
+CUTS = st.integers(1, 5)
+
+
+@given(ids_of(BYTE_LEVEL), CUTS, st.booleans())
+def test_any_byte_level_tokens(ids: list[int], cut: int, skip: bool) -> None:
+    assert streamed(BYTE_LEVEL, ids, cut, skip=skip) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+
+
+@given(ids_of(WORD_PIECE), CUTS, st.booleans())
+def test_any_word_pieces(ids: list[int], cut: int, skip: bool) -> None:
+    assert streamed(WORD_PIECE, ids, cut, skip=skip) == WORD_PIECE.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(max_size=20), CUTS, st.booleans())
+def test_any_text_through_byte_fallback(text: str, cut: int, skip: bool) -> None:
+    ids = BYTE_FALLBACK.encode(text, add_special_tokens=True)
+    assert streamed(BYTE_FALLBACK, ids, cut, skip=skip) == BYTE_FALLBACK.decode(ids, skip_special_tokens=skip)
+
+
+@given(ids_of(BYTE_FALLBACK, least=259), CUTS, st.booleans())
+def test_any_pieces_of_a_byte_fallback_vocabulary(ids: list[int], cut: int, skip: bool) -> None:
+    assert streamed(BYTE_FALLBACK, ids, cut, skip=skip) == BYTE_FALLBACK.decode(ids, skip_special_tokens=skip)
+
+
+@given(ids_of(BYTE_FALLBACK), CUTS)
+def test_bytes_that_are_no_text_become_one_mark_each_and_harm_nothing_else(ids: list[int], cut: int) -> None:
+    once = streamed(BYTE_FALLBACK, ids, len(ids) or 1)
+    assert streamed(BYTE_FALLBACK, ids, cut) == once
+    # Where the library gives up on a whole run of bytes, we keep its readable part.
+    library = BYTE_FALLBACK.decode(ids)
+    if "\ufffd" not in once:
+        assert once == library
+
+
+@given(st.text(max_size=20), CUTS)
+def test_the_library_way_agrees_with_the_table(text: str, cut: int) -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert streamed(tokenizer, ids, cut, table=False) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(("make", "uses_table"), [(byte_level, True), (byte_fallback, True), (word_piece, False)])
+def test_tables_are_used_where_they_are_known_to_be_exact(make: "type[Tokenizer]", uses_table: bool) -> None:
+    assert Detokenizer(TextTokenizer(make(), {})).uses_table is uses_table
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    stream = Detokenizer(BYTE_LEVEL).stream()
+    assert [stream.push([value]) for value in "€".encode()] == ["", "", "€"]
+    assert stream.push("é".encode()[:1]) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_a_leading_space_goes_once() -> None:
+    ids = BYTE_FALLBACK.encode("hello hello", add_special_tokens=False)
+    stream = Detokenizer(BYTE_FALLBACK).stream()
+    assert [stream.push([i]) for i in ids][0] in ("h", "hello")
+    assert streamed(BYTE_FALLBACK, ids, 1) == "hello hello"
+    assert Detokenizer(BYTE_FALLBACK).token_text(ids[-1] if len(ids) == 2 else BYTE_FALLBACK.vocab_size - 2) == " hello"
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    ids = BYTE_LEVEL.encode("<|im_start|>hello<|im_end|><tool call>", add_special_tokens=False)
+    assert streamed(BYTE_LEVEL, ids, 1) == "hello<tool call>"
+    assert streamed(BYTE_LEVEL, ids, 1, skip=False) == "<|im_start|>hello<|im_end|><tool call>"
+
+
+def test_special_tokens_may_stand_without_spaces() -> None:
+    ids = WORD_PIECE.encode("hello[SEP][SEP]", add_special_tokens=False)
+    detokenizer = Detokenizer(WORD_PIECE)
+
+    def text(*, spaces: bool) -> str:
+        stream = detokenizer.stream(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        return stream.push(ids) + stream.finish()
+
+    assert text(spaces=True) == "hello [SEP] [SEP]"
+    assert text(spaces=False) == "hello [SEP][SEP]"
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+    CUTS,
+)
+def test_stop_strings_cut_at_the_same_place_however_the_text_comes(
+    text: str, stops: list[str], include: bool, cut: int
+) -> None:
+    search = StopStrings(stops, include=include)
+    out, matched = "", None
+    for i in range(0, len(text), cut):
+        found = search.push(text[i : i + cut])
+        out += found.text
+        if (matched := found.matched) is not None:
+            break
+    if matched is None:
+        assert out + search.finish() == text
+        assert not any(stop in text for stop in stops)
+        return
+    # With a piece longer than one character a later piece may hold several; the first position counts.
+    ends = [text.find(stop) for stop in stops if stop in text]
+    assert out == (text[: text.find(matched) + len(matched)] if include else text[: text.find(matched)])
+    if cut == 1:
+        assert text.find(matched) + len(matched) == min(text.find(s) + len(s) for s in stops if s in text)
+    assert min(ends) <= text.find(matched)
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    search = StopStrings(["END"])
+    assert search.push("the E").text == "the "
+    assert search.push("agle").text == "Eagle"
+    assert search.push(" EN").text == " "
+    assert search.finish() == "EN"
