@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from engine.kernels import AttentionMetadata, AttentionSpec, reference_layers, triton_layers
@@ -68,13 +69,13 @@ def check_all(device: torch.device, shard: int, shards: int) -> None:
             continue
         try:
             message = _check(case, ragged, device)
-        except Exception as error:  # one broken case must not hide the others
+        except (RuntimeError, triton.runtime.errors.TritonError) as error:  # must not hide the other cases
             message = f"{type(error).__name__}: {str(error)[:200]}"
         if message:
             failures += 1
             print(f"FAILED {case} {ragged}: {message}", flush=True)
     if shard == 0:
-        failures += _check_layers(device)
+        failures += _check_layers(device) + _check_graph(device)
     print(f"checks, shard {shard}: {failures} failures", flush=True)
 
 
@@ -104,7 +105,7 @@ def _check(case: Case, ragged: Ragged, device: torch.device) -> str:
     shape = (meta.block_tables.numel(), 3, 2, case.kv_heads, case.block, case.head_dim)
     cache = torch.randn(shape, device=device).to(case.cache_dtype)
     qkv = torch.randn(tokens, case.heads + 2 * case.kv_heads, case.head_dim, device=device).to(case.dtype)
-    query, key, value = qkv.split([case.heads, case.kv_heads, case.kv_heads], dim=1)
+    query, key, value = torch.split(qkv, [case.heads, case.kv_heads, case.kv_heads], dim=1)
     for s, context in enumerate(ragged.contexts):
         for p in range(context, meta.block_tables.shape[1] * case.block):
             if p == context or p % case.block == 0:
@@ -125,6 +126,40 @@ def _check(case: Case, ragged: Ragged, device: torch.device) -> str:
     if not error < TOLERANCE[case.dtype]:
         return f"error {error:.2e}"
     return "" if torch.equal(got, again) else "two runs differ"
+
+
+def _check_graph(device: torch.device) -> int:
+    """A decode step captured once serves other lengths, other blocks and padding sequences."""
+    batch, block, capacity = 6, 64, 5000
+    meta = make_batch(Ragged([1] * batch, [capacity] * batch), block, device)
+    cache = torch.randn(meta.block_tables.numel(), 2, 2, 8, block, 128, device=device).to(BF16)[:, 1]
+    query, key, value = (torch.randn(batch, heads, 128, device=device).to(BF16) for heads in (32, 8, 8))
+    triton, twin, spec = TritonAttention(device), ReferenceAttention(), AttentionSpec(128**-0.5)
+    triton.attend(query, cache, meta, spec)
+    triton.store(key, value, cache, meta)
+    torch.accelerator.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton.store(key, value, cache, meta)
+        output = triton.attend(query, cache, meta, spec)
+    failures = 0
+    for contexts in ([1, 64, 100, 5000, 0, 0], [4096, 300, 257, 256, 255, 1], [5000] * 6):
+        lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+        meta.block_tables.copy_(meta.block_tables.roll(1, 0))
+        last = (lens.long() - 1).clamp(min=0)
+        slots = meta.block_tables.gather(1, last[:, None] // block)[:, 0].long() * block + last % block
+        meta.slots.copy_(torch.where(lens > 0, slots, -1))
+        meta.context_lens.copy_(lens)
+        for tensor in (query, key, value):
+            tensor.normal_()
+        graph.replay()
+        live = int((lens > 0).sum())
+        wanted = twin.attend(query.float(), cache.float(), meta, spec)
+        error = _error(output[:live], wanted[:live])
+        if not error < TOLERANCE[BF16]:
+            failures += 1
+            print(f"FAILED graph {contexts}: {error:.2e}", flush=True)
+    return failures
 
 
 def _check_layers(device: torch.device) -> int:

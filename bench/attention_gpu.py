@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +25,7 @@ from engine.kernels import AttentionMetadata, AttentionSpec, triton_layers
 from engine.kernels.triton_attention import TritonAttention
 from engine.kernels.triton_decode import decode
 from engine.kernels.triton_prefill import prefill
+from engine.kernels.triton_store import store
 from engine.kernels.triton_tiles import DecodeTiles, PrefillTiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
@@ -37,7 +40,14 @@ class Shape:
     layers: int  # the cache's layers are visited in turn, so that no layer is read from the L2
 
 
-DECODES = [Shape(1, 1088, 32), Shape(8, 1088, 8), Shape(32, 1088, 4), Shape(64, 1088, 4), Shape(128, 1088, 3), Shape(256, 1088, 3)]
+DECODES = [
+    Shape(1, 1088, 32),
+    Shape(8, 1088, 8),
+    Shape(32, 1088, 4),
+    Shape(64, 1088, 4),
+    Shape(128, 1088, 3),
+    Shape(256, 1088, 3),
+]
 LONG_DECODES = [Shape(1, 8192, 8), Shape(8, 8192, 4), Shape(64, 8192, 2), Shape(256, 8192, 1)]
 PREFILLS = [512, 2048, 8192]
 
@@ -49,71 +59,100 @@ def accelerator() -> torch.device:
     return torch.device(kind.type, 0)
 
 
-def decode_variants(default: DecodeTiles, processors: int) -> dict[str, DecodeTiles]:
+def processors() -> int:
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def decode_variants(default: DecodeTiles, num_processors: int) -> dict[str, DecodeTiles]:
     variants = {"default": default}
     for tile, warps, stages, per in [
-        (64, 4, 3, 3),
-        (64, 4, 2, 4),
-        (64, 4, 4, 2),
-        (64, 2, 3, 3),
-        (64, 8, 3, 3),
-        (32, 4, 4, 4),
-        (32, 4, 3, 5),
+        (32, 4, 3, 4),
+        (32, 4, 3, 8),
+        (32, 4, 3, 32),
+        (32, 4, 4, 32),
+        (32, 2, 3, 8),
+        (32, 2, 3, 32),
         (32, 2, 4, 4),
-        (32, 2, 3, 5),
-        (128, 4, 2, 2),
+        (32, 2, 4, 32),
+        (32, 1, 3, 32),
+        (16, 2, 4, 32),
+        (64, 2, 3, 3),
+        (64, 2, 3, 32),
+        (64, 4, 3, 32),
+        (64, 4, 2, 32),
     ]:
         name = f"tile {tile} warps {warps} stages {stages} x{per}"
-        variants[name] = replace(default, tile=tile, warps=warps, stages=stages, programs=processors * per)
-    variants["no fused combine"] = replace(default, fused=False)
-    for split, most in [(128, 32), (256, 16), (256, 8), (512, 16), (1024, 16)]:
-        variants[f"split {split} at most {most}"] = replace(default, min_split=split, max_splits=most)
-    for per in (2, 6, 8, 100):
-        variants[f"x{per} programs"] = replace(default, programs=processors * per)
+        variants[name] = replace(default, tile=tile, warps=warps, stages=stages, programs=num_processors * per)
+    for split, most in [(128, 16), (128, 32), (256, 8), (256, 32), (512, 16)]:
+        variants[f"split {split} at most {most}"] = replace(
+            default, min_split=split, max_splits=most, programs=num_processors * 32
+        )
     return variants
 
 
 def prefill_variants(default: PrefillTiles) -> dict[str, PrefillTiles]:
     variants = {"default": default}
-    for rows, tile, warps, stages, described in [
+    for rows, tile, warps, stages, paired in [
+        (128, 64, 8, 3, False),
         (128, 64, 8, 2, True),
         (128, 64, 8, 3, True),
-        (128, 64, 8, 4, True),
-        (128, 64, 4, 2, True),
-        (64, 64, 4, 2, True),
-        (64, 64, 4, 3, True),
-        (64, 32, 4, 3, True),
+        (128, 32, 8, 2, True),
         (128, 32, 8, 3, True),
-        (256, 64, 8, 2, True),
-        (256, 64, 16, 2, True),
-        (128, 64, 8, 2, False),
-        (128, 64, 8, 3, False),
-        (128, 128, 8, 2, False),
         (64, 64, 4, 2, False),
-        (64, 32, 4, 3, False),
+        (64, 64, 4, 2, True),
+        (64, 32, 4, 2, True),
+        (64, 32, 4, 3, True),
+        (256, 32, 8, 2, True),
     ]:
-        name = f"rows {rows} tile {tile} warps {warps} stages {stages}{'' if described else ' pointers'}"
-        variants[name] = PrefillTiles(rows=rows, tile=tile, warps=warps, stages=stages, descriptors=described)
+        name = f"rows {rows} tile {tile} warps {warps} stages {stages}{' paired' if paired else ''}"
+        variants[name] = PrefillTiles(rows, tile, warps, stages, descriptors=True, paired=paired)
+    variants["pointers rows 128 tile 64 warps 8 stages 3"] = PrefillTiles(
+        128, 64, 8, 3, descriptors=False, paired=False
+    )
     return variants
 
 
-def batch_of(query_len: int, contexts: list[int], device: torch.device) -> AttentionMetadata:
-    """Sequences of one query length with blocks scattered over the cache."""
-    per_seq = -(-max(contexts) // BLOCK)
-    tables = torch.randperm(per_seq * len(contexts), device=device).int().view(len(contexts), per_seq)
-    lens = torch.tensor(contexts, dtype=torch.int32, device=device)
-    positions = (lens[:, None] - query_len + torch.arange(query_len, device=device)).long()
-    slots = tables.gather(1, positions // BLOCK).long() * BLOCK + positions % BLOCK
-    starts = torch.arange(len(contexts) + 1, dtype=torch.int32, device=device) * query_len
-    return AttentionMetadata(starts, lens, tables, slots.flatten(), query_len, max(contexts))
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sequences of one query length with blocks scattered over a cache of several layers."""
+
+    meta: AttentionMetadata
+    cache: Tensor
+    query: Tensor
+    output: Tensor
+
+    def decode(self, tiles: DecodeTiles, layer: int) -> None:
+        decode(self.output, self.query, self.cache[:, layer], self.meta, SPEC, tiles)
+
+    def prefill(self, tiles: PrefillTiles, layer: int) -> None:
+        cache = self.cache[:, layer]
+        prefill(self.output, self.query, cache, self.meta, SPEC, tiles, skip_singles=False)
 
 
-def cache_of(meta: AttentionMetadata, layers: int, device: torch.device) -> Tensor:
-    shape = (meta.block_tables.numel(), layers, 2, KV_HEADS, BLOCK, HEAD_DIM)
+def workload(batch: int, query_len: int, context: int, layers: int, block: int = BLOCK) -> Workload:
+    device = accelerator()
+    per_seq = -(-context // block)
+    tables = torch.randperm(per_seq * batch, device=device).int().view(batch, per_seq)
+    positions = torch.arange(context - query_len, context, device=device).expand(batch, -1)
+    slots = tables.gather(1, positions // block).long() * block + positions % block
+    meta = AttentionMetadata(
+        torch.arange(batch + 1, dtype=torch.int32, device=device) * query_len,
+        torch.full((batch,), context, dtype=torch.int32, device=device),
+        tables,
+        slots.flatten(),
+        query_len,
+        context,
+    )
+    shape = (tables.numel(), layers, 2, KV_HEADS, block, HEAD_DIM)
     cache = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for layer in range(layers):
         cache[:, layer].normal_()
-    return cache
+    query = random(batch * query_len, HEADS, HEAD_DIM)
+    return Workload(meta, cache, query, torch.empty_like(query))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=accelerator())
 
 
 def graph_ms(call: Callable[[int], object], layers: int, rounds: int = 4) -> float:
@@ -125,9 +164,9 @@ def graph_ms(call: Callable[[int], object], layers: int, rounds: int = 4) -> flo
         for _ in range(rounds):
             for layer in range(layers):
                 call(layer)
-    times = []
+    times: list[float] = []
     for trial in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -138,95 +177,82 @@ def graph_ms(call: Callable[[int], object], layers: int, rounds: int = 4) -> flo
 
 
 def time_decode(shapes: list[Shape], shard: int | None) -> None:
-    device = accelerator()
-    backend = TritonAttention(device)
-    counters = torch.zeros(65536, dtype=torch.int32, device=device)
     table: dict[str, list[str]] = {}
     for shape in shapes:
-        meta = batch_of(1, [shape.context] * shape.batch, device)
-        cache = cache_of(meta, shape.layers, device)
-        query = torch.randn(shape.batch, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-        output = torch.empty_like(query)
-        size = 2 * shape.batch * shape.context * KV_HEADS * HEAD_DIM * 2
-        default, _ = backend.tiles(query, cache[:, 0])
-        variants = decode_variants(default, torch.cuda.get_device_properties(device).multi_processor_count)
-        for index, (name, tiles) in enumerate(variants.items()):
-            if shard is not None and index % SHARDS != shard:
-                continue
-
-            def call(layer: int, tiles: DecodeTiles = tiles) -> None:
-                decode(output, query, cache[:, layer], meta, SPEC, tiles, counters)
-
-            table.setdefault(name, []).append(_measured(call, shape.layers, shard, size / 1e9, "TB/s"))
+        work = workload(shape.batch, 1, shape.context, shape.layers)
+        size = 2 * shape.batch * shape.context * KV_HEADS * HEAD_DIM * 2 / 1e9
+        default, _ = TritonAttention(accelerator()).tiles(work.query, work.cache[:, 0])
+        for index, (name, tiles) in enumerate(decode_variants(default, processors()).items()):
+            if shard is None or index % SHARDS == shard:
+                call = partial(work.decode, tiles)
+                table.setdefault(name, []).append(_measured(call, shape.layers, shard, size, "TB/s"))
         if shard is None:
-            keys, values = (
-                torch.randn(shape.batch, KV_HEADS, shape.context, HEAD_DIM, dtype=torch.bfloat16, device=device)
-                for _ in range(2)
-            )
-
-            def peer(_: int) -> Tensor:
-                return functional.scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)
-
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                table.setdefault("torch flash, contiguous KV", []).append(_measured(peer, 1, None, size / 1e9, "TB/s"))
+            narrow = replace(work, cache=work.cache.to(torch.float8_e4m3fn))
+            cell = _measured(partial(narrow.decode, default), shape.layers, None, size / 2, "TB/s")
+            table.setdefault("default, fp8 cache", []).append(cell)
+            kv = [random(shape.batch, KV_HEADS, shape.context, HEAD_DIM) for _ in range(2)]
+            peer = partial(_peer, SDPBackend.FLASH_ATTENTION, work.query[:, :, None], kv[0], kv[1])
+            table.setdefault("torch flash, contiguous KV", []).append(_measured(peer, 1, None, size, "TB/s"))
     _show([f"{s.batch} x {s.context}" for s in shapes], table, shard)
 
 
 def time_prefill(shard: int | None) -> None:
-    device = accelerator()
-    backend = TritonAttention(device)
     table: dict[str, list[str]] = {}
     for length in PREFILLS:
-        meta = batch_of(length, [length], device)
-        cache = cache_of(meta, 2, device)
-        query = torch.randn(length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-        output = torch.empty_like(query)
-        work = 2 * length * (length + 1) * HEADS * HEAD_DIM / 1e9
-        _, default = backend.tiles(query, cache[:, 0])
+        work = workload(1, length, length, 2)
+        operations = 2 * length * (length + 1) * HEADS * HEAD_DIM / 1e9
+        _, default = TritonAttention(accelerator()).tiles(work.query, work.cache[:, 0])
         for index, (name, tiles) in enumerate(prefill_variants(default).items()):
-            if shard is not None and index % SHARDS != shard:
-                continue
-
-            def call(layer: int, tiles: PrefillTiles = tiles) -> None:
-                prefill(output, query, cache[:, layer], meta, SPEC, tiles, skip_singles=False)
-
-            table.setdefault(name, []).append(_measured(call, 2, shard, work, "TFLOP/s"))
+            if shard is None or index % SHARDS == shard:
+                call = partial(work.prefill, tiles)
+                table.setdefault(name, []).append(_measured(call, 2, shard, operations, "TFLOP/s"))
+        wide = workload(1, length, length, 2, block=128)
+        for stages in (2, 3):
+            call = partial(wide.prefill, PrefillTiles(128, 128, 8, stages, descriptors=True, paired=False))
+            name = f"rows 128 tile 128 stages {stages}, blocks of 128"
+            table.setdefault(name, []).append(_measured(call, 2, shard, operations, "TFLOP/s"))
         if shard is None:
-            q, k, v = (torch.randn(1, n, length, HEAD_DIM, dtype=torch.bfloat16, device=device) for n in (HEADS,) * 3)
+            q, k, v = (random(1, HEADS, length, HEAD_DIM) for _ in range(3))
             for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-
-                def peer(_: int) -> Tensor:
-                    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-                with sdpa_kernel(kind):
-                    table.setdefault(f"torch {kind.name}", []).append(_measured(peer, 1, None, work, "TFLOP/s"))
+                row = table.setdefault(f"torch {kind.name}", [])
+                row.append(_measured(partial(_peer, kind, q, k, v), 1, None, operations, "TFLOP/s"))
     _show([str(length) for length in PREFILLS], table, shard)
+
+
+def _peer(kind: SDPBackend, query: Tensor, key: Tensor, value: Tensor, _: int) -> Tensor:
+    with sdpa_kernel(kind):
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=query.shape[2] > 1, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
 
 def time_layers() -> None:
     """Fused layers of the 8B shape at a decode and a prefill batch."""
-    device = accelerator()
     table: dict[str, list[str]] = {}
     for tokens in (64, 8192):
-        wide = [torch.randn(tokens, 28672, dtype=torch.bfloat16, device=device) for _ in range(2)]
-        x, residual = (torch.randn(tokens, 4096, dtype=torch.bfloat16, device=device) for _ in range(2))
-        weight = torch.randn(4096, dtype=torch.bfloat16, device=device)
-        meta = batch_of(1, [1088] * tokens, device) if tokens == 64 else batch_of(tokens, [tokens], device)
-        cache = cache_of(meta, 1, device)[:, 0]
-        qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        turn = (torch.rand(tokens, HEAD_DIM, device=device), torch.rand(tokens, HEAD_DIM, device=device))
-        backend = TritonAttention(device)
-        calls: list[tuple[str, int, Callable[[int], object]]] = [
-            ("silu_mul", tokens * 3 * 14336, lambda i: triton_layers.silu_mul(wide[i])),
-            ("rms_norm + residual", tokens * 4 * 4096, lambda _: triton_layers.rms_norm(x, weight, 1e-5, residual=residual)),
-            ("rotary_store", tokens * 2 * 48 * 128, lambda _: triton_layers.rotary_store(q, k, v, turn, cache, meta.slots)),
-            ("store", tokens * 4 * 8 * 128, lambda _: backend.store(k, v, cache, meta)),
-            ("torch rms_norm (no residual)", tokens * 2 * 4096, lambda _: functional.rms_norm(x, (4096,), weight)),
+        work = workload(64, 1, 1088, 1) if tokens == 64 else workload(1, tokens, tokens, 1)
+        cache, slots = work.cache[:, 0], work.meta.slots
+        gates = random(tokens, 28672)
+        x, residual, weight = random(tokens, 4096), random(tokens, 4096), random(4096)
+        qkv = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        q, k, v = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
+        turn = (random(tokens, HEAD_DIM), random(tokens, HEAD_DIM))
+        normed = partial(triton_layers.rms_norm, x, weight, 1e-5, residual=residual)
+        calls: list[tuple[str, int, Callable[[], object]]] = [
+            ("silu_mul", 3 * 14336, partial(triton_layers.silu_mul, gates)),
+            ("rms_norm + residual", 4 * 4096, normed),
+            ("rotary_store", 2 * 48 * 128, partial(triton_layers.rotary_store, q, k, v, turn, cache, slots)),
+            ("store", 4 * 8 * 128, partial(store, k, v, cache, slots)),
+            ("torch rms_norm (no residual)", 2 * 4096, partial(functional.rms_norm, x, (4096,), weight)),
         ]
         for name, elements, call in calls:
-            table.setdefault(name, []).append(_measured(call, 2, None, elements * 2 / 1e9, "TB/s"))
+            cell = _measured(partial(_ignoring_layer, call), 2, None, tokens * elements * 2 / 1e9, "TB/s")
+            table.setdefault(name, []).append(cell)
     _show(["64 tokens", "8192 tokens"], table, None)
+
+
+def _ignoring_layer(call: Callable[[], object], _: int) -> object:
+    return call()
 
 
 def time_limits() -> None:
@@ -238,9 +264,10 @@ def time_limits() -> None:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = graph_ms(lambda _: a @ b, 1)
     nothing = torch.empty(32, device=device)
+    launch = graph_ms(lambda _: nothing.zero_(), 8)
     print(
         f"limits: copy {4 * 2**32 / copied / 1e9:.2f} TB/s (read + write), read {2 * 2**32 / read / 1e9:.2f} TB/s, "
-        f"bf16 matmul {2 * 8192**3 / product / 1e9:.0f} TFLOP/s, an empty launch {graph_ms(lambda _: nothing.zero_(), 8) * 1e3:.1f} us"
+        f"bf16 matmul {2 * 8192**3 / product / 1e9:.0f} TFLOP/s, an empty launch {launch * 1e3:.1f} us"
     )
 
 
@@ -252,7 +279,7 @@ def _measured(call: Callable[[int], object], layers: int, shard: int | None, wor
             torch.accelerator.synchronize()
             return "-"
         elapsed = graph_ms(call, layers)
-    except Exception as error:  # a variant that does not fit the device is a result, not a failure
+    except (RuntimeError, triton.runtime.errors.TritonError) as error:  # does not fit the device: a result too
         return f"{type(error).__name__:.14}"
     rate = work / elapsed
     return f"{elapsed:.4f} {rate:6.2f}" if unit == "TB/s" else f"{elapsed:.4f} {rate:5.0f}"
@@ -303,7 +330,7 @@ def main() -> None:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                print(f"killed after {options.limit_s} s: {process.args}")
+                print(f"killed after {options.limit_s} s: {process.args!r}")
         print(f"== {group} done at {time.monotonic() - start:.0f} s", flush=True)
 
 

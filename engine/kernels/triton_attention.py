@@ -23,18 +23,15 @@ from engine.kernels.triton_tiles import (
 
 
 class TritonAttention:
-    """Fits `AttentionBackend`. One per device and stream: the arrival counters are shared by its launches.
+    """Fits `AttentionBackend`. Rows of a cache view must be contiguous from the plane dimension down; a graph's
+    padding sequences have a context length of 0 and its padding tokens negative slots."""
 
-    `max_items` bounds sequences x KV heads of one step. Rows of a cache view must be contiguous from the plane
-    dimension down, and a graph's padding sequences have a context length of 0.
-    """
-
-    def __init__(
-        self, device: torch.device | None = None, *, limits: DeviceLimits | None = None, max_items: int = 65536
-    ) -> None:
-        self._device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
-        self._limits = limits or device_limits(self._device.index or 0)
-        self._counters = torch.zeros(max_items, dtype=torch.int32, device=self._device)
+    def __init__(self, device: torch.device | None = None, *, limits: DeviceLimits | None = None) -> None:
+        """Without `limits` asks the device (default: the current accelerator) for them."""
+        if limits is None:
+            device = device or torch.accelerator.current_accelerator()
+            limits = device_limits((device and device.index) or 0)
+        self._limits = limits
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
         store(key, value, cache, meta.slots)
@@ -47,7 +44,7 @@ class TritonAttention:
         if meta.max_query_len > 1:
             prefill(output, query, cache, meta, spec, prefilling, skip_singles=has_singles)
         if has_singles:
-            decode(output, query, cache, meta, spec, decoding, self._counters)
+            decode(output, query, cache, meta, spec, decoding)
         return output
 
     def tiles(self, query: Tensor, cache: Tensor) -> tuple[DecodeTiles, PrefillTiles]:

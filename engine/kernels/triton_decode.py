@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
-from engine.kernels.triton_softmax import HIDDEN, LOG2E, absorb, capped_scores, factor_of, load_rows, tile_rows
+from engine.kernels.triton_softmax import HIDDEN, LOG2E, LOWEST, absorb, capped_scores, factor_of, load_rows, tile_rows
 from engine.kernels.triton_tiles import DecodeTiles, padded
 
 
@@ -23,12 +23,8 @@ def decode(
     meta: AttentionMetadata,
     spec: AttentionSpec,
     tiles: DecodeTiles,
-    counters: Tensor,
 ) -> None:
-    """Fills the rows of `output` that belong to sequences with exactly one new token.
-
-    `counters` int32 [>= num_seqs * num_kv_heads]: zero between calls; the last split of a head combines them all.
-    """
+    """Fills the rows of `output` that belong to sequences with exactly one new token."""
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     context = meta.max_context_len if spec.sliding_window is None else spec.sliding_window + tiles.min_split
@@ -41,7 +37,6 @@ def decode(
         output,
         partial,
         stats,
-        counters,
         query,
         cache,
         meta.query_starts,
@@ -70,12 +65,11 @@ def decode(
         capped=spec.softcap is not None,
         sunk=spec.sinks is not None,
         seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
-        fused=tiles.fused,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if not tiles.fused:
+    if num_splits > 1:
         _combine_kernel[(num_seqs, num_heads)](
             output,
             partial,
@@ -113,7 +107,6 @@ def _decode_kernel(  # noqa: PLR0913
     output,
     partial,
     stats,
-    counters,
     query,
     cache,
     query_starts,
@@ -142,7 +135,6 @@ def _decode_kernel(  # noqa: PLR0913
     capped: tl.constexpr,
     sunk: tl.constexpr,
     seqs: tl.constexpr,
-    fused: tl.constexpr,
     precision: tl.constexpr,
 ):
     ids = tl.arange(0, seqs)
@@ -201,28 +193,6 @@ def _decode_kernel(  # noqa: PLR0913
             tl.store(partial + slot[:, None] * head_dim + dim[None, :], acc, mask)
             tl.store(stats + slot * 2, peak, row < group)
             tl.store(stats + slot * 2 + 1, total, row < group)
-            if fused:
-                tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
-                counter = counters + seq * kv_heads + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                    for member in range(group):
-                        _combine(
-                            output,
-                            partial,
-                            stats,
-                            sinks,
-                            token,
-                            seq.to(tl.int64),
-                            kv_head * group + member,
-                            splits,
-                            num_splits,
-                            kv_heads * group,
-                            head_dim,
-                            dims,
-                            max_splits,
-                            sunk,
-                        )
-                    tl.store(counter, 0)
 
 
 @triton.jit
@@ -249,7 +219,7 @@ def _attend_split(  # noqa: PLR0913
     dims: tl.constexpr = asked.shape[1]
     acc = tl.zeros([rows, dims], tl.float32)
     total = tl.zeros([rows], tl.float32)
-    peak = tl.full([rows], HIDDEN, tl.float32)
+    peak = tl.full([rows], LOWEST, tl.float32)
     step, dim = tl.arange(0, tile), tl.arange(0, dims)
     plane = kv_heads * block_tokens
     factor = factor_of(scale, softcap, capped)
@@ -266,52 +236,12 @@ def _attend_split(  # noqa: PLR0913
             at = tile_rows(blocks, start, kv_head, block_rows, kv_heads, block_tokens) + step
         keys = load_rows(cache, at, seen, dim, head_dim).to(asked.dtype)
         values = load_rows(cache, at + plane, seen, dim, head_dim).to(asked.dtype)
-        scores = capped_scores(
-            tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped
-        )
+        scores = capped_scores(tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped)
         if window > 0:
             seen = seen & (position >= lowest)
         acc, total, peak = absorb(acc, total, peak, tl.where(seen[None, :], scores, HIDDEN), factor, values, precision)
         blocks = next_blocks
     return acc, total, peak
-
-
-@triton.jit
-def _combine(  # noqa: PLR0913
-    output,
-    partial,
-    stats,
-    sinks,
-    token,
-    seq,
-    head,
-    splits,
-    num_splits,
-    heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    dims: tl.constexpr,
-    max_splits: tl.constexpr,
-    sunk: tl.constexpr,
-):
-    """Merges the splits of one head, in their order. Reads past the L1: other programs wrote them."""
-    split, dim = tl.arange(0, max_splits), tl.arange(0, dims)
-    slot = (seq * heads + head) * num_splits + split
-    peaks = tl.load(stats + slot * 2, split < splits, other=HIDDEN, cache_modifier=".cg")
-    totals = tl.load(stats + slot * 2 + 1, split < splits, other=0.0, cache_modifier=".cg")
-    mask = (split < splits)[:, None] & (dim < head_dim)[None, :]
-    parts = tl.load(
-        partial + slot[:, None] * head_dim + dim[None, :], mask, other=0.0, cache_modifier=".cg"
-    )
-    peak = tl.max(peaks, 0)
-    if sunk:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        peak = tl.maximum(peak, sink)
-    weights = tl.exp2(peaks - peak)
-    total = tl.sum(weights * totals, 0)
-    if sunk:
-        total += tl.exp2(sink - peak)
-    merged = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(output + (token * heads + head) * head_dim + dim, merged.to(output.dtype.element_ty), dim < head_dim)
 
 
 @triton.jit
@@ -332,10 +262,26 @@ def _combine_kernel(  # noqa: PLR0913
     window: tl.constexpr,
     sunk: tl.constexpr,
 ):
+    """Merges the splits of one head of one sequence, in their order."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
     _, _, splits = _cut(tl.load(context_lens + seq), min_split, split_limit, window)
-    if (splits > 1) & (tl.load(query_starts + seq + 1) - token == 1):
-        _combine(
-            output, partial, stats, sinks, token, seq, head, splits, num_splits, heads, head_dim, dims, max_splits, sunk
-        )
+    if (splits <= 1) | (tl.load(query_starts + seq + 1) - token != 1):
+        return  # written already, or not ours
+    split, dim = tl.arange(0, max_splits), tl.arange(0, dims)
+    slot = (seq * heads + head) * num_splits + split
+    peaks = tl.load(stats + slot * 2, split < splits, other=HIDDEN)
+    totals = tl.load(stats + slot * 2 + 1, split < splits, other=0.0)
+    mask = (split < splits)[:, None] & (dim < head_dim)[None, :]
+    parts = tl.load(partial + slot[:, None] * head_dim + dim[None, :], mask, other=0.0)
+    peak = tl.max(peaks, 0)
+    if sunk:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp2(peaks - peak)
+    total = tl.sum(weights * totals, 0)
+    if sunk:
+        total += tl.exp2(sink - peak)
+    merged = tl.sum(parts * weights[:, None], 0) / total
+    to = output + (token * heads + head) * head_dim + dim
+    tl.store(to, merged.to(output.dtype.element_ty), dim < head_dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
-from engine.kernels.triton_softmax import HIDDEN, LOG2E, absorb, capped_scores, factor_of, load_rows, tile_rows
+from engine.kernels.triton_softmax import HIDDEN, LOG2E, LOWEST, absorb, capped_scores, factor_of, load_rows, tile_rows
 from engine.kernels.triton_tiles import PrefillTiles, padded
 
 
@@ -64,6 +64,7 @@ def prefill(
         skip_singles=skip_singles,
         seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
         described=described,
+        paired=tiles.paired and described,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -78,7 +79,7 @@ def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
 
 
 @triton.jit
-def _prefill_kernel(  # noqa: PLR0913
+def _prefill_kernel(  # noqa: PLR0913, PLR0915
     output,
     query,
     cache,
@@ -106,6 +107,7 @@ def _prefill_kernel(  # noqa: PLR0913
     skip_singles: tl.constexpr,
     seqs: tl.constexpr,
     described: tl.constexpr,
+    paired: tl.constexpr,
     precision: tl.constexpr,
 ):
     tokens: tl.constexpr = rows // group
@@ -138,43 +140,64 @@ def _prefill_kernel(  # noqa: PLR0913
 
     acc = tl.zeros([rows, dims], tl.float32)
     total = tl.zeros([rows], tl.float32)
-    peak = tl.full([rows], HIDDEN, tl.float32)
+    peak = tl.full([rows], LOWEST, tl.float32)
     if sunk:
         peak = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
         total += 1.0
     position = context - query_len + mine
     lowest = context - query_len + token
-    begin, plain_end = 0, ((lowest + 1) // tile) * tile  # tiles that every row sees whole
+    stride: tl.constexpr = 2 * tile if paired else tile
+    begin, plain_end = 0, ((lowest + 1) // stride) * stride  # tiles that every row sees whole
     end = tl.minimum(lowest + tokens, context)
     if window > 0:
         begin = (tl.maximum(lowest - window + 1, 0) // tile) * tile
         plain_end = begin
     table = block_tables + seq.to(tl.int64) * table_stride
-    acc, total, peak = _attend_tiles(
-        acc,
-        total,
-        peak,
-        asked,
-        position,
-        cache,
-        table,
-        kv_head,
-        begin,
-        plain_end,
-        context,
-        block_rows,
-        scale,
-        softcap,
-        kv_heads,
-        head_dim,
-        tile,
-        block_tokens,
-        window,
-        capped,
-        False,
-        described,
-        precision,
-    )
+    if paired and window == 0:
+        acc, total, peak = _attend_pairs(
+            acc,
+            total,
+            peak,
+            asked,
+            cache,
+            table,
+            kv_head,
+            begin,
+            plain_end,
+            block_rows,
+            scale,
+            softcap,
+            kv_heads,
+            tile,
+            block_tokens,
+            capped,
+            precision,
+        )
+    else:
+        acc, total, peak = _attend_tiles(
+            acc,
+            total,
+            peak,
+            asked,
+            position,
+            cache,
+            table,
+            kv_head,
+            begin,
+            plain_end,
+            block_rows,
+            scale,
+            softcap,
+            kv_heads,
+            head_dim,
+            tile,
+            block_tokens,
+            window,
+            capped,
+            False,
+            described,
+            precision,
+        )
     acc, total, peak = _attend_tiles(
         acc,
         total,
@@ -186,7 +209,6 @@ def _prefill_kernel(  # noqa: PLR0913
         kv_head,
         plain_end,
         end,
-        context,
         block_rows,
         scale,
         softcap,
@@ -216,7 +238,6 @@ def _attend_tiles(  # noqa: PLR0913
     kv_head,
     begin,
     end,
-    context,
     block_rows,
     scale,
     softcap,
@@ -246,15 +267,13 @@ def _attend_tiles(  # noqa: PLR0913
             keys = cache.load([at, 0]).to(asked.dtype)
             values = cache.load([at + plane, 0]).to(asked.dtype)
             if masked:
-                values = tl.where((there < context)[:, None], values, 0.0)
+                values = tl.where((there < end)[:, None], values, 0.0)
         else:
             at = at if wide else at + step
-            known = (there < context) if masked else (there >= 0)
+            known = (there < end) if masked else (there >= 0)
             keys = load_rows(cache, at, known, dim, head_dim).to(asked.dtype)
             values = load_rows(cache, at + plane, known, dim, head_dim).to(asked.dtype)
-        scores = capped_scores(
-            tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped
-        )
+        scores = capped_scores(tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped)
         if masked:
             seen = there[None, :] <= position[:, None]
             if window > 0:
@@ -262,4 +281,53 @@ def _attend_tiles(  # noqa: PLR0913
             scores = tl.where(seen, scores, HIDDEN)
         acc, total, peak = absorb(acc, total, peak, scores, factor, values, precision)
         blocks = next_blocks
+    return acc, total, peak
+
+
+@triton.jit
+def _attend_pairs(  # noqa: PLR0913
+    acc,
+    total,
+    peak,
+    asked,
+    cache,
+    table,
+    kv_head,
+    begin,
+    end,
+    block_rows,
+    scale,
+    softcap,
+    kv_heads: tl.constexpr,
+    tile: tl.constexpr,
+    block_tokens: tl.constexpr,
+    capped: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Two tiles of plain span per step: half the reductions and rescalings."""
+    plane = kv_heads * block_tokens
+    factor = factor_of(scale, softcap, capped)
+    block0 = tl.load(table + begin // block_tokens, mask=begin < end, other=0)
+    block1 = tl.load(table + (begin + tile) // block_tokens, mask=begin < end, other=0)
+    for start in range(begin, end, 2 * tile):
+        ahead = start + 2 * tile
+        next0 = tl.load(table + ahead // block_tokens, mask=ahead < end, other=0)
+        next1 = tl.load(table + (ahead + tile) // block_tokens, mask=ahead < end, other=0)
+        at0 = tile_rows(block0, start, kv_head, block_rows, kv_heads, block_tokens)
+        at1 = tile_rows(block1, start + tile, kv_head, block_rows, kv_heads, block_tokens)
+        keys0 = cache.load([at0, 0]).to(asked.dtype)
+        keys1 = cache.load([at1, 0]).to(asked.dtype)
+        values0 = cache.load([at0 + plane, 0]).to(asked.dtype)
+        values1 = cache.load([at1 + plane, 0]).to(asked.dtype)
+        scores0 = capped_scores(tl.dot(asked, tl.trans(keys0), input_precision=precision), scale, softcap, capped)
+        scores1 = capped_scores(tl.dot(asked, tl.trans(keys1), input_precision=precision), scale, softcap, capped)
+        new_peak = tl.maximum(peak, tl.max(tl.maximum(scores0, scores1), 1) * factor)
+        shrink = tl.exp2(peak - new_peak)
+        weights0 = tl.exp2(scores0 * factor - new_peak[:, None])
+        weights1 = tl.exp2(scores1 * factor - new_peak[:, None])
+        total = total * shrink + tl.sum(weights0 + weights1, 1)
+        acc = tl.dot(weights0.to(asked.dtype), values0, acc * shrink[:, None], input_precision=precision)
+        acc = tl.dot(weights1.to(asked.dtype), values1, acc, input_precision=precision)
+        peak = new_peak
+        block0, block1 = next0, next1
     return acc, total, peak

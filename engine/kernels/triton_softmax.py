@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)  # finite: a row that has seen nothing yet must not become NaN
+HIDDEN: tl.constexpr = tl.constexpr(float("-inf"))  # the score of a masked token
+# A row that has seen nothing yet: finite, so that exp2(HIDDEN - LOWEST) is 0 and not NaN; below any real score.
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit

@@ -14,7 +14,6 @@ class DeviceLimits:
     processors: int  # multiprocessors, or Xe cores
     shared_bytes: int  # shared local memory that one program may use
     descriptors: bool  # tensor descriptors are loads in hardware
-    fused_combine: bool  # device-scope acquire/release atomics may order partial results
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class DecodeTiles:
     programs: int  # at most this many run, each walking over items
     warps: int
     stages: int
-    fused: bool  # the last split combines, instead of a second kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,7 @@ class PrefillTiles:
     warps: int
     stages: int
     descriptors: bool
+    paired: bool  # two tiles per step where no mask is needed; with descriptors only
 
 
 def padded(size: int) -> int:
@@ -47,38 +46,46 @@ def device_limits(index: int) -> DeviceLimits:
     active = triton.runtime.driver.active
     properties = active.utils.get_device_properties(index)
     target = active.get_current_target()
-    is_cuda = target.backend == "cuda"
     return DeviceLimits(
         processors=properties["multiprocessor_count"],
         shared_bytes=properties["max_shared_mem"],
-        descriptors=is_cuda and target.arch >= 90,
-        fused_combine=is_cuda,
+        descriptors=target.backend == "cuda" and target.arch >= 90,
     )
 
 
 def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int) -> DecodeTiles:
-    """`head_bytes`: one token's K of one head, padded. Splits are many enough to fill the device from one sequence."""
-    stages = 3
-    tile = max(16, min(64, _floor_power(limits.shared_bytes // 3 // (2 * stages * head_bytes))))
+    """`head_bytes`: one token's K of one head, padded. A lone sequence is cut finely enough to fill the device."""
+    room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
+    candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
+    tile, stages = next(
+        (fit for fit in candidates if 2 * fit[0] * max(fit[1] - 1, 1) * head_bytes <= room), candidates[-1]
+    )
     return DecodeTiles(
         tile=tile,
         min_split=max(256, block_tokens),
         max_splits=max(4, min(32, padded(limits.processors // 8))),
-        programs=limits.processors * 4,
+        programs=limits.processors * 32,
         warps=4,
         stages=stages,
-        fused=limits.fused_combine,
     )
 
 
 def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) -> PrefillTiles:
-    """Query rows and two stages of K and V tiles share the device's fast memory."""
-    rows = 128 if element_bytes <= 2 else 64
-    room = limits.shared_bytes - rows * head_bytes
-    stages = 3 if room >= 3 * 2 * 64 * head_bytes else 2
-    tile = max(16, min(64, _floor_power(room // (2 * stages * head_bytes))))
-    return PrefillTiles(rows=rows, tile=tile, warps=8, stages=stages, descriptors=limits.descriptors)
+    """The query rows and the stages of K and V tiles share the device's fast memory."""
+    rows = 128 if element_bytes <= 2 else 32  # float32 has no matrix unit to feed, and fewer registers to spare
+    candidates = [(64, 3), (64, 2), (32, 2), (16, 2), (16, 1)]
+    tile, stages = next(
+        (fit for fit in candidates if _prefill_bytes(rows, *fit, head_bytes) <= limits.shared_bytes), candidates[-1]
+    )
+    return PrefillTiles(
+        rows=rows,
+        tile=tile,
+        warps=8,
+        stages=stages,
+        descriptors=limits.descriptors,
+        paired=_prefill_bytes(rows, 2 * tile, stages, head_bytes) <= limits.shared_bytes,
+    )
 
 
-def _floor_power(size: int) -> int:
-    return 1 << max(size, 1).bit_length() - 1
+def _prefill_bytes(rows: int, tile: int, stages: int, head_bytes: int) -> int:
+    return (rows + 2 * tile * stages) * head_bytes + 1024  # the rest: barriers

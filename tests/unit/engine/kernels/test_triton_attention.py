@@ -1,0 +1,131 @@
+"""Every kernel against its plain-torch twin: in Triton's interpreter on a CPU, for real where there is a device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import AttentionSpec
+from engine.kernels.reference import ReferenceAttention
+from engine.kernels.triton_attention import TritonAttention
+from engine.kernels.triton_decode import decode
+from engine.kernels.triton_prefill import prefill
+from engine.kernels.triton_store import store
+from engine.kernels.triton_tiles import DecodeTiles, DeviceLimits, PrefillTiles
+from tests.unit.engine.kernels.triton_batches import DEVICE, Batch, random_batch
+
+PLAIN = AttentionSpec(0.3)
+SINKS = torch.linspace(-1, 2, 3, device=DEVICE)
+EVERY_RULE = AttentionSpec(0.3, sliding_window=21, softcap=2.0, sinks=SINKS)
+DECODING = DecodeTiles(tile=16, min_split=32, max_splits=4, programs=5, warps=4, stages=2)
+PREFILLING = PrefillTiles(rows=16, tile=16, warps=4, stages=2, descriptors=False, paired=False)
+
+
+def decoded(batch: Batch, spec: AttentionSpec, tiles: DecodeTiles) -> Tensor:
+    """NaN where nothing was written."""
+    output = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
+    decode(output, batch.query, batch.cache, batch.meta, spec, tiles)
+    return output
+
+
+def prefilled(batch: Batch, spec: AttentionSpec, tiles: PrefillTiles, *, skip_singles: bool = False) -> Tensor:
+    output = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
+    prefill(output, batch.query, batch.cache, batch.meta, spec, tiles, skip_singles=skip_singles)
+    return output
+
+
+def twin(batch: Batch, spec: AttentionSpec) -> Tensor:
+    return ReferenceAttention().attend(batch.query, batch.cache, batch.meta, spec)
+
+
+@pytest.mark.parametrize("spec", [PLAIN, EVERY_RULE], ids=["plain", "every rule"])
+def test_decode_equals_its_twin_with_one_split_and_with_many(spec: AttentionSpec) -> None:
+    batch = random_batch([1, 1, 1], [1, 30, 100])
+    torch.testing.assert_close(decoded(batch, spec, DECODING), twin(batch, spec))
+
+
+def test_decode_of_a_sequence_does_not_depend_on_its_neighbours() -> None:
+    batch = random_batch([1, 1, 1], [1, 40, 70])
+    together = decoded(batch, PLAIN, DECODING)
+    meta = batch.meta
+    alone = replace(
+        meta,
+        query_starts=meta.query_starts[:2],
+        context_lens=meta.context_lens[2:],
+        block_tables=meta.block_tables[2:],
+        slots=meta.slots[2:],
+    )
+    lonely = decoded(replace(batch, query=batch.query[2:], meta=alone), PLAIN, replace(DECODING, programs=64))
+    assert torch.equal(lonely[0], together[2])
+
+
+def test_decode_leaves_sequences_with_other_than_one_new_token_alone() -> None:
+    output = decoded(random_batch([2, 1, 0], [5, 9, 7]), PLAIN, DECODING)
+    assert output[:2].isnan().all()
+    assert not output[2].isnan().any()
+
+
+def test_decode_skips_the_padding_sequences_of_a_captured_graph() -> None:
+    batch = random_batch([1, 1], [9, 5])
+    batch.meta.context_lens[1] = 0
+    assert decoded(batch, PLAIN, DECODING)[1].isnan().all()
+
+
+def test_a_tile_wider_than_a_block_gathers_from_several() -> None:
+    batch = random_batch([1, 1], [19, 50])
+    wide = replace(DECODING, tile=32)
+    torch.testing.assert_close(decoded(batch, PLAIN, wide), twin(batch, PLAIN))
+    chunks = random_batch([7], [27])
+    torch.testing.assert_close(prefilled(chunks, PLAIN, replace(PREFILLING, tile=32)), twin(chunks, PLAIN))
+
+
+@pytest.mark.parametrize("spec", [PLAIN, EVERY_RULE], ids=["plain", "every rule"])
+@pytest.mark.parametrize("are_described", [False, True], ids=["pointers", "descriptors"])
+def test_prefill_equals_its_twin_with_and_without_a_cached_prefix(spec: AttentionSpec, are_described: bool) -> None:
+    batch = random_batch([3, 0, 11, 1], [3, 9, 43, 17])
+    output = prefilled(batch, spec, replace(PREFILLING, descriptors=are_described))
+    torch.testing.assert_close(output, twin(batch, spec))
+
+
+def test_prefill_of_a_long_plain_span_takes_tiles_in_pairs() -> None:
+    batch = random_batch([5, 5], [41, 70])
+    paired = replace(PREFILLING, descriptors=True, paired=True)
+    torch.testing.assert_close(prefilled(batch, PLAIN, paired), twin(batch, PLAIN))
+
+
+@pytest.mark.parametrize("head_dim", [20, 40])
+def test_head_sizes_that_are_no_power_of_two_are_padded(head_dim: int) -> None:
+    batch = random_batch([2, 1], [18, 40], head_dim=head_dim, heads=4, kv_heads=2)
+    tiles = replace(PREFILLING, descriptors=True)
+    output = prefilled(batch, PLAIN, tiles, skip_singles=True)
+    assert output[2].isnan().all()
+    output[2] = decoded(batch, PLAIN, DECODING)[2]
+    torch.testing.assert_close(output, twin(batch, PLAIN))
+
+
+def test_half_precision_stays_within_its_rounding() -> None:
+    batch = random_batch([4, 1], [20, 50], dtype=torch.float16)
+    output = attention().attend(batch.query, batch.cache, batch.meta, PLAIN)
+    torch.testing.assert_close(output, twin(batch, PLAIN), atol=2e-3, rtol=2e-3)
+
+
+def test_a_mixed_batch_goes_through_both_kernels() -> None:
+    batch = random_batch([1, 5, 1], [33, 12, 6])
+    output = attention().attend(batch.query, batch.cache, batch.meta, PLAIN)
+    torch.testing.assert_close(output, twin(batch, PLAIN))
+
+
+def test_store_writes_each_token_to_its_slot_and_skips_negative_slots() -> None:
+    batch = random_batch([3, 2], [20, 5])
+    ours, theirs = batch.cache.clone(), batch.cache.clone()
+    ReferenceAttention().store(batch.key, batch.value, theirs, batch.meta)
+    attention().store(batch.key, batch.value, ours, batch.meta)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    store(batch.key * 0, batch.value, ours, torch.full_like(batch.meta.slots, -1))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def attention() -> TritonAttention:
+    limits = DeviceLimits(processors=4, shared_bytes=1 << 15, descriptors=True)
+    return TritonAttention(DEVICE, limits=limits)

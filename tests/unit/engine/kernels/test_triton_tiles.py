@@ -1,0 +1,23 @@
+"""Tile sizes follow the device."""
+
+import itertools
+
+from engine.kernels.triton_tiles import DeviceLimits, decode_tiles, prefill_tiles
+
+
+def test_tiles_fit_the_fast_memory_of_every_device() -> None:
+    for shared, head_dim, element in itertools.product((96, 100, 128, 227), (64, 128, 256), (2, 4)):
+        limits = DeviceLimits(processors=20, shared_bytes=shared << 10, descriptors=False)
+        head_bytes = head_dim * element
+        prefill = prefill_tiles(limits, head_bytes=head_bytes, element_bytes=element)
+        decode = decode_tiles(limits, head_bytes=head_bytes, block_tokens=64)
+        assert prefill.rows * head_bytes + 2 * prefill.stages * prefill.tile * head_bytes <= shared << 10, prefill
+        assert 2 * decode.stages * decode.tile * head_bytes <= shared << 10, decode
+
+
+def test_a_split_is_a_whole_number_of_tiles_and_blocks() -> None:
+    limits = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
+    for block_tokens in (16, 64, 128, 512):
+        tiles = decode_tiles(limits, head_bytes=256, block_tokens=block_tokens)
+        assert tiles.min_split % tiles.tile == 0
+        assert tiles.min_split % block_tokens == 0
