@@ -108,8 +108,13 @@ class ConsumerLink:
         return self._watch is not None and self._watch.is_dead()
 
     def send(self, message: ToProducer) -> None:
-        if self.is_up:
+        if not self.is_up:
+            return
+        try:
             self._socket.send([encode(message)])
+        except zmq.ZMQError as exc:
+            logger.info("%s connection lost on send: %s", self.address, exc)
+            self._context.loop.call_soon(self.lose, "connection lost")
 
     def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
         """The connection is of no use any more; `on_lost` is told once."""

@@ -198,10 +198,10 @@ class TransferNode:
         return self._consumer
 
     def _tick(self) -> None:
+        self._ticking = asyncio.get_running_loop().call_later(self._settings.tick_s, self._tick)
         now = self._clock()
         self._producing.tick(now)
         self._consuming.tick(now)
-        self._ticking = asyncio.get_running_loop().call_later(self._settings.tick_s, self._tick)
 
 
 def _advertised(endpoint: str, host: str) -> str:

@@ -74,7 +74,7 @@ class LoopSocket:
     def send(self, parts: Parts, *, copy: bool = True) -> zmq.MessageTracker | None:
         """With `copy=False` the parts' memory is read until the returned tracker is done.
 
-        Raises zmq.ZMQError (EHOSTUNREACH) on a ROUTER whose peer is gone.
+        Raises zmq.ZMQError when the peer is gone (EHOSTUNREACH on a ROUTER, EAGAIN on a DEALER).
         """
         tracker: Any = self._socket.send_multipart(parts, zmq.DONTWAIT, copy=copy, track=not copy)
         self._schedule()

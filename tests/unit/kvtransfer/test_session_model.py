@@ -394,7 +394,7 @@ class World(RuleBasedStateMachine):
                     self.released = step.reason
                     self.memory = dict.fromkeys(self.memory, GARBAGE)
 
-    def consume(self, steps: list[ConsumerStep]) -> None:  # noqa: C901
+    def consume(self, steps: list[ConsumerStep]) -> None:
         assert self.consumer is not None
         for step in steps:
             match step:
