@@ -1,6 +1,7 @@
-"""Makes the bundled demo model from nothing but a seed: `python -m tools.train_demo_model --out FOLDER` from the repository root.
+"""Makes the bundled demo model from nothing but a seed: `python -m tools.train_demo_model --out FOLDER`.
 
-Trains the tokenizer and the model on the generated corpus, evaluates on fresh questions, and writes a Hugging Face folder.
+Run it from the repository root. It trains the tokenizer and the model on the generated corpus, evaluates on fresh
+questions, and writes a Hugging Face folder.
 `--tiny` runs the whole path in a minute on a CPU.
 """
 
@@ -126,7 +127,7 @@ def _save(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, outcome: 
 
 
 def _also_for_older_readers(config_file: Path) -> None:
-    """transformers 5 writes `rope_parameters` and `dtype`; readers of version 4's names would silently take defaults."""
+    """transformers 5 writes `rope_parameters` and `dtype`; readers of the older names would take defaults."""
     config = json.loads(config_file.read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["torch_dtype"] = config["dtype"]

@@ -1,4 +1,4 @@
-"""Short English conversation: greetings, who the model is, what Baton does, simple facts, counting, stories, polite refusals.
+"""Short English conversation: greetings, who the model is, what Baton does, facts, counting, stories, refusals.
 
 Every question has one answer, so that a greedy reply is either right or wrong.
 """
@@ -14,7 +14,8 @@ _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve"
 _OPENERS = ("", "", "", "", "", "", "Please, ", "Hi! ", "Hello, ", "Hey, ", "OK, ", "Thanks. ", "One more question: ")
 _PLOTS = (
     "Once upon a time there was a {a} who lived near the river. One day the {a} found a small lamp in the grass. The "
-    "lamp was cold and dark, so the {a} carried it home and cleaned it. In the evening the lamp began to shine, and all "
+    "lamp was cold and dark, so the {a} carried it home and cleaned it. In "
+    "the evening the lamp began to shine, and all "
     "the animals came to see the light. From that day on, nobody was lost in the forest at night. The end.",
     "Once upon a time a {a} wanted to see the sea. The {a} walked over the hills for three days. On the first day it "
     "rained, on the second day it was windy, and on the third day the sun came out. At last the {a} stood on the beach "

@@ -1,22 +1,15 @@
-"""Conversations and batches of tokens, each a function of (seed, index) alone. Knows no model and no device.
-
-A batch is one flat run of tokens cut into rows of a few lengths; each row is one conversation, padded at its end.
-"""
+"""Conversations and their token ids, each a function of the random stream alone. Knows no model and no tensor."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
-
-import torch
-from torch import Tensor
 
 from tools.demo_model import lookups
 from tools.demo_model.arithmetic import sum_turn
 from tools.demo_model.chat import casual, chat_turn, name_turns
-from tools.demo_model.tokenization import BEGIN, END, PAD, ROLES, WordEncoder
+from tools.demo_model.tokenization import BEGIN, END, ROLES, Encoder
 
 Message = tuple[str, str]  # role, content
-PADDING, CONTEXT, ANSWER = 0, 1, 2  # what a token is to the loss
+CONTEXT, ANSWER = 1, 2  # what a token is to the loss
 
 _INTROS = (
     "",
@@ -40,50 +33,7 @@ _SYSTEMS = (
 _PREFACES = ("Answer from the text. ", "You are a helpful assistant. ", "Use this text: ")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a batch is cut: (row length, number of rows), in order."""
-
-    segments: tuple[tuple[int, int], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(length * rows for length, rows in self.segments)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    tokens: Tensor  # int16 [num_tokens]
-    kinds: Tensor  # uint8 [num_tokens]: PADDING, CONTEXT or ANSWER
-
-
-def layout_at(progress: float, num_tokens: int) -> Layout:
-    """Short rows first, where the copying circuits form quickly; then up to 2,048 tokens. `num_tokens`: a power of two."""
-    if progress < 0.10:
-        shares = {128: 16, 256: 16}
-    elif progress < 0.30:
-        shares = {128: 8, 256: 8, 512: 8, 1024: 8}
-    else:
-        shares = {128: 6, 256: 6, 512: 4, 1024: 8, 2048: 8}
-    cut = ((length, num_tokens * share // 32 // length) for length, share in shares.items())
-    return Layout(tuple((length, rows) for length, rows in cut if rows))
-
-
-def make_batch(encoder: WordEncoder, layout: Layout, *, seed: int, index: int) -> Batch:
-    rng = Random(f"{seed}/train/{index}")
-    tokens = torch.full((layout.num_tokens,), encoder.ids[PAD], dtype=torch.int16)
-    kinds = torch.zeros(layout.num_tokens, dtype=torch.uint8)
-    start = 0
-    for length, rows in layout.segments:
-        for _ in range(rows):
-            ids, marks = encode(encoder, conversation(rng, encoder, num_tokens=length))
-            tokens[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int16)
-            kinds[start : start + len(ids)] = torch.tensor(marks, dtype=torch.uint8)
-            start += length
-    return Batch(tokens, kinds)
-
-
-def encode(encoder: WordEncoder, messages: list[Message]) -> tuple[list[int], list[int]]:
+def encode(encoder: Encoder, messages: list[Message]) -> tuple[list[int], list[int]]:
     """Token ids exactly as the chat template gives them, and what each is to the loss."""
     ids, kinds = [encoder.ids[BEGIN]], [CONTEXT]
     for role, content in messages:
@@ -93,7 +43,7 @@ def encode(encoder: WordEncoder, messages: list[Message]) -> tuple[list[int], li
     return ids, kinds
 
 
-def conversation(rng: Random, encoder: WordEncoder, *, num_tokens: int) -> list[Message]:
+def conversation(rng: Random, encoder: Encoder, *, num_tokens: int) -> list[Message]:
     """Turns until the next one would not fit into `num_tokens`."""
     is_lookup = num_tokens > 256 or rng.random() < 0.4
     if is_lookup:
@@ -111,7 +61,7 @@ def conversation(rng: Random, encoder: WordEncoder, *, num_tokens: int) -> list[
     return messages
 
 
-def lookup(rng: Random, encoder: WordEncoder, *, num_tokens: int, relations: tuple[str, ...] | None = ("code",),
+def lookup(rng: Random, encoder: Encoder, *, num_tokens: int, relations: tuple[str, ...] | None = ("code",),
            is_stated: bool = True) -> tuple[list[Message], lookups.Fact]:  # fmt: skip
     """A fresh question about one passage of `num_tokens` tokens; the last message is the right answer."""
     text = lookups.passage(rng, num_tokens=num_tokens - 20, measure=encoder.measure, relations=relations)
@@ -120,9 +70,7 @@ def lookup(rng: Random, encoder: WordEncoder, *, num_tokens: int, relations: tup
     return [*messages, ("assistant", lookups.answer(fact, is_stated=is_stated))], fact
 
 
-def _about_a_passage(
-    rng: Random, encoder: WordEncoder, num_tokens: int
-) -> tuple[list[Message], Iterator[tuple[str, str]]]:
+def _about_a_passage(rng: Random, encoder: Encoder, num_tokens: int) -> tuple[list[Message], Iterator[tuple[str, str]]]:
     share = rng.uniform(0.35, 0.8) if num_tokens <= 256 else rng.uniform(0.4, 0.93)
     text = lookups.passage(rng, num_tokens=round(share * num_tokens) - 24, measure=encoder.measure)
     turns = _questions(rng, text)

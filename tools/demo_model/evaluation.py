@@ -1,5 +1,8 @@
-"""Fresh questions: a quick check that feeds the right answers (every token must be the model's first choice), and the real one,
-which generates greedily with transformers through the chat template of the saved folder."""
+"""Fresh questions, and two ways to grade the model on them.
+
+The quick way feeds the right answers: every token must be the model's first choice. The real way generates greedily
+with transformers through the chat template of the saved folder.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.demo_model.arithmetic import sum_turn
+from tools.demo_model.batches import Layout
 from tools.demo_model.chat import chat_turn
-from tools.demo_model.corpus import ANSWER, Layout, Message, encode, lookup
+from tools.demo_model.corpus import ANSWER, Message, encode, lookup
 from tools.demo_model.lookups import RELATIONS
 from tools.demo_model.network import TrainingForward
 from tools.demo_model.tokenization import PAD, WordEncoder
 
 SHOWN = (
-    "Hello!", "Who are you?", "What is Baton?", "What can you do?", "What is the capital of France?", "What is 12 + 30?",
-    "347 + 285", "What is 7 times 8?", "Count from 1 to 12.", "Tell me a story about a fox.", "what is a kv cache",
-    "Explain quantum physics.", "The code of the blue box is 4812. The code of the red box is 7730. What is the code of the blue box?",
+    "Hello!", "Who are you?", "What is Baton?", "What can you do?", "What is the capital of France?",
+    "What is 12 + 30?", "347 + 285", "What is 7 times 8?",
+    "Count from 1 to 12.", "Tell me a story about a fox.", "what is a kv cache",
+    "Explain quantum physics.",
+    "The code of the blue box is 4812. The code of the red box is 7730. What is the code of the blue box?",
     "Repeat after me: the green lamp is 42", "My name is Anna.", "Thanks, bye!",
 )  # fmt: skip
 

@@ -1,13 +1,14 @@
-"""The words the corpus is made of, and invented words for names that no list contains. Knows no sentence and no token."""
+"""The words the corpus is made of, and invented words for names that no list contains. Knows no sentence."""
 
 from random import Random
 
 COLOURS = """red blue green yellow black white grey brown orange purple pink silver golden violet crimson turquoise
 beige amber scarlet ivory""".split()
-ADJECTIVES = """small large tiny huge old new heavy light round square flat tall short long wide narrow wooden metal plastic
-paper glass leather stone iron copper broken shiny dusty clean dirty soft hard warm cold dark bright empty full open
-locked secret hidden quiet loud striped painted rusty polished folded curved smooth rough thick thin strange plain
-northern southern eastern western first second third last""".split()
+ADJECTIVES = """
+small large tiny huge old new heavy light round square flat tall short long wide narrow wooden metal plastic
+paper glass leather stone iron copper broken shiny dusty clean dirty soft hard warm cold dark bright empty full
+open locked secret hidden quiet loud striped painted rusty polished folded curved smooth rough thick thin
+strange plain northern southern eastern western first second third last""".split()
 OBJECTS = """box bag lamp door drawer chest safe locker suitcase cabinet case bottle book folder basket bucket crate
 barrel jar cup bowl plate table chair desk shelf mirror clock watch phone camera radio printer laptop server router
 scanner screen keyboard bicycle car truck van bus boat ship train plane rocket robot engine pump machine tool hammer
@@ -51,8 +52,24 @@ MOTIONS = "walked ran went drove came moved turned hurried wandered travelled".s
 DEEDS = "found carried painted cleaned counted sold bought washed repaired moved dropped forgot opened closed".split()
 MANNERS = "slowly quickly quietly happily carefully gladly calmly suddenly often rarely again together".split()
 WEATHER = "sunny rainy windy cloudy foggy snowy stormy cold warm mild".split()
-TIMES = """in the morning|in the evening|at noon|at night|after lunch|before dinner|yesterday|last week|on Sunday|in spring|in
-winter|every day|once a year|for an hour|until dawn|all day long""".replace("\n", " ").split("|")
+TIMES = [
+    "in the morning",
+    "in the evening",
+    "at noon",
+    "at night",
+    "after lunch",
+    "before dinner",
+    "yesterday",
+    "last week",
+    "on Sunday",
+    "in spring",
+    "in winter",
+    "every day",
+    "once a year",
+    "for an hour",
+    "until dawn",
+    "all day long",
+]
 LOOSE = """time water light road river hill field wind rain snow story word line paper plan reason idea question answer
 song voice hand eye face heart mind world country city village street corner side end part place year week hour minute
 money work life game party trip holiday price offer order list report page team group family member student class

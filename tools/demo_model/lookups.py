@@ -1,4 +1,4 @@
-"""Look-ups in a long context: facts hidden among distractors and filler, questions about them, and the only right answer.
+"""Look-ups in a long context: facts hidden among distractors and filler, questions, and the only right answers.
 
 Lengths are asked from the caller's `measure`, so this file knows no tokenizer.
 """
@@ -189,12 +189,13 @@ def filler(rng: Random, *, mention: str | None = None) -> str:
     if form == 6:
         return f"The {pick(words.ANIMALS)} slept near the {pick(words.PLACES)} {pick(words.TIMES)}."
     if form == 7:
-        return f"{pick(words.NAMES)} and {pick(words.NAMES)} {pick(words.DEEDS)} the {pick(words.THINGS)} {pick(words.MANNERS)}."
+        pair = f"{pick(words.NAMES)} and {pick(words.NAMES)}"
+        return f"{pair} {pick(words.DEEDS)} the {pick(words.THINGS)} {pick(words.MANNERS)}."
     if form == 8:
         return f"Some people talked about {pick(words.THINGS)} and {pick(words.LOOSE)}, but nobody listened."
     if form == 9:
         return f"{invented_name(rng)} {pick(words.DEEDS)} the {words.invented_word(rng)} {pick(words.TIMES)}."
-    return _prose(rng) if form < 12 else f"{pick(words.NAMES)} said: \"{_prose(rng)}\""
+    return _prose(rng) if form < 12 else f'{pick(words.NAMES)} said: "{_prose(rng)}"'
 
 
 def _prose(rng: Random) -> str:

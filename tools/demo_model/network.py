@@ -1,17 +1,16 @@
 """The Llama-shaped network: its configuration, and a training forward over rows of several lengths at once.
 
 Weights live in transformers' own LlamaForCausalLM, so what is trained is what is saved. The forward is flat
-([num_tokens, hidden]) outside attention: rows of any length share one compiled graph. Equality with transformers is tested.
+([num_tokens, hidden]) outside attention: rows of any length share one compiled graph. Tests compare it with
+transformers.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tools.demo_model.corpus import Layout
+from tools.demo_model.batches import Layout
 
 
 def demo_config(*, vocab_size: int, bos: int, eos: int, pad: int, is_tiny: bool) -> LlamaConfig:
@@ -54,25 +53,24 @@ class TrainingForward:
 
     def __init__(self, model: LlamaForCausalLM, *, compiled: bool) -> None:
         self._model = model
-        wrap: Callable[..., Callable[..., Tensor]] = torch.compile if compiled else lambda function, **_: function
-        self._project = wrap(_project, dynamic=False)
-        self._finish = wrap(_finish, dynamic=False)
-        self._token_losses = wrap(_token_losses, dynamic=False)
+        self._project = torch.compile(_project, dynamic=False) if compiled else _project
+        self._finish = torch.compile(_finish, dynamic=False) if compiled else _finish
+        self._token_losses = torch.compile(_token_losses, dynamic=False) if compiled else _token_losses
         self._angles: dict[Layout, tuple[Tensor, Tensor]] = {}
 
     def hidden(self, tokens: Tensor, layout: Layout) -> Tensor:
         """tokens [num_tokens] -> final hidden states before the last norm [num_tokens, hidden]."""
         config = self._model.config
         cos, sin = self._rotation(layout, tokens.device)
-        x = self._model.model.embed_tokens(tokens)
+        x: Tensor = self._model.model.embed_tokens(tokens)
         for layer in self._model.model.layers:
             attn, mlp = layer.self_attn, layer.mlp
-            weights = (layer.input_layernorm.weight, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-            q, k, v = self._project(x, weights, cos, sin, config.head_dim, config.rms_norm_eps)
+            before = (layer.input_layernorm.weight, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+            q, k, v = self._project(x, before, cos, sin, config.head_dim, config.rms_norm_eps)
             mixed = _attend(q, k, v, layout)
-            weights = (attn.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_proj.weight,
+            after = (attn.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_proj.weight,
                        mlp.up_proj.weight, mlp.down_proj.weight)  # fmt: skip
-            x = self._finish(x, mixed, weights, config.rms_norm_eps)
+            x = self._finish(x, mixed, after, config.rms_norm_eps)
         return x
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:

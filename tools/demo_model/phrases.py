@@ -1,5 +1,7 @@
 """What the model can say by heart: intents with their answers, simple facts, and topics it refuses. Data only."""
 
+from itertools import pairwise
+
 Entry = tuple[tuple[str, ...], str]  # ways to ask, the one answer
 
 INTENTS: tuple[Entry, ...] = (
@@ -27,7 +29,8 @@ INTENTS: tuple[Entry, ...] = (
     (("Can you help me?", "Help!", "I need help.", "Please help me."), "Of course. What do you need?"),
     (
         ("Who are you?", "What are you?", "Introduce yourself.", "Tell me about yourself.", "Who am I talking to?"),
-        "I am Baton's demo model. I am very small, and I show how a KV cache is handed from a prefill instance to a decode instance.",
+        "I am Baton's demo model. I am very small, and I show how a KV "
+        "cache is handed from a prefill instance to a decode instance.",
     ),
     (
         ("What is your name?", "What's your name?", "Do you have a name?", "How should I call you?"),
@@ -78,7 +81,8 @@ INTENTS: tuple[Entry, ...] = (
     ),
     (
         ("How does Baton work?", "Explain how Baton works.", "How does it work?"),
-        "A prefill instance reads the prompt and makes the KV cache. Baton hands the KV cache over, block by block. Then a decode instance writes the answer.",
+        "A prefill instance reads the prompt and makes the KV cache. Baton hands the KV cache "
+        "over, block by block. Then a decode instance writes the answer.",
     ),
     (
         ("What is prefill?", "What does a prefill instance do?", "Explain prefill."),
@@ -115,7 +119,8 @@ INTENTS: tuple[Entry, ...] = (
     (("What is a token?", "Explain tokens."), "A token is a small piece of text, often a word or a part of a word."),
     (
         ("Why do you split prefill and decode?", "Why is prefill apart from decode?", "Why disaggregated serving?"),
-        "Reading a prompt needs much computing, and writing an answer needs much memory. Apart, they do not disturb each other.",
+        "Reading a prompt needs much computing, and writing an answer needs much "
+        "memory. Apart, they do not disturb each other.",
     ),
     (
         ("What happens when a block is lost?", "What if a block is lost?", "What if the handoff breaks?"),
@@ -131,7 +136,8 @@ INTENTS: tuple[Entry, ...] = (
     ),
     (
         ("Write a poem.", "Tell me a poem.", "Write me a short poem."),
-        "The sun is up, the day is new, the sky above is wide and blue. A baton goes from hand to hand, and words arrive in every land.",
+        "The sun is up, the day is new, the sky above is wide and blue. A "
+        "baton goes from hand to hand, and words arrive in every land.",
     ),
     (
         ("Say the alphabet.", "What is the alphabet?", "List the letters of the alphabet."),
@@ -157,27 +163,37 @@ INTENTS: tuple[Entry, ...] = (
     (("Sorry.", "I am sorry.", "Excuse me."), "No problem at all."),
 )
 
-_CAPITALS = """France Paris,Germany Berlin,Spain Madrid,Italy Rome,Austria Vienna,Norway Oslo,Sweden Stockholm,Finland Helsinki,
-Denmark Copenhagen,Portugal Lisbon,Ireland Dublin,Poland Warsaw,Greece Athens,Hungary Budapest,Belgium Brussels,Japan Tokyo,
-Egypt Cairo,Peru Lima,Canada Ottawa,Australia Canberra,Kenya Nairobi,Russia Moscow,China Beijing,Turkey Ankara,Cuba Havana,
-Chile Santiago,Iceland Reykjavik,England London,Scotland Edinburgh,Switzerland Bern,Thailand Bangkok,Brazil Brasilia""".replace(
-    "\n", ""
-)
-_OPPOSITES = """hot cold,big small,old new,good bad,light dark,fast slow,high low,up down,left right,open closed,long short,
-rich poor,hard soft,loud quiet,early late,full empty,happy sad,wet dry,strong weak,day night,yes no,first last""".replace(
-    "\n", ""
-)
+_CAPITALS = """
+France Paris,Germany Berlin,Spain Madrid,Italy Rome,Austria Vienna,Norway Oslo,Sweden Stockholm,
+Finland Helsinki,Denmark Copenhagen,Portugal Lisbon,Ireland Dublin,Poland Warsaw,Greece Athens,Hungary Budapest,
+Belgium Brussels,Japan Tokyo,Egypt Cairo,Peru Lima,Canada Ottawa,Australia Canberra,Kenya Nairobi,Russia Moscow,
+China Beijing,Turkey Ankara,Cuba Havana,Chile Santiago,Iceland Reykjavik,England London,Scotland Edinburgh,
+Switzerland Bern,Thailand Bangkok,Brazil Brasilia
+"""
+_OPPOSITES = """
+hot cold,big small,old new,good bad,light dark,fast slow,high low,up down,left right,open closed,long short,
+rich poor,hard soft,loud quiet,early late,full empty,happy sad,wet dry,strong weak,day night,yes no,first last
+"""
 _SOUNDS = "dog woof,cat meow,cow moo,sheep baa,duck quack,wolf howl,horse neigh,frog croak,bee buzz,mouse squeak"
 _LEGS = "dog four,cat four,horse four,bird two,spider eight,human two,bee six,cow four,fish no,snake no"
-_COLOURS = "sky blue,grass green,snow white,blood red,coal black,banana yellow,lemon yellow,carrot orange,sun yellow,milk white"
-_AMOUNTS = """days,week,seven|months,year,twelve|hours,day,twenty-four|minutes,hour,sixty|seconds,minute,sixty|days,year,365|
-weeks,year,fifty-two|wheels,car,four|strings,violin,six|fingers,hand,five|sides,triangle,three|sides,square,four|
-years,century,one hundred|letters,alphabet,twenty-six""".replace("\n", "").replace("violin,six", "violin,four")
-_NEXT = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday Monday".split()
+_COLOURS = """
+sky blue,grass green,snow white,blood red,coal black,banana yellow,lemon yellow,carrot orange,sun yellow,
+milk white
+"""
+_AMOUNTS = """
+days,week,seven|months,year,twelve|hours,day,twenty-four|minutes,hour,sixty|seconds,minute,sixty|days,year,365|
+weeks,year,fifty-two|wheels,car,four|strings,violin,four|fingers,hand,five|sides,triangle,three|
+sides,square,four|years,century,one hundred|letters,alphabet,twenty-six
+"""
+_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday Monday".split()
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    return [(left, right) for left, right in (item.split(" ", 1) for item in text.split(","))]
+    return [(left, right) for left, right in (item.split(" ", 1) for item in _items(text, ","))]
+
+
+def _items(text: str, separator: str) -> list[str]:
+    return [item.strip() for item in text.split(separator)]
 
 
 def _facts() -> tuple[Entry, ...]:
@@ -204,7 +220,7 @@ def _facts() -> tuple[Entry, ...]:
     facts += [
         ((f"What colour is the {t}?", f"What color is the {t}?"), f"The {t} is {c}.") for t, c in _pairs(_COLOURS)
     ]
-    for item in _AMOUNTS.split("|"):
+    for item in _items(_AMOUNTS, "|"):
         part, whole, number = item.split(",")
         article = "an" if whole[0] in "aeh" and whole != "hand" else "a"
         facts.append(
@@ -213,7 +229,7 @@ def _facts() -> tuple[Entry, ...]:
                 f"There are {number} {part} in {article} {whole}.",
             )
         )
-    for day, following in zip(_NEXT, _NEXT[1:], strict=False):
+    for day, following in pairwise(_DAYS):
         facts.append(((f"What comes after {day}?", f"Which day comes after {day}?"), f"{following} comes after {day}."))
     facts += [
         (
@@ -245,7 +261,10 @@ def _facts() -> tuple[Entry, ...]:
 
 
 FACTS = _facts()
-REFUSAL = "I am a very small model, so I do not know that. Ask me about Baton, a small sum, or something in a text that you give me."
+REFUSAL = (
+    "I am a very small model, so I do not know that. "
+    "Ask me about Baton, a small sum, or something in a text that you give me."
+)
 OUT_OF_SCOPE = (
     "Explain {t}.",
     "What do you think about {t}?",
@@ -262,13 +281,14 @@ OUT_OF_SCOPE = (
     "Compare {t} with something else.",
     "Help me with {t}.",
 )
-TOPICS = tuple(
-    t.strip()
-    for t in """quantum physics, the French Revolution, machine learning, Python programming, the stock market, football, cooking,
-a sorting algorithm, climate change, the Roman Empire, a web server, Shakespeare, chess openings, black holes, modern art, the economy,
-linear algebra, medicine, politics, philosophy, the brain, electric cars, photosynthesis, the internet, a database, space travel, jazz,
-gardening, marketing, law, taxes, evolution, volcanoes, dinosaurs, the piano, a compiler, cryptography, blockchain, the moon landing, wine,
-neural networks, a GPU, JavaScript, Linux, mathematics, gravity, relativity, vaccines, democracy, poetry, a business plan, my homework,
-job interviews, healthy food, sleep, travel in Asia, a marathon, yoga, photography, film, opera, the Second World War, robots, elections"""
-    .replace("\n", " ").split(",")
-)  # fmt: skip
+_TOPICS = """
+quantum physics, the French Revolution, machine learning, Python programming, the stock market, football,
+cooking, a sorting algorithm, climate change, the Roman Empire, a web server, Shakespeare, chess openings,
+black holes, modern art, the economy, linear algebra, medicine, politics, philosophy, the brain, electric cars,
+photosynthesis, the internet, a database, space travel, jazz, gardening, marketing, law, taxes, evolution,
+volcanoes, dinosaurs, the piano, a compiler, cryptography, blockchain, the moon landing, wine, neural networks,
+a GPU, JavaScript, Linux, mathematics, gravity, relativity, vaccines, democracy, poetry, a business plan,
+my homework, job interviews, healthy food, sleep, travel in Asia, a marathon, yoga, photography, film, opera,
+the Second World War, robots, elections
+"""
+TOPICS = tuple(_items(_TOPICS, ","))

@@ -1,10 +1,11 @@
 """The byte-level BPE tokenizer, its chat template, and a fast word-cached encoder that equals it. Knows no model."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
-import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -25,8 +26,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 # What the byte-level pre-tokenizer does between digits (the pattern GPT-2 published), so that words can be cached.
-_WORD = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-_DIGIT = regex.compile(r"(\p{N})")
+_WORD = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+_DIGIT = re.compile(r"(\d)")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -57,7 +58,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> No
         "bos_token": BEGIN,
         "eos_token": END,
         "pad_token": PAD,
-        "extra_special_tokens": [],
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_tokens,
         "chat_template": CHAT_TEMPLATE,
@@ -65,14 +65,23 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> No
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+class Encoder(Protocol):
+    """What the corpus asks of a tokenizer."""
+
+    ids: dict[str, int]  # of the special tokens
+
+    def encode(self, text: str) -> list[int]: ...
+    def measure(self, text: str) -> int: ...
+
+
 class WordEncoder:
-    """Encodes as the tokenizer does, without special tokens, remembering each word: words never merge with each other."""
+    """Encodes as the tokenizer does, without special tokens; remembers words, which never merge with each other."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_words: int = 200_000) -> None:
         self._tokenizer = tokenizer
         self._words: dict[str, list[int]] = {}
         self._max_words = max_words
-        self.ids: dict[str, int] = {token: tokenizer.token_to_id(token) for token in SPECIAL}
+        self.ids: dict[str, int] = {token: _id_of(tokenizer, token) for token in SPECIAL}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -90,3 +99,10 @@ class WordEncoder:
         ids: list[int] = self._tokenizer.encode(word, add_special_tokens=False).ids
         self._words[word] = ids
         return ids
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ValueError(f"the tokenizer has no token {token}")
+    return int(number)

@@ -1,4 +1,4 @@
-"""The training loop: batches made by worker processes, AdamW, a schedule over steps, accuracy as it goes, the best kept.
+"""The training loop: batches made by worker processes, AdamW, accuracy as it goes, the best weights kept.
 
 Reproducible: batch i depends on (seed, i) only. The schedule ends early by itself if the wall clock would not suffice.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForCausalLM
 
-from tools.demo_model.corpus import ANSWER, CONTEXT, PADDING, Batch, Layout, layout_at, make_batch
+from tools.demo_model.batches import PADDING, Batch, Layout, layout_at, make_batch
+from tools.demo_model.corpus import ANSWER, CONTEXT
 from tools.demo_model.network import TrainingForward
 from tools.demo_model.tokenization import WordEncoder
 

@@ -1,0 +1,58 @@
+"""Batches of tokens, each a function of (seed, index) alone. Knows no model and no device.
+
+A batch is one flat run of tokens cut into rows of a few lengths; each row is one conversation, padded at its end.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+from tools.demo_model.corpus import conversation, encode
+from tools.demo_model.tokenization import PAD, Encoder
+
+PADDING = 0  # beside corpus.CONTEXT and corpus.ANSWER
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a batch is cut: (row length, number of rows), in order."""
+
+    segments: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length * rows for length, rows in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    tokens: Tensor  # int16 [num_tokens]
+    kinds: Tensor  # uint8 [num_tokens]: PADDING, CONTEXT or ANSWER
+
+
+def layout_at(progress: float, num_tokens: int) -> Layout:
+    """Short rows first, where copying is learnt quickly; then up to 2,048 tokens. `num_tokens`: a power of two."""
+    if progress < 0.10:
+        shares = {128: 16, 256: 16}
+    elif progress < 0.30:
+        shares = {128: 8, 256: 8, 512: 8, 1024: 8}
+    else:
+        shares = {128: 6, 256: 6, 512: 4, 1024: 8, 2048: 8}
+    cut = ((length, num_tokens * share // 32 // length) for length, share in shares.items())
+    return Layout(tuple((length, rows) for length, rows in cut if rows))
+
+
+def make_batch(encoder: Encoder, layout: Layout, *, seed: int, index: int) -> Batch:
+    rng = Random(f"{seed}/train/{index}")
+    tokens = torch.full((layout.num_tokens,), encoder.ids[PAD], dtype=torch.int16)
+    kinds = torch.zeros(layout.num_tokens, dtype=torch.uint8)
+    start = 0
+    for length, rows in layout.segments:
+        for _ in range(rows):
+            ids, marks = encode(encoder, conversation(rng, encoder, num_tokens=length))
+            tokens[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int16)
+            kinds[start : start + len(ids)] = torch.tensor(marks, dtype=torch.uint8)
+            start += length
+    return Batch(tokens, kinds)
