@@ -61,6 +61,7 @@ class Lifecycle:
         """Stops the process because a part of it has ended that must not."""
         if self.error is None:
             self.error = error
+            logger.error("this process cannot go on: %s", error)
         self.request_stop(str(error))
 
     async def stopping(self) -> None:
@@ -125,6 +126,8 @@ async def _live(
     status = await _start_and_serve(start, lifecycle, program, expected)
     lifecycle.arm(status)
     await lifecycle.stop_all()
+    if status == EXIT_HOPELESS and lifecycle.error is not None:
+        tell(program, lifecycle.error)
     return status
 
 
@@ -143,7 +146,8 @@ async def _start_and_serve(
     elif (error := starting.exception()) is not None:
         stopping.cancel()
         if isinstance(error, expected):
-            tell(program, error)
+            # Told when everything has stopped, so that it is the last line.
+            lifecycle.error = error
             return EXIT_HOPELESS
         logger.error("%s could not start", program, exc_info=error)
         return EXIT_FAILURE

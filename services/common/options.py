@@ -2,7 +2,7 @@
 
 Understands `str`, `int`, `float`, `bool`, `Literal`, lists of those, `dict` (as JSON) and each of them `| None`. A
 field's `msgspec.Meta` gives description and bounds; its `extra` may hold `group` (a heading of --help, for this field
-and those after it), `aliases` (more flags), `positional` and `secret`.
+and those after it), `aliases` (more flags), `positional` and `secret` (implied by a name that ends with `_key`).
 """
 
 import json
@@ -146,7 +146,7 @@ def _option(field: msgspec.structs.FieldInfo, hint: object, group: str) -> Optio
         group=extra.get("group", group),
         aliases=tuple(extra.get("aliases", ())),
         is_positional=bool(extra.get("positional", False)),
-        is_secret=bool(extra.get("secret", False)),
+        is_secret=bool(extra.get("secret", field.name.endswith("_key"))),
         is_required=default is msgspec.NODEFAULT,
         default=None if default is msgspec.NODEFAULT else default,
     )

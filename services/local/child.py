@@ -20,10 +20,16 @@ _READY = "ready "
 
 
 class Child:
-    """One run of `process`. `ended` is set when it is gone and its output has been read."""
+    """One run of `process`, whose program is `module`. `ended` is set when it is gone and its output has been read."""
 
     def __init__(
-        self, process: Process, *, console: Console, environ: Mapping[str, str], on_end: Callable[[], None]
+        self,
+        process: Process,
+        *,
+        module: str,
+        console: Console,
+        environ: Mapping[str, str],
+        on_end: Callable[[], None],
     ) -> None:
         self.name = process.name
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -34,7 +40,7 @@ class Child:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self.started_at = self._loop.time()
-        command = [sys.executable, "-m", "services.local.leash", str(os.getpid()), "services.cli", *process.argv]
+        command = [sys.executable, "-m", "services.local.leash", str(os.getpid()), module, *process.argv]
         out, error = os.pipe(), _terminal() if sys.stderr.isatty() else os.pipe()
         # In a session of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours.
         self._popen = subprocess.Popen(

@@ -20,7 +20,7 @@ from services.local.restarts import Restarts
 
 ROUTER = "router"
 _POLL_S = 0.1
-_ROUTER_AFTER_S = 3.0
+ROUTER_AFTER_S = 3.0
 """So long the router serves on while instances drain; then it stops too, and what still runs there ends."""
 STOP_DEADLINE_S = 25.0
 
@@ -49,12 +49,14 @@ class Supervisor:
         url: str,
         environ: Mapping[str, str],
         on_hopeless: Callable[[LocalError], None],
+        module: str = "services.cli",
     ) -> None:
         self._processes = {process.name: process for process in processes}
         self._console = console
         self._url = url
         self._on_hopeless = on_hopeless
-        self._children: dict[str, Child] = {}
+        self._module = module
+        self.children: dict[str, Child] = {}
         self._restarts = {name: Restarts() for name in self._processes}
         self._given_up: set[str] = set()
         self._environ = environ
@@ -75,7 +77,7 @@ class Supervisor:
                 if self._error is not None:
                     raise self._error
                 if asyncio.get_running_loop().time() > deadline:
-                    waiting = [name for name, child in self._children.items() if not child.is_ready and name != ROUTER]
+                    waiting = [name for name, child in self.children.items() if not child.is_ready and name != ROUTER]
                     raise ConfigurationError(
                         f"not ready within {timeout_s:g} s: {', '.join(waiting) or ROUTER} (--start-timeout-s)"
                     )
@@ -88,11 +90,11 @@ class Supervisor:
     async def stop(self) -> None:
         """Instances finish what runs, then the router; what is left after the deadline is killed."""
         self._is_stopping = True
-        instances = [child for name, child in self._children.items() if name != ROUTER]
-        router = [child for name, child in self._children.items() if name == ROUTER]
+        instances = [child for name, child in self.children.items() if name != ROUTER]
+        router = [child for name, child in self.children.items() if name == ROUTER]
         try:
             _signal(instances, signal.SIGTERM)
-            await _wait(instances, _ROUTER_AFTER_S)
+            await _wait(instances, ROUTER_AFTER_S)
             _signal(router, signal.SIGTERM)
             await _wait([*instances, *router], STOP_DEADLINE_S)
         finally:
@@ -104,8 +106,9 @@ class Supervisor:
 
     def _spawn(self, name: str) -> None:
         if not self._is_stopping:
-            self._children[name] = Child(
+            self.children[name] = Child(
                 self._processes[name],
+                module=self._module,
                 console=self._console,
                 environ=self._environ,
                 on_end=lambda: self._ended(name),
@@ -113,7 +116,7 @@ class Supervisor:
 
     def _ended(self, name: str) -> None:
         self._changed.set()
-        child = self._children[name]
+        child = self.children[name]
         if self._is_stopping:
             return
         if not self._has_served and child.status == EXIT_HOPELESS:

@@ -1,0 +1,55 @@
+"""A process that does what its arguments say, for tests of the supervisor.
+
+`router PORT COUNT`: serves a /health of COUNT instances. `ready`: says so and waits. `deaf`: and ignores SIGTERM.
+`exit STATUS TEXT`: says TEXT and ends. `once FILE STATUS`: waits if FILE exists, else makes it and ends with STATUS.
+`unless FILE TEXT`: waits unless FILE exists, else says TEXT and ends.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    match list(argv):
+        case ["router", port, count]:
+            serve(int(port), int(count))
+        case ["exit", status, text]:
+            sys.stderr.write(f"some line\n{text}\n")
+            return int(status)
+        case ["unless", file, text] if Path(file).exists():
+            sys.stderr.write(f"{text}\n")
+            return 1
+        case ["once", file, status] if not Path(file).exists():
+            Path(file).touch()
+            return int(status)
+        case ["deaf"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.stdout.write("ready puppet\n")
+    sys.stdout.flush()
+    while True:
+        signal.pause()
+
+
+def serve(port: int, count: int) -> None:
+    body = json.dumps({"instances": [{"instance": str(number)} for number in range(count)]}).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", port), Handler) as server:
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

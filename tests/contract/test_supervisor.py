@@ -1,0 +1,183 @@
+"""The supervisor with real processes that do what the test says, in place of router and instances."""
+
+import asyncio
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ConfigurationError, LocalError
+from services.local import supervisor as supervisor_module
+from services.local.console import Console
+from services.local.plan import Process
+from services.local.supervisor import Supervisor
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Stage:
+    """A supervisor over puppets: `instances` are their arguments."""
+
+    def __init__(self, *instances: list[str], router: list[str] | None = None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        processes = [Process("router", router or ["router", port, str(len(instances))], {})]
+        processes += [Process(f"prefill-{number}", argv, {}) for number, argv in enumerate(instances)]
+        self.output = io.StringIO()
+        self.errors: asyncio.Queue[LocalError] = asyncio.Queue()
+        self.supervisor = Supervisor(
+            processes,
+            console=Console(self.output, [process.name for process in processes]),
+            url=f"http://127.0.0.1:{port}",
+            environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+            on_hopeless=self.errors.put_nowait,
+            module="tests.contract.puppet",
+        )
+
+    def pid(self, name: str) -> int:
+        return self.supervisor.children[name].pid
+
+    async def until(self, fact: Callable[[], bool]) -> None:
+        while not fact():  # noqa: ASYNC110 - of other processes, which set no event
+            await asyncio.sleep(0.02)
+
+
+def run(stage: Callable[[], Stage], body: Callable[[Stage], Awaitable[None]]) -> str:
+    """Returns what was printed. Afterwards no process is left."""
+
+    async def whole() -> str:
+        on = stage()
+        on.supervisor.start()
+        try:
+            async with asyncio.timeout(30):
+                await body(on)
+        finally:
+            await on.supervisor.stop()
+        assert all(child.status is not None for child in on.supervisor.children.values())
+        return on.output.getvalue()
+
+    return asyncio.run(whole())
+
+
+def test_it_is_ready_when_the_router_knows_all_instances_and_all_end_when_it_stops() -> None:
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+
+    run(lambda: Stage(["ready"], ["ready"]), body)
+
+
+def test_a_killed_instance_is_reported_and_started_again() -> None:
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        before = stage.pid("prefill-0")
+        os.kill(before, signal.SIGKILL)
+        await stage.until(lambda: stage.pid("prefill-0") != before)
+
+    output = run(lambda: Stage(["ready"]), body)
+    assert "serve     | prefill-0 has died (SIGKILL); it starts again in 0.5 s\n" in output
+
+
+def test_a_process_that_cannot_start_ends_it_at_once_with_its_reason() -> None:
+    async def body(stage: Stage) -> None:
+        with pytest.raises(ConfigurationError, match="prefill-1 cannot start: baton prefill: no such folder"):
+            await stage.supervisor.wait_ready(20)
+
+    failing = ["exit", "2", "baton prefill: no such folder"]
+    output = run(lambda: Stage(["ready"], failing, router=["ready"]), body)
+    assert "prefill-1 | some line\n" in output
+
+
+def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
+
+    assert "has died (status 1)" in run(lambda: Stage(["once", str(tmp_path / "tried"), "1"]), body)
+
+
+def test_what_keeps_dying_is_given_up_with_its_last_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("services.local.restarts.FIRST_DELAY_S", 0.01)
+    fuse = tmp_path / "fuse"
+
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
+        fuse.touch()
+        os.kill(stage.pid("prefill-0"), signal.SIGKILL)
+        assert "prefill-0 keeps dying: boom" in str(await stage.errors.get())
+
+    output = run(lambda: Stage(["unless", str(fuse), "boom"]), body)
+    assert "prefill-0 keeps dying (status 1) and is given up. Its last lines:\n" in output
+    assert "serve     |   boom\n" in output
+
+
+def test_one_of_many_is_given_up_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("services.local.restarts.FIRST_DELAY_S", 0.01)
+    fuse = tmp_path / "fuse"
+
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        await stage.until(lambda: stage.supervisor.children["prefill-1"].is_ready)
+        fuse.touch()
+        os.kill(stage.pid("prefill-1"), signal.SIGKILL)
+        await stage.until(lambda: "given up" in stage.output.getvalue())
+        assert stage.errors.empty()
+
+    run(lambda: Stage(["ready"], ["unless", str(fuse), "boom"]), body)
+
+
+def test_what_never_becomes_ready_is_named() -> None:
+    async def body(stage: Stage) -> None:
+        with pytest.raises(ConfigurationError, match=r"not ready within 0.3 s: .*--start-timeout-s"):
+            await stage.supervisor.wait_ready(0.3)
+
+    run(lambda: Stage(["ready"], router=["ready"]), body)
+
+
+def test_what_ignores_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_DEADLINE_S", 0.3)
+    monkeypatch.setattr(supervisor_module, "ROUTER_AFTER_S", 0.1)
+
+    async def body(stage: Stage) -> None:
+        await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
+
+    assert "prefill-0 has not ended in time and is killed" in run(lambda: Stage(["deaf"]), body)
+
+
+def test_a_killed_supervisor_leaves_no_orphan() -> None:
+    """The leash: its process ends with the one that started it."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "leash = [sys.executable, '-m', 'services.local.leash', str(os.getpid()), 'tests.contract.puppet', 'deaf']\n"
+        "child = subprocess.Popen(leash, stdout=subprocess.PIPE, start_new_session=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody reaps does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,47 @@
+"""What the demo asks and how it shows where the time went."""
+
+from random import Random
+
+from services.local.asking import Split, Usage
+from services.local.demo import describe
+from services.local.passage import write_passage
+
+
+def test_every_fact_of_a_passage_is_stated_once_and_asked_for_by_name() -> None:
+    passage = write_passage(Random(1))
+    assert len({fact.thing for fact in passage.facts}) == len(passage.facts)
+    for fact in passage.facts:
+        assert passage.text.count(fact.code) == 1 and fact.thing in passage.text
+        assert fact.question == f"What is the code of the {fact.thing}?"
+    assert write_passage(Random(2)).text != passage.text
+
+
+def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> None:
+    split = Split(
+        decision="disaggregated",
+        cached_tokens={"device": 16},
+        ttft_s=0.5,
+        queue_s=0.001,
+        prefill_s=0.4,
+        decode_s=0.2,
+        handoff_s=0.41,
+        handoff_exposed_s=0.01,
+        transport="usm",
+        transferred_blocks=60,
+        transferred_bytes=4_000_000,
+        reused_blocks=1,
+    )
+    text = describe(split, Usage(970, 11))
+    for part in (
+        "970 tokens, 16 of them cached",
+        "410.0 ms over usm",
+        "60 blocks, 4.0 MB; 1 were",
+        "10.0 ms of",
+        "50 tok/s",
+    ):
+        assert part in text, text
+
+
+def test_without_a_handoff_it_says_why() -> None:
+    text = describe(Split(decision="decode_only", ttft_s=0.1), Usage(9, 1))
+    assert "handoff      none: so short a prompt" in text and "exposed" not in text

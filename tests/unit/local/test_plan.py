@@ -1,0 +1,91 @@
+"""Which processes a local cluster is made of, and with which flags."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from services.common.options import Value, options_of
+from services.local.plan import Given, Machine, Process, plan
+from services.local.settings import ServeSettings
+
+
+class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    served_model_name: list[str] = []
+    api_key: list[str] = []
+    max_model_len: int | None = None
+
+
+class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    served_model_name: list[str] = []
+    max_model_len: int | None = None
+    gpu_memory_utilization: Annotated[float, Meta(gt=0)] = 0.9
+    enforce_eager: bool = False
+
+
+def processes(
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    threads: int | None = None,
+    devices: list[int] | None = None,
+    sections: dict[str, dict[str, object]] | None = None,
+    **values: Value,
+) -> dict[str, Process]:
+    settings = ServeSettings(model="/m", port=80, prefill=prefill, decode=decode, threads=threads)
+    given = Given(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
+    machine = Machine(cores=8, device_indexes=devices or [])
+    found = plan(settings, given, machine, names=["n"], registry="memory:///@r")
+    return {process.name: process for process in found}
+
+
+def test_each_instance_has_a_name_of_its_own_and_all_share_model_and_registry() -> None:
+    found = processes(prefill=2)
+    assert list(found) == ["router", "prefill-0", "prefill-1", "decode-0"]
+    assert found["router"].argv[0] == "router" and "--port=80" in found["router"].argv
+    for name in ("prefill-0", "prefill-1", "decode-0"):
+        argv = found[name].argv
+        assert argv[0] == name.partition("-")[0]
+        assert {f"--instance-id={name}", "--model=/m", "--registry=memory:///@r", "--served-model-name=n"} <= set(argv)
+
+
+def test_an_option_goes_to_all_who_know_it_and_to_nobody_else() -> None:
+    found = processes(max_model_len=64, enforce_eager=True)
+    assert all("--max-model-len=64" in process.argv for process in found.values())
+    assert "--enforce-eager" in found["decode-0"].argv and "--enforce-eager" not in found["router"].argv
+
+
+def test_a_role_s_section_wins_over_what_was_given_for_all() -> None:
+    found = processes(max_model_len=64, sections={"prefill": {"max_model_len": 32}})
+    assert "--max-model-len=32" in found["prefill-0"].argv
+    assert "--max-model-len=64" in found["decode-0"].argv
+
+
+def test_secrets_are_variables_not_flags() -> None:
+    router = processes(api_key=["a", "b"])["router"]
+    assert not [word for word in router.argv if "api" in word]
+    assert router.variables == {"BATON__ROUTER__API_KEY": "a,b"}
+
+
+def test_cores_are_divided_among_instances_without_accelerators() -> None:
+    found = processes(prefill=2)
+    assert "--threads=2" in found["decode-0"].argv
+    assert found["decode-0"].variables["OMP_NUM_THREADS"] == "2"
+    assert "--threads=3" in processes(threads=3)["decode-0"].argv
+    assert "--threads=1" in processes(prefill=20)["decode-0"].argv
+
+
+def test_each_instance_sees_one_accelerator() -> None:
+    found = processes(devices=[4, 6])
+    assert "--device-index=4" in found["prefill-0"].argv
+    assert "--device-index=6" in found["decode-0"].argv
+    assert not [word for word in found["decode-0"].argv if "utilization" in word or "threads" in word]
+
+
+def test_instances_that_share_an_accelerator_share_its_memory() -> None:
+    found = processes(prefill=2, devices=[0, 1])
+    assert "--gpu-memory-utilization=0.45" in found["prefill-0"].argv
+    assert "--gpu-memory-utilization=0.45" in found["decode-0"].argv
+    assert not [word for word in found["prefill-1"].argv if "utilization" in word]
+    chosen = processes(prefill=2, devices=[0], gpu_memory_utilization=0.2)
+    assert "--gpu-memory-utilization=0.2" in chosen["decode-0"].argv
