@@ -72,8 +72,9 @@ def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int) ->
 
 def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) -> PrefillTiles:
     """The query rows and the stages of K and V tiles share the device's fast memory."""
-    rows = 128 if element_bytes <= 2 else 32  # float32 has no matrix unit to feed, and fewer registers to spare
-    candidates = [(64, 3), (64, 2), (32, 2), (16, 2), (16, 1)]
+    has_matrix_units = element_bytes <= 2  # float32 is multiplied in registers, of which there are few
+    rows = 128 if has_matrix_units else 32
+    candidates = [(64, 3), (64, 2), (32, 2), (16, 2), (16, 1)] if has_matrix_units else [(16, 2), (16, 1)]
     tile, stages = next(
         (fit for fit in candidates if _prefill_bytes(rows, *fit, head_bytes) <= limits.shared_bytes), candidates[-1]
     )
@@ -83,7 +84,7 @@ def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) 
         warps=8,
         stages=stages,
         descriptors=limits.descriptors,
-        paired=_prefill_bytes(rows, 2 * tile, stages, head_bytes) <= limits.shared_bytes,
+        paired=has_matrix_units and _prefill_bytes(rows, 2 * tile, stages, head_bytes) <= limits.shared_bytes,
     )
 
 
