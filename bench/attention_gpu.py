@@ -299,7 +299,7 @@ PARTS: dict[str, Callable[[int | None], None]] = {
     "long": lambda _: time_decode(LONG_DECODES, None),
     "prefill": time_prefill,
     "layers": lambda _: time_layers(),
-    "checks": lambda shard: check_all(accelerator(), shard or 0, SHARDS),
+    "checks": lambda shard: check_all(accelerator(), shard or 0, 1 if shard is None else SHARDS),
 }
 
 
