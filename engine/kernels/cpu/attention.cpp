@@ -38,6 +38,7 @@ namespace {
 constexpr int PART_KEYS = 512;  // keys whose sums are formed by themselves; parts start at multiples of it
 constexpr int MAX_TILE_ROWS = 384, MIN_TILE_ROWS = 48;
 constexpr int MAX_SPLIT_ROWS = 32;
+constexpr int64_t THREAD_WORK = 1 << 19;  // rows x keys x head_dim worth a thread: about 25 us
 constexpr int64_t MAX_PARTIAL_FLOATS = 16 << 20;
 
 struct Free {
@@ -107,7 +108,7 @@ template <class M> class Attention {
   void run() {
     plan();
     Buffer<float> partials = allocate<float>(num_partial_floats + 1);
-#pragma omp parallel num_threads(a.num_threads)
+#pragma omp parallel num_threads(num_threads)
     {
       Scratch scratch(*this);
 #pragma omp for schedule(dynamic, 1)
@@ -164,7 +165,8 @@ template <class M> class Attention {
     }
     int64_t total = 0;
     for (const Tile& t : tiles) total += cost(t), max_rows = std::max(max_rows, rows_of(t));
-    for (size_t i = 0; i < tiles.size(); i++) schedule(i, total / (4 * a.num_threads));
+    num_threads = std::clamp<int64_t>(total * columns / THREAD_WORK, 1, a.num_threads);
+    for (size_t i = 0; i < tiles.size(); i++) schedule(i, total / (4 * num_threads));
   }
 
   int64_t cost(const Tile& t) const { return (int64_t)std::max(rows_of(t), 4) * (t.end_key - t.first_key); }
@@ -336,7 +338,7 @@ template <class M> class Attention {
   std::vector<Task> tasks;
   std::vector<size_t> split_tiles;
   int64_t num_partial_floats = 0;
-  int max_rows = 1;
+  int max_rows = 1, num_threads = 1;
 };
 
 }  // namespace

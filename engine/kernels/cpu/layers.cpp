@@ -17,6 +17,15 @@ template <class T> inline vf rounded(vf x) {
   return load_elements(elements);
 }
 template <> inline vf rounded<float>(vf x) { return x; }
+#ifdef __AVX512BF16__
+template <> inline vf rounded<bf16>(vf x) {
+  return (vf)(__builtin_convertvector((vh)_mm512_cvtneps_pbh((__m512)x), vu) << 16);
+}
+#endif
+
+// e^x, as exact as the element that it ends in needs.
+template <class T> inline vf exponential(vf x) { return exp_accurate(x); }
+template <> inline vf exponential<bf16>(vf x) { return exp2_fast(x * 1.44269504088896341f); }
 
 // f(row) for all rows.
 template <class F> void for_rows(int64_t num_rows, int64_t row_elements, int num_threads, F f) {
@@ -101,7 +110,7 @@ int baton_silu_mul(const GateArguments* a) {
       for (int i = 0; i < n; i += W) {
         const vf x = load_elements(gate + i, n - i);
         vf e = vf{} - x;
-        e = exp_accurate(e > splat(80.f) ? splat(80.f) : e);
+        e = exponential<T>(e > splat(80.f) ? splat(80.f) : e);
         store_elements(output + i, rounded<T>(x / (1.f + e)) * load_elements(up + i, n - i), n - i);
       }
     });
