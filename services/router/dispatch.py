@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from services.router.cluster import Cluster
-from services.router.errors import ApiError, RateLimitError
+from services.router.errors import ApiError, RateLimitError, UnavailableError
 from services.router.flight import Flight
 from services.router.job import FlightRules, Job
 from services.router.metrics import RouterMetrics
@@ -55,7 +55,7 @@ class Dispatcher:
 
     def close(self) -> None:
         for flight in list(self._flights):
-            flight.cancel("the router stops")
+            flight.fail(UnavailableError("the router stops", code="stopping"))
 
     def _start(self, job: Job, outbox: Outbox, arrived_at: float) -> Flight:
         flight = Flight(

@@ -137,7 +137,7 @@ class Flight:
         instance = member.record.instance
         logger.warning("request %s: %s failed: %s: %s", self.job.request_id, instance, failed.code, failed.message)
         if failed.code in ("invalid", "too_long"):
-            self._fail(BadRequestError(failed.message, code=failed.code))
+            self.fail(BadRequestError(failed.message, code=failed.code))
             return
         self._avoid |= {failed.lost if failed.lost is not None else instance}
         delay_s = _BACKOFF_S * 2**attempt.replays if failed.code in ("overloaded", "internal") else 0.0
@@ -151,7 +151,7 @@ class Flight:
             self._end_if_done(None)
             return
         if attempt.replays >= self._rules.max_replays:
-            self._fail(error)
+            self.fail(error)
             return
         self.timeline.replays += 1
         logger.warning("request %s is replayed: %s", self.job.request_id, error.message)
@@ -171,7 +171,7 @@ class Flight:
         if refused is None:
             return
         if refused.reason == "never_fits":
-            self._fail(no_capacity(refused))
+            self.fail(no_capacity(refused))
             return
         self._waiting.append((live, replays))
         if self._unlisten is None:
@@ -186,7 +186,7 @@ class Flight:
 
     def _give_up(self, refused: NoCapacity) -> None:
         if self._waiting:
-            self._fail(no_capacity(refused))
+            self.fail(no_capacity(refused))
         elif self._unlisten is not None:
             self._unlisten()
             self._unlisten = None
@@ -248,9 +248,10 @@ class Flight:
         )
 
     def _on_deadline(self) -> None:
-        self._fail(DeadlineError(f"the request was not done within {self._rules.request_timeout_s:g} s"))
+        self.fail(DeadlineError(f"the request was not done within {self._rules.request_timeout_s:g} s"))
 
-    def _fail(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
+        """The client hears `error`, at once or after what it has got."""
         if not self.is_over:
             self.error = error
             self.timeline.finish_reasons += ["error" for s in self.sequences if not s.is_finished]

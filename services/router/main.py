@@ -77,7 +77,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     await server.start()
 
     async def stop_serving() -> None:
-        await server.close(grace_s=settings.shutdown_timeout_s)
+        await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=dispatcher.close)
         dispatcher.close()
 
     lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)

@@ -13,14 +13,21 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One field, one flag: `max_model_len` is `--max-model-len`."""
 
     model: Annotated[
-        str, Meta(description="folder with tokenizer.json, tokenizer_config.json, config.json", min_length=1)
+        str,
+        Meta(
+            description="folder with tokenizer.json, tokenizer_config.json, config.json",
+            min_length=1,
+            extra={"group": "model"},
+        ),
     ]
     served_model_name: Annotated[
         list[str],
         Meta(description="names under which clients may ask for the model; the first is reported (default: the model)"),
     ] = []
     tokenizer: Annotated[str | None, Meta(description="folder of the tokenizer, when it is not the model's")] = None
-    host: Annotated[str, Meta(description="address to listen on", min_length=1)] = "127.0.0.1"
+    host: Annotated[str, Meta(description="address to listen on", min_length=1, extra={"group": "server"})] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, Meta(description="port to listen on", ge=0, le=65535)] = 8000
     registry: Annotated[
         str,
@@ -37,7 +44,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: Annotated[
         int | None,
-        Meta(description="greatest number of tokens of prompt and answer (default: what the instances serve)", ge=1),
+        Meta(
+            description="greatest number of tokens of prompt and answer (default: what the instances serve)",
+            ge=1,
+            extra={"group": "requests"},
+        ),
     ] = None
     max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
     chat_template: Annotated[
@@ -67,6 +78,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="prompts with fewer tokens that decode has not cached are served by decode alone; "
             "0 always hands off",
             ge=0,
+            extra={"group": "placement"},
         ),
     ] = 32
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
@@ -82,6 +94,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     )
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="least level that is logged", extra={"group": "process"}),
     ] = "info"
     log_format: Annotated[Literal["text", "json"], Meta(description="of log lines")] = "text"

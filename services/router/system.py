@@ -94,7 +94,8 @@ def system_routes(frontend: Frontend) -> APIRouter:
         found = health(frontend)
         return _json(found, status=200 if found.reason is None else 503)
 
-    @router.api_route("/ping", methods=["GET", "POST"], summary="The status of /health without its body")
+    @router.post("/ping", summary="The status of /health without its body", operation_id="post_ping")
+    @router.get("/ping", summary="The status of /health without its body", operation_id="get_ping")
     async def ping() -> Response:
         return Response(status_code=200 if health(frontend).reason is None else 503)
 

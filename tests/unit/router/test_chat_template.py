@@ -37,7 +37,8 @@ LLAMA_3 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-PARTS = """{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}{% else %}
+PARTS = """{% for message in messages %}[{{ message.role }}]
+{% if message.content is string %}{{ message.content }}{% else %}
 {% for part in message.content %}{% if part.type == 'text' %}<{{ part.text }}>{% endif %}{% endfor %}{% endif %}
 {% endfor %}{% for d in documents or [] %}{{ d.title }}={{ d.text }};{% endfor %}"""
 LOOPS = """{%- set ns = namespace(found=false) -%}

@@ -1,6 +1,7 @@
 """Prompts become the ids that transformers gives them; folders that cannot be used are explained."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ TEXTS = ["", "hello world", "<|im_start|>hello</s>", " wörld €😀 ", "a\nb"]
     ],
     ids=str,
 )
-def test_ids_are_those_of_transformers(tmp_path: Path, make: "type[Tokenizer]", config: dict[str, Any]) -> None:
+def test_ids_are_those_of_transformers(tmp_path: Path, make: Callable[[], Tokenizer], config: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     folder = write_folder(tmp_path, make(), **config)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)

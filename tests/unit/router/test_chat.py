@@ -1,0 +1,159 @@
+"""/v1/chat/completions over a fake cluster."""
+
+from typing import Any
+
+from tests.unit.router.conftest import Router, Serve, events_of
+
+PATH = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def ask(router: Router, **body: Any) -> dict[str, Any]:
+    answer = await router.http.post(PATH, json={"seed": 0, "messages": HELLO, **body})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def prompt_of(router: Router, index: int = -1) -> str:
+    work = router.fakes["prefill-0"].assignments()[index].work
+    return router.frontend.model.tokenizer.decode(work.token_ids, skip_special_tokens=False)
+
+
+def test_a_chat_is_rendered_and_answered(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await ask(router, max_tokens=5)
+        assert answer["object"] == "chat.completion"
+        assert answer["id"].startswith("chatcmpl-")
+        (choice,) = answer["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert choice["message"]["content"] == "ahovc"
+        assert choice["message"]["tool_calls"] == []
+        assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+        assert "baton" not in answer
+        assert prompt_of(router) == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+    serve(scenario)
+
+
+def test_streamed_and_whole_answers_are_equal(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"max_completion_tokens": 7, "n": 2, "logprobs": True, "top_logprobs": 2}
+        whole = await ask(router, **body)
+        chunks = await router.stream(PATH, messages=HELLO, **body, stream_options={"include_usage": True})
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        for i in range(2):
+            mine = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == i]
+            assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+            text = "".join(c["delta"].get("content", "") for c in mine)
+            assert text == whole["choices"][i]["message"]["content"]
+            assert mine[-1]["finish_reason"] == whole["choices"][i]["finish_reason"]
+            logprobs = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
+            assert logprobs == whole["choices"][i]["logprobs"]["content"]
+        assert chunks[-1]["usage"] == whole["usage"]
+        first = whole["choices"][0]["logprobs"]["content"][0]
+        assert first == {
+            "token": "a",
+            "logprob": -0.5,
+            "bytes": [97],
+            "top_logprobs": [
+                {"token": "a", "logprob": -0.5, "bytes": [97]},
+                {"token": "b", "logprob": -1.5, "bytes": [98]},
+            ],
+        }
+
+    serve(scenario)
+
+
+def test_the_last_message_may_be_continued_and_echoed(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        messages = [*HELLO, {"role": "assistant", "content": "well, "}]
+        answer = await ask(
+            router,
+            messages=messages,
+            max_tokens=2,
+            echo=True,
+            continue_final_message=True,
+            add_generation_prompt=False,
+        )
+        assert prompt_of(router).endswith("<|im_start|>assistant\nwell, ")
+        assert answer["choices"][0]["message"]["content"] == "well, ah"
+        chunks = await router.stream(PATH, messages=messages, max_tokens=2, echo=True, continue_final_message=True)
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "well, ah"
+
+    serve(scenario)
+
+
+def test_parts_of_text_are_joined_for_a_template_that_takes_strings(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        await ask(router, messages=[{"role": "user", "content": parts}], max_tokens=2)
+        assert "user\none\ntwo<|im_end|>" in prompt_of(router)
+        image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
+        refused = await router.http.post(PATH, json={"messages": [{"role": "user", "content": image}]})
+        assert refused.status_code == 400
+        assert "image_url" in refused.json()["error"]["message"]
+
+    serve(scenario)
+
+
+def test_templates_of_requests_run_only_when_trusted(serve: Serve) -> None:
+    async def refused(router: Router) -> None:
+        answer = await router.http.post(PATH, json={"messages": HELLO, "chat_template": "x"})
+        assert answer.status_code == 400
+        assert "--trust-request-chat-template" in answer.json()["error"]["message"]
+
+    serve(refused)
+
+
+def test_templates_of_requests_and_their_variables(serve: Serve, model_folder: Any, monkeypatch: Any) -> None:
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(router.frontend.model, "_trusts_requests", True)
+        template = "{{ bos_token }}{{ who }}:{{ messages[0].content }}"
+        await ask(router, max_tokens=2, chat_template=template, chat_template_kwargs={"who": "me"})
+        assert prompt_of(router) == "<s>me:hello"
+        broken = await router.http.post(PATH, json={"messages": HELLO, "chat_template": "{% if %}"})
+        assert broken.status_code == 400
+
+    serve(scenario)
+
+
+def test_an_answer_explains_itself_on_request(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body = {"messages": HELLO, "max_tokens": 3, "seed": 0}
+        explain = {"x-baton-explain": "1"}
+        baton = (await router.http.post(PATH, json=body, headers=explain)).json()["baton"]
+        assert (baton["decision"], baton["prefill"], baton["decode"]) == ("disaggregated", "prefill-0", "decode-0")
+        assert (baton["queue_s"], baton["prefill_s"], baton["handoff_s"]) == (0.25, 0.5, 0.125)
+        assert (baton["transport"], baton["handoff_bytes_per_s"]) == ("memory", 8000)
+        assert baton["cached_tokens"] == {"device": 4}
+        assert baton["ttft_s"] > 0
+        assert baton["predicted_ttft_s"] > 0
+        streamed = await router.http.post(PATH, json={**body, "stream": True}, headers=explain)
+        assert events_of(streamed.text)[-1]["baton"]["decision"] == "disaggregated"
+
+    serve(scenario)
+
+
+def test_every_request_has_an_id(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body = {"messages": HELLO, "max_tokens": 2}
+        mine = await router.http.post(PATH, json=body, headers={"x-request-id": "mine-1"})
+        assert mine.headers["x-request-id"] == "mine-1"
+        assert mine.json()["id"] == "chatcmpl-mine-1"
+        drawn = await router.http.post(PATH, json=body)
+        assert drawn.json()["id"] == f"chatcmpl-{drawn.headers['x-request-id']}"
+        first, second = (m.work.request_id for m in router.fakes["prefill-0"].assignments())
+        assert first != second
+
+    serve(scenario)
+
+
+def test_tools_reach_the_template_when_no_call_is_wanted(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        assert (await ask(router, tools=tools, tool_choice="none", max_tokens=2))["choices"]
+        refused = await router.http.post(PATH, json={"messages": HELLO, "tools": tools})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "tools"
+
+    serve(scenario)

@@ -1,0 +1,196 @@
+"""Instances that come, restart, freeze, drain and go, and what the router counts for each."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from contracts.identity import BlockName, Generation, RequestId
+from contracts.instance import Load
+from contracts.messages import LoadReport, SnapshotRequest
+from services.router.block_index import Match
+from services.router.cluster import Cluster
+from services.router.member import Answer, Member, Share
+from tests.unit.router.conftest import settle
+from tests.unit.router.fakes import LAYOUT, FakeCluster, record
+
+NAMES = [BlockName(bytes([i]) * 16) for i in range(4)]
+
+
+class Watcher:
+    """An assignment that only remembers."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.lost: list[str] = []
+
+    def on_answer(self, member: Member, answer: Answer) -> None:
+        self.answers.append(answer)
+
+    def on_lost(self, member: Member, reason: str) -> None:
+        self.lost.append(reason)
+
+
+def with_cluster(test: Callable[[Cluster, FakeCluster], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        fakes = FakeCluster()
+        cluster = Cluster(fakes, fakes, clock=time.monotonic)
+        await cluster.start()
+        try:
+            await test(cluster, fakes)
+            cluster.index.check_invariants()
+        finally:
+            await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def ready(cluster: Cluster) -> list[str]:
+    return [m.record.instance for m in cluster.members() if m.takes_work]
+
+
+def test_an_instance_is_ready_when_it_answers() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        heard: list[int] = []
+        cluster.listen(lambda: heard.append(1))
+        fakes.registered[record("ghost", "decode").instance] = record("ghost", "decode")
+        fakes.add(record("d", "decode"))
+        await settle()
+        assert ready(cluster) == ["d"]
+        assert heard
+        assert [type(m) for m in fakes["d"].received] == [SnapshotRequest]
+
+    with_cluster(scenario)
+
+
+def test_blocks_are_known_from_snapshot_and_events_until_the_instance_is_lost() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        fakes.add(record("d", "decode")).cached = NAMES[:1]
+        await settle()
+        fakes["d"].store(NAMES[1:3])
+        (found,) = cluster.view(lambda layout: NAMES).candidates
+        assert found.cached_tokens == 3 * LAYOUT.block_tokens
+        fakes["d"].die()
+        await settle()
+        assert cluster.view(lambda layout: NAMES).candidates == []
+        assert cluster.index.match(NAMES) == {}
+
+    with_cluster(scenario)
+
+
+def test_missed_events_are_made_up_for_by_a_snapshot() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        instance = fakes.add(record("d", "decode"))
+        await settle()
+        instance.sequence += 1
+        instance.cached = NAMES[:2]
+        instance.store(NAMES[2:3])
+        assert cluster.index.match(NAMES)[instance.record.instance].device == 3
+
+    with_cluster(scenario)
+
+
+def test_a_restarted_process_replaces_the_old_one_and_its_work_is_lost() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        first = fakes.add(record("d", "decode"))
+        await settle()
+        watcher = Watcher()
+        (member,) = cluster.members()
+        member.assign(RequestId("r"), Share(watcher, prefill_tokens=0, sequences=1, blocks=1))
+        fakes.add(msgspec.structs.replace(first.record, generation=Generation(2)))
+        await settle()
+        assert watcher.lost
+        (member,) = cluster.members()
+        assert member.record.generation == 2
+        assert member.takes_work
+
+    with_cluster(scenario)
+
+
+def test_a_process_at_a_reused_address_is_not_taken_for_the_one_registered() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        instance = fakes.add(record("d", "decode"))
+        instance.record = msgspec.structs.replace(instance.record, generation=Generation(99))
+        await settle()
+        assert ready(cluster) == []
+
+    with_cluster(scenario)
+
+
+def test_a_draining_instance_finishes_what_it_has() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        instance = fakes.add(record("d", "decode"))
+        await settle()
+        watcher = Watcher()
+        (member,) = cluster.members()
+        member.assign(RequestId("r"), Share(watcher, prefill_tokens=0, sequences=1, blocks=1))
+        instance.draining = True
+        instance.report()
+        assert ready(cluster) == []
+        fakes.forget("d")
+        await settle()
+        assert watcher.lost == []
+        member.release(RequestId("r"))
+        instance.report()
+        assert cluster.members() == []
+        assert watcher.lost == []
+
+    with_cluster(scenario)
+
+
+def test_a_lost_link_is_tried_again_while_the_record_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        monkeypatch.setattr("services.router.cluster._RECONNECT_S", 0.0)
+        instance = fakes.add(record("d", "decode"))
+        await settle()
+        assert instance.link is not None
+        instance.link.lose("no message for 3 s")
+        await settle(2)
+        assert ready(cluster) == []
+        await settle()
+        assert ready(cluster) == ["d"]
+
+    with_cluster(scenario)
+
+
+def member(**load: float) -> Member:
+    stated = Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=100.0)
+    made = Member(record("p", "prefill", load=stated), state="ready")
+    made.report(report(**load), now=0.0)
+    return made
+
+
+def report(**load: float) -> LoadReport:
+    stated = {"free_blocks": 50, "total_blocks": 100, "prefill_tokens_per_s": 100.0} | load
+    return LoadReport(
+        instance=record("p", "prefill").instance,
+        generation=Generation(1),
+        load=Load(**stated),  # type: ignore[arg-type]
+    )
+
+
+def test_work_just_placed_counts_at_once_and_never_twice() -> None:
+    p = member()
+    p.assign(RequestId("r"), Share(Watcher(), prefill_tokens=200, sequences=2, blocks=10))
+    seen = p.candidate(Match(), now=0.0)
+    assert (seen.queued_tokens, seen.active_sequences, seen.free_blocks) == (200, 2, 40)
+    p.report(report(queued_tokens=200, running=2, free_blocks=40), now=1.0)
+    seen = p.candidate(Match(), now=1.0)
+    assert (seen.queued_tokens, seen.active_sequences, seen.free_blocks) == (200, 2, 40)
+    p.prefilled(RequestId("r"))
+    assert p.candidate(Match(), now=1.0).queued_tokens == 0
+    p.release(RequestId("r"))
+    p.release(RequestId("r"))
+    assert p.candidate(Match(), now=1.0).active_sequences == 0
+    p.check_invariants()
+
+
+def test_work_of_other_routers_is_seen_in_reports_and_ages() -> None:
+    p = member(queued_tokens=500, running=3, waiting=1)
+    assert p.candidate(Match(), now=0.0).queued_tokens == 500
+    assert p.candidate(Match(), now=0.0).active_sequences == 4
+    assert p.candidate(Match(), now=2.0).queued_tokens == 300
+    assert p.candidate(Match(), now=9.0).queued_tokens == 0
+    p.check_invariants()

@@ -1,0 +1,146 @@
+"""Who serves a request, as tables of clusters."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from contracts.identity import InstanceId
+from contracts.instance import Role
+from services.router.placement import Candidate, ClusterView, Demand, NoCapacity, Placement, PlacementPolicy, place
+from tests.unit.router.fakes import LAYOUT
+
+ALWAYS = PlacementPolicy(disaggregation_min_tokens=0)
+
+
+def candidate(name: str, role: Role, **changes: Any) -> Candidate:
+    idle = Candidate(
+        instance=InstanceId(name),
+        role=role,
+        layout=LAYOUT,
+        free_blocks=1000,
+        total_blocks=1000,
+        active_sequences=0,
+        queued_tokens=0,
+        prefill_tokens_per_s=1000.0,
+    )
+    return replace(idle, **changes)
+
+
+def chosen(demand: Demand, *candidates: Candidate, policy: PlacementPolicy = ALWAYS) -> tuple[str, str, str]:
+    """(decision, prefill, decode)"""
+    placement = place(demand, ClusterView(candidates), policy)
+    assert isinstance(placement, Placement), placement
+    prefill, decode = placement.prefill, placement.decode
+    return placement.decision, prefill.instance if prefill else "", decode.instance if decode else ""
+
+
+def refused(demand: Demand, *candidates: Candidate) -> NoCapacity:
+    placement = place(demand, ClusterView(candidates), ALWAYS)
+    assert isinstance(placement, NoCapacity)
+    return placement
+
+
+LONG = Demand(num_tokens=400, max_new_tokens=50)
+P0, P1 = candidate("p0", "prefill"), candidate("p1", "prefill")
+D0, D1 = candidate("d0", "decode"), candidate("d1", "decode")
+U0 = candidate("u0", "unified")
+
+
+def test_equals_are_told_apart_by_name() -> None:
+    assert chosen(LONG, P1, P0, D1, D0) == ("disaggregated", "p0", "d0")
+
+
+def test_a_warm_prefix_beats_a_shorter_queue() -> None:
+    warm = replace(P1, cached_tokens=300, queued_tokens=200)
+    assert chosen(LONG, P0, warm, D0)[1] == "p1"
+
+
+def test_a_hot_prefix_does_not_melt_one_instance() -> None:
+    hot = replace(P1, cached_tokens=300, queued_tokens=301)
+    assert chosen(LONG, P0, hot, D0)[1] == "p0"
+
+
+def test_a_faster_instance_takes_more() -> None:
+    fast = replace(P1, prefill_tokens_per_s=4000.0, queued_tokens=1000)
+    assert chosen(LONG, P0, fast, D0)[1] == "p1"
+
+
+def test_the_host_tier_counts_for_less_than_the_device() -> None:
+    on_host, on_device = replace(P0, host_cached_tokens=300), replace(P1, cached_tokens=300)
+    assert chosen(LONG, on_host, on_device, D0)[1] == "p1"
+    assert chosen(LONG, replace(P1), on_host, D0)[1] == "p0"
+
+
+def test_decode_goes_where_fewest_sequences_run() -> None:
+    assert chosen(LONG, P0, replace(D0, active_sequences=3), replace(D1, active_sequences=2))[2] == "d1"
+
+
+def test_a_cached_prefix_decides_only_between_decodes_that_are_equally_busy() -> None:
+    assert chosen(LONG, P0, D0, replace(D1, cached_tokens=396))[2] == "d1"
+    assert chosen(LONG, P0, D0, replace(D1, cached_tokens=396, active_sequences=1))[2] == "d0"
+
+
+def test_a_decode_without_room_is_the_last_choice() -> None:
+    assert chosen(LONG, P0, replace(D0, free_blocks=99), replace(D1, active_sequences=50))[2] == "d1"
+    assert chosen(LONG, P0, replace(D0, free_blocks=99))[2] == "d0"
+
+
+def test_a_short_uncached_prompt_stays_on_decode() -> None:
+    policy = PlacementPolicy(disaggregation_min_tokens=32)
+    short = Demand(num_tokens=31, max_new_tokens=50)
+    assert chosen(short, P0, D0, policy=policy) == ("decode_only", "", "d0")
+    assert chosen(Demand(num_tokens=32, max_new_tokens=50), P0, D0, policy=policy)[0] == "disaggregated"
+    assert chosen(LONG, P0, replace(D0, cached_tokens=380), policy=policy)[0] == "decode_only"
+    assert chosen(short, P0, D0)[0] == "disaggregated"
+
+
+def test_an_empty_pool_leaves_the_work_to_the_other() -> None:
+    assert chosen(LONG, D0) == ("decode_only", "", "d0")
+    assert chosen(LONG, U0) == ("unified", "", "u0")
+    assert "decode" in refused(LONG, P0).message
+    assert refused(LONG).reason == "empty_pool"
+
+
+def test_one_token_is_prefill_work() -> None:
+    one = Demand(num_tokens=400, max_new_tokens=1)
+    assert chosen(one, P0, D0) == ("prefill_only", "p0", "")
+    assert chosen(one, P0) == ("prefill_only", "p0", "")
+    assert chosen(one, D0)[0] == "decode_only"
+
+
+def test_unified_instances_compete_by_predicted_time() -> None:
+    assert chosen(LONG, P0, D0, U0)[0] == "disaggregated"
+    assert chosen(LONG, replace(P0, queued_tokens=100), D0, U0) == ("unified", "", "u0")
+
+
+def test_only_equal_layouts_are_paired() -> None:
+    other = msgspec.structs.replace(LAYOUT, fingerprint="new weights")
+    new_p, new_d = replace(P0, layout=other), replace(D0, layout=other, active_sequences=9)
+    assert chosen(LONG, new_p, D1) == ("decode_only", "", "d1")
+    assert chosen(LONG, new_p, D1, new_d)[1:] in (("p0", "d0"), ("", "d1"))
+    assert refused(LONG, new_p, replace(P1)).reason == "empty_pool"
+
+
+def test_instances_that_failed_are_avoided_if_there_are_others() -> None:
+    wary = replace(LONG, avoid=frozenset({InstanceId("p0"), InstanceId("d0")}))
+    assert chosen(wary, P0, P1, D0, D1) == ("disaggregated", "p1", "d1")
+    assert chosen(wary, P0, D0) == ("disaggregated", "p0", "d0")
+
+
+def test_what_can_never_fit_is_told_from_what_cannot_now() -> None:
+    tiny = replace(D0, total_blocks=100, free_blocks=100)
+    never = refused(LONG, tiny)
+    assert never.reason == "never_fits"
+    assert "401" in never.message and "400" in never.message
+    assert chosen(LONG, P0, replace(tiny, total_blocks=101, free_blocks=0))[2] == "d0"
+
+
+def test_an_instance_that_has_measured_nothing_is_usable() -> None:
+    assert chosen(LONG, replace(P0, prefill_tokens_per_s=0.0), D0)[1] == "p0"
+
+
+def test_the_prediction_is_queue_plus_what_is_not_cached() -> None:
+    placement = place(LONG, ClusterView([replace(P0, queued_tokens=100, cached_tokens=300), D0]), ALWAYS)
+    assert isinstance(placement, Placement)
+    assert placement.predicted_ttft_s == 0.2

@@ -1,0 +1,113 @@
+"""Endpoints around the answers: health, models, tokens, metrics, documents."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.unit.router.conftest import Router, Serve, settle
+
+
+def test_health_shows_pools_instances_and_links(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.get("/health")
+        assert answer.status_code == 200
+        found = answer.json()
+        assert found["status"] == "ok"
+        assert found["pools"] == {"prefill": 2, "decode": 1, "unified": 0}
+        assert [i["instance"] for i in found["instances"]] == ["decode-0", "prefill-0", "prefill-1"]
+        decode = found["instances"][0]
+        assert decode["links"] == [{"peer": "prefill-0", "transport": "memory", "gigabytes_per_second": 2.0}]
+        assert decode["http_address"] == "decode-0:80"
+        for method in ("GET", "POST"):
+            assert (await router.http.request(method, "/ping")).status_code == 200
+
+    serve(scenario, prefill=2)
+
+
+def test_health_follows_the_cluster(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes["prefill-0"].die()
+        await settle()
+        found = (await router.http.get("/health")).json()
+        assert found["pools"]["prefill"] == 0
+        assert [i["instance"] for i in found["instances"]] == ["decode-0"]
+        decode = router.fakes["decode-0"]
+        decode.draining = True
+        decode.report()
+        assert (await router.http.get("/health")).status_code == 503
+
+    serve(scenario)
+
+
+def test_models_are_those_that_may_be_asked_for(serve: Serve) -> None:
+    async def advertised(router: Router) -> None:
+        models = (await router.http.get("/v1/models")).json()
+        assert models["object"] == "list"
+        assert models["data"][0]["id"] == "tiny"
+        assert models["data"][0]["max_model_len"] == 256
+        for model in models["data"]:
+            answer = await router.complete(prompt="hello", max_tokens=2, model=model["id"])
+            assert answer["model"] == "tiny"
+
+    async def served(router: Router) -> None:
+        models = (await router.http.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["one", "two"]
+        assert (await router.complete(prompt="hello", max_tokens=2, model="two"))["model"] == "one"
+
+    serve(advertised)
+    serve(served, served_model_name=["one", "two"])
+
+
+def test_tokens_and_text_turn_into_each_other(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        tokens = await router.http.post("/tokenize", json={"prompt": "hello wörld", "return_token_strs": True})
+        found = tokens.json()
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert found["max_model_len"] == 256
+        text = await router.http.post("/detokenize", json={"tokens": found["tokens"]})
+        assert text.json() == {"prompt": "hello wörld"}
+        chat = await router.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hello"}]})
+        back = await router.http.post("/detokenize", json={"tokens": chat.json()["tokens"]})
+        assert back.json()["prompt"] == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+    serve(scenario)
+
+
+def test_metrics_count_each_request_once(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        await router.complete(prompt=[104] * 10, max_tokens=6, n=2)
+        await router.complete(prompt=[104] * 10, max_tokens=1)
+        text = (await router.http.get("/metrics")).text
+        samples = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+        assert samples["vllm:prompt_tokens_total", "tiny"] == 20
+        assert samples["vllm:generation_tokens_total", "tiny"] == 13
+        assert samples["vllm:request_success_total", "length", "tiny"] == 3
+        assert samples["vllm:time_to_first_token_seconds_count", "tiny"] == 2
+        assert samples["vllm:time_per_output_token_seconds_count", "tiny"] == 10
+        assert samples["vllm:e2e_request_latency_seconds_count", "tiny"] == 2
+        assert samples["vllm:request_queue_time_seconds_sum", "tiny"] == 0.5
+        assert samples["vllm:request_prefill_time_seconds_sum", "tiny"] == 1.0
+        assert samples["baton:handoff_seconds_count", "tiny"] == 1
+        assert samples["baton:handoff_exposed_seconds_sum", "tiny"] == 0.0625
+        assert samples["baton:placements_total", "disaggregated", "tiny"] == 1
+        assert samples["baton:placements_total", "prefill_only", "tiny"] == 1
+        assert samples["baton:prefix_hit_tokens_total", "device", "tiny"] == 8
+        assert samples["baton:requests_in_flight", "tiny"] == 0
+        assert samples["baton:replays_total", "tiny"] == 0
+
+    serve(scenario)
+
+
+def test_the_documents_tell_every_endpoint(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        document = (await router.http.get("/openapi.json")).json()
+        wanted = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/health"}
+        assert wanted | {"/ping", "/version", "/metrics"} <= document["paths"].keys()
+        assert "ChatMessage" in document["components"]["schemas"]
+        assert (await router.http.get("/docs")).status_code == 200
+        assert (await router.http.get("/version")).json().keys() == {"version"}
+
+    serve(scenario)
