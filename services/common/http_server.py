@@ -52,13 +52,17 @@ class HttpServer:
         if self._serving.done():
             self._serving.result()
 
-    async def close(self, *, grace_s: float = 5.0) -> None:
-        """Accepts nothing more; running requests get `grace_s`."""
+    async def close(self, *, grace_s: float = 5.0, on_grace_over: Callable[[], None] | None = None) -> None:
+        """Accepts nothing more; running requests get `grace_s`, then `on_grace_over` may end them with an answer."""
         self._server.should_exit = True
-        if self._serving is not None:
-            await asyncio.wait({self._serving}, timeout=grace_s)
-            self._server.force_exit = True
+        if self._serving is None:
+            return
+        await asyncio.wait({self._serving}, timeout=grace_s)
+        if not self._serving.done() and on_grace_over is not None:
+            on_grace_over()
             await asyncio.wait({self._serving}, timeout=1.0)
+        self._server.force_exit = True
+        await asyncio.wait({self._serving}, timeout=0.5)
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:

@@ -92,6 +92,8 @@ class Supervisor:
         self._is_stopping = True
         instances = [child for name, child in self.children.items() if name != ROUTER]
         router = [child for name, child in self.children.items() if name == ROUTER]
+        if any(child.status is None for child in [*instances, *router]):
+            self._console.line("serve", "stopping; what runs may end first (Ctrl-C again: at once)")
         try:
             _signal(instances, signal.SIGTERM)
             await _wait(instances, ROUTER_AFTER_S)
