@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 
+import torch
+
 from contracts.identity import BlockName, RequestId
 from contracts.layout import KVLayout
 from contracts.messages import Work
@@ -20,16 +22,19 @@ from engine.kernels import attention_backend, layer_kernels
 from engine.kv_cache import KVCache
 from engine.meter import Meter
 from engine.model import LoadedModel, Progress
-from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from engine.outputs import EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
 from engine.reservations import Reservations
 from engine.roster import Limits, Roster
 from engine.runner import Runner
 from engine.sampling import check_work
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, State
 from engine.warm_up import exercise
 
 logger = logging.getLogger(__name__)
+
+SAMPLER_COPIES = 6
+"""Float32 copies of a batch's logits that sampling with every option keeps at once."""
 
 
 class Engine:
@@ -145,7 +150,11 @@ class Engine:
     def step(self) -> StepResult:
         started = time.monotonic()
         plan = self._scheduler.schedule(started)
-        sampled = self._runner.run(plan)
+        try:
+            sampled = self._runner.run(plan)
+        except torch.OutOfMemoryError:
+            logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
+            return self._give_up(plan)
         result = self._scheduler.apply(plan, sampled, time.monotonic())
         self._copy_blocks()
         self._meter.record(plan, time.monotonic() - started)
@@ -194,6 +203,16 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _give_up(self, plan: Plan) -> StepResult:
+        """The step's requests fail; all others live on."""
+        result = StepResult()
+        for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
+            self._roster.end_request(request)
+            message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
+            result.failed.append(FailedRequest(request.work.request_id, message))
+        result.events = self._pool.take_events()
+        return result
+
     def _check(self, work: Work) -> None:
         check_work(work, self.limits, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
 
@@ -221,7 +240,7 @@ class Engine:
         exercise(runner, num_blocks, self.limits, tokens)
         used = device.peak_bytes(self._device) - before
         cache.close()
-        return used
+        return used + SAMPLER_COPIES * 4 * self.limits.max_num_seqs * self.vocab_size
 
 
 def _say_nothing(what: str, fraction: float) -> None:

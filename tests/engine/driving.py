@@ -1,5 +1,6 @@
 """Drives engines in tests: works, runs to the end, and a handoff by copying the blocks' bytes."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,19 @@ from contracts.naming import root_name
 from contracts.sampling import SamplingParams
 from engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
 
+DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
+"""Equality holds on every device; where there is one, run these tests on it too."""
+
 Answers = dict[tuple[str, int], list[int]]
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_num_seqs": 16}
+    defaults: dict[str, Any] = {
+        "device": DEVICE,
+        "block_size": 16,
+        "kv_cache_bytes": 4 << 20,
+        "max_num_seqs": 16,
+    }
     return Engine(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 
@@ -90,7 +99,4 @@ def hand_over(source: Engine, sink: Engine, work: Work) -> Answers:
 
 
 def copy_block(source: Engine, block: int, sink: Engine, target: int) -> None:
-    assert source.kv.host_view is not None
-    assert sink.kv.host_view is not None
-    size = source.kv.block_bytes
-    sink.kv.host_view[target * size : (target + 1) * size] = source.kv.host_view[block * size : (block + 1) * size]
+    sink.kv.device_tensor[target] = source.kv.device_tensor[block]

@@ -19,7 +19,13 @@ from tests.engine.driving import copy_block, hand_over, make_engine, make_work, 
 pytestmark = pytest.mark.slow
 
 PROMPT = [random.Random(4).randrange(256) for _ in range(40)]
-LOOSE: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95, "top_k": 50, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+LOOSE: dict[str, Any] = {
+    "temperature": 1.5,
+    "top_p": 0.95,
+    "top_k": 50,
+    "presence_penalty": 0.3,
+    "repetition_penalty": 1.2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +216,20 @@ def test_bad_requests_are_refused_and_the_engine_lives(engine: Engine) -> None:
         engine.reserve(make_work(engine, "a", [1] * 600))
     assert caught.value.code == "too_long"
     assert len(ask(engine, ignore_eos=True)) == 12
+
+
+def test_running_out_of_device_memory_fails_the_step_and_not_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(plan: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    engine.add(make_work(engine, "a", PROMPT))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", run_out)
+        result = engine.step()
+    assert [failed.request_id for failed in result.failed] == ["a"]
+    assert len(ask(engine, "a", ignore_eos=True)) == 12
 
 
 def test_rates_are_known_before_any_work(engine: Engine) -> None:
