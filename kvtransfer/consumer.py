@@ -76,6 +76,7 @@ class Fetching:
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False
+        self.error: Exception | None = None
         self.done_at = began
 
     @property
@@ -247,8 +248,7 @@ class ConsumerSide:
                     assert received is not None
                     self._copy(fetching, step, received)
                 case Arrived():
-                    if fetching.on_blocks is not None:
-                        fetching.on_blocks(list(step.names))
+                    self._report(fetching, step)
                 case StopCopies():
                     fetching.stop.is_set = True
                 case Relink():
@@ -256,11 +256,27 @@ class ConsumerSide:
                 case Succeed() | Give():
                     self._end(fetching, step)
 
+    def _report(self, fetching: Fetching, step: Arrived) -> None:
+        """An error of the caller's own callback ends its fetch, not the node."""
+        if fetching.on_blocks is None:
+            return
+        try:
+            fetching.on_blocks(list(step.names))
+        except Exception as exc:
+            logger.exception("ticket=%s on_blocks failed", fetching.ticket.ticket)
+            fetching.on_blocks, fetching.error = None, exc
+            self._apply(fetching, fetching.session.cancel())
+
     def _end(self, fetching: Fetching, step: Succeed | Give) -> None:
         if isinstance(step, Succeed):
             fetching.future.set_result(self._result(fetching, step))
         else:
-            fetching.future.set_exception(ERROR_OF[step.fault](step.reason))
+            if fetching.error is None:
+                fetching.future.set_exception(ERROR_OF[step.fault](step.reason))
+                return
+            error = errors.LocalTransferError("on_blocks failed")
+            error.__cause__ = fetching.error
+            fetching.future.set_exception(error)
 
     def _relink(self, fetching: Fetching, step: Relink) -> None:
         link, limits = fetching.link, self._context.limits

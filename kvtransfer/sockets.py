@@ -70,6 +70,7 @@ class LoopSocket:
         self._loop.add_reader(self._fd, self._drain)
         self._loop.add_reader(self._monitor_fd, self.drain_monitor)
         self._schedule()
+        self._loop.call_soon(self.drain_monitor)  # a descriptor signals only after a first look found nothing
 
     def send(self, parts: Parts, *, copy: bool = True) -> zmq.MessageTracker | None:
         """With `copy=False` the parts' memory is read until the returned tracker is done.

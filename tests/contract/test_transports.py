@@ -421,6 +421,23 @@ def test_closing_either_node_ends_what_runs(transport: str) -> None:
     run(test())
 
 
+def test_a_callback_that_fails_ends_its_fetch_alone(transport: str) -> None:
+    def broken(names: list[BlockName]) -> None:
+        raise RuntimeError("bug of the caller")
+
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            with pytest.raises(LocalTransferError, match="on_blocks"):
+                await pair.consumer.node.fetch(ticket, wanted((0, 0), (1, 1)), on_blocks=broken)
+            assert await pair.producer.node.released(ticket.ticket) == "cancelled"
+            await handoff(pair, 2)
+
+    run(test())
+
+
 def test_misuse_is_a_local_error(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:

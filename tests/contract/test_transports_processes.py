@@ -1,0 +1,235 @@
+"""Transports between two processes, and what happens when one of them dies, freezes or comes back."""
+
+import asyncio
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+
+from contracts.messages import Ticket
+from kvtransfer import PeerLost, RemoteTransferError, TransferError
+from tests.contract.test_transports import only, run, wanted
+from tests.contract.transports_pair import LAYOUT, Node, running
+from tests.contract.transports_peer import Peer, peer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=("usm", "zeromq", "auto"))
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def to_here(source: Peer, here: Node, number: int = 1, timeout_s: float = 10.0) -> Ticket:
+    return msgspec.convert(
+        {
+            "ticket": f"ticket-{number}",
+            "source": source.instance,
+            "source_generation": source.generation,
+            "source_address": source.address,
+            "sink": here.instance,
+            "sink_generation": here.generation,
+            "timeout_s": timeout_s,
+        },
+        Ticket,
+    )
+
+
+def from_here(here: Node, sink: Peer, number: int = 1, timeout_s: float = 10.0) -> Ticket:
+    return msgspec.convert(
+        {
+            "ticket": f"ticket-{number}",
+            "source": here.instance,
+            "source_generation": here.generation,
+            "source_address": here.node.address,
+            "sink": sink.instance,
+            "sink_generation": sink.generation,
+            "timeout_s": timeout_s,
+        },
+        Ticket,
+    )
+
+
+def text(ticket: Ticket) -> str:
+    return msgspec.json.encode(ticket).decode()
+
+
+def test_bytes_arrive_from_another_process(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            await here.node.connect(source.address)
+            ticket = to_here(source, here)
+            await source.ask("open", full=text(ticket))
+            blocks = [(i, 40 - i) for i in range(30)]
+            places = wanted(*((i, i) for i, _ in blocks))
+            fetch = asyncio.create_task(here.node.fetch(ticket, places))
+            for block in blocks:
+                await source.ask("publish", ticket=ticket.ticket, blocks=[block])
+            await source.ask("finish", ticket=ticket.ticket)
+            result = await fetch
+            assert result.payload == b"payload"
+            assert result.transport == ("usm" if transport == "auto" else transport)
+            assert result.num_bytes == 30 * LAYOUT.block_bytes
+            assert all(here.holds(i, seed=i) for i in range(30))
+            assert await source.ask("released", ticket=ticket.ticket) == "received"
+            assert await source.ask("sessions") == 0
+
+    run(test())
+
+
+def test_a_killed_producer_is_noticed_at_once(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            ticket = to_here(source, here)
+            await source.ask("open", full=text(ticket))
+            fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0), (1, 1))))
+            await source.ask("publish", ticket=ticket.ticket, blocks=[(0, 0)])
+            await asyncio.sleep(0.1)
+            began = time.monotonic()
+            source.signal(signal.SIGKILL)
+            with pytest.raises(PeerLost):
+                await fetch
+            assert time.monotonic() - began < 0.5
+            assert here.node.num_sessions() == 0
+
+    run(test())
+
+
+def test_a_killed_consumer_frees_the_producers_blocks_at_once(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with running("prefill-0", settings) as here, peer("decode-0", settings, 7) as sink:
+            ticket = from_here(here, sink)
+            here.node.open(ticket)
+            here.node.publish(ticket.ticket, wanted((0, 0)))
+            await sink.ask("fetch", full=text(ticket), blocks=[(0, 0), (1, 1)])
+            await asyncio.sleep(0.2)
+            began = time.monotonic()
+            sink.signal(signal.SIGKILL)
+            assert await here.node.released(ticket.ticket) == "lost"
+            assert time.monotonic() - began < 0.5
+            assert here.node.num_sessions() == 0
+
+    run(test())
+
+
+def test_a_frozen_producer_is_noticed_by_its_silence(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            ticket = to_here(source, here)
+            await source.ask("open", full=text(ticket))
+            fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0))))
+            await asyncio.sleep(0.1)
+            began = time.monotonic()
+            source.signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(RemoteTransferError):
+                    await fetch
+                assert time.monotonic() - began < 2.0
+            finally:
+                source.signal(signal.SIGCONT)
+
+    run(test())
+
+
+def test_a_frozen_consumer_never_uses_blocks_that_were_freed_meanwhile(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport, lease_s=0.5, checksum="off")
+        async with running("prefill-0", settings) as here, peer("decode-0", settings, 7) as sink:
+            ticket = from_here(here, sink)
+            here.node.open(ticket)
+            await sink.ask("fetch", full=text(ticket), blocks=[(0, 0), (1, 1)])
+            await asyncio.sleep(0.2)
+            sink.signal(signal.SIGSTOP)
+            here.fill(0, seed=0)
+            here.fill(1, seed=1)
+            here.node.publish(ticket.ticket, wanted((0, 0), (1, 1)))
+            here.node.finish(ticket.ticket, b"")
+            assert await here.node.released(ticket.ticket) in ("lost", "expired")
+            here.memory.block(0)[:] = here.memory.block(1)[:] = bytes(LAYOUT.block_bytes)
+            sink.signal(signal.SIGCONT)
+            outcome = await sink.ask("fetched", ticket=ticket.ticket)
+            assert "WRONG" not in outcome and "right" not in outcome
+            assert await sink.ask("sessions") == 0
+
+    run(test())
+
+
+def test_a_consumer_that_froze_briefly_finishes_its_fetch(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport, lease_s=8.0)
+        async with running("prefill-0", settings) as here, peer("decode-0", settings, 7) as sink:
+            ticket = from_here(here, sink)
+            here.node.open(ticket)
+            here.fill(0, seed=0)
+            here.fill(1, seed=1)
+            here.node.publish(ticket.ticket, wanted((0, 0)))
+            await sink.ask("fetch", full=text(ticket), blocks=[(0, 0), (1, 1)])
+            await asyncio.sleep(0.2)
+            sink.signal(signal.SIGSTOP)
+            await asyncio.sleep(1.0)
+            here.node.publish(ticket.ticket, wanted((1, 1)))
+            here.node.finish(ticket.ticket, b"")
+            sink.signal(signal.SIGCONT)
+            assert "right" in await sink.ask("fetched", ticket=ticket.ticket)
+            assert await here.node.released(ticket.ticket) == "received"
+
+    run(test())
+
+
+def test_a_restarted_producer_under_the_same_address_is_not_taken_for_the_old_one(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with running("decode-0", settings) as here:
+            async with peer("prefill-0", settings, 7) as source:
+                await here.node.connect(source.address)
+                old = to_here(source, here, number=1)
+                address = source.address
+            async with peer("prefill-0", msgspec.structs.replace(settings, bind=address), 8) as source:
+                assert source.address == address
+                with pytest.raises(PeerLost):
+                    await here.node.fetch(old, wanted((0, 0)))
+                ticket = to_here(source, here, number=2)
+                await source.ask("open", full=text(ticket))
+                await source.ask("publish", ticket=ticket.ticket, blocks=[(0, 0)])
+                await source.ask("finish", ticket=ticket.ticket)
+                await here.node.fetch(ticket, wanted((0, 0)))
+                assert here.holds(0, seed=0)
+
+    run(test())
+
+
+def test_killing_either_side_in_the_middle_of_many_transfers_leaves_nothing(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            fetches: list[asyncio.Task[object]] = []
+            for number in range(12):
+                ticket = to_here(source, here, number=number)
+                await source.ask("open", full=text(ticket))
+                await source.ask("publish", ticket=ticket.ticket, blocks=[(i, i) for i in range(20)])
+                places = wanted(*((i, i) for i in range(21)))
+                fetches.append(asyncio.create_task(here.node.fetch(ticket, places)))
+            await asyncio.sleep(0)
+            source.signal(signal.SIGKILL)
+            results = await asyncio.gather(*fetches, return_exceptions=True)
+            assert all(isinstance(result, TransferError) for result in results)
+            assert here.node.num_sessions() == 0
+
+    run(test())
+
+
+def test_no_shared_memory_or_socket_is_left_behind_by_a_kill() -> None:
+    async def test() -> None:
+        before = set(os.listdir("/dev/shm"))
+        async with peer("prefill-0", only("usm"), 7) as source, running("decode-0", only("usm")) as here:
+            await here.node.connect(source.address)
+            source.signal(signal.SIGKILL)
+        assert set(os.listdir("/dev/shm")) <= before
+
+    run(test())

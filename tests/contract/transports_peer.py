@@ -1,0 +1,126 @@
+"""A transfer node in a process of its own, told what to do by lines of JSON on stdin. It answers each with one line.
+
+`Peer` is the test's handle; `python -m tests.contract.transports_peer` the process.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from contracts.identity import Generation, InstanceId, TicketId
+from contracts.messages import Ticket
+from kvtransfer import TransferError, TransferSettings
+from tests.contract.transports_pair import Node, name, running
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Peer:
+    def __init__(self, process: asyncio.subprocess.Process, greeting: dict[str, Any]) -> None:
+        self.process = process
+        self.address: str = greeting["address"]
+        self.instance = InstanceId(greeting["instance"])
+        self.generation = Generation(greeting["generation"])
+
+    async def ask(self, op: str, **arguments: object) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+        return json.loads(await self.process.stdout.readline())
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+@contextlib.asynccontextmanager
+async def peer(instance: str, settings: TransferSettings, generation: int) -> AsyncIterator[Peer]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.contract.transports_peer",
+        instance,
+        str(generation),
+        msgspec.json.encode(settings).decode(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+        limit=1 << 20,
+    )
+    assert process.stdout is not None
+    try:
+        yield Peer(process, json.loads(await process.stdout.readline()))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def serve(node: Node) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    greeting = {"address": node.node.address, "instance": node.instance, "generation": node.generation}
+    answer(greeting)
+    fetches: dict[str, asyncio.Task[str]] = {}
+    while line := await reader.readline():
+        command = json.loads(line)
+        answer(await obey(node, command, fetches))
+
+
+def answer(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+async def obey(node: Node, command: dict[str, Any], fetches: dict[str, "asyncio.Task[str]"]) -> object:
+    ticket = TicketId(command.get("ticket", ""))
+    blocks = [(name(index), place) for index, place in command.get("blocks", [])]
+    match command["op"]:
+        case "open":
+            node.node.open(msgspec.json.decode(command["full"], type=Ticket))
+        case "publish":
+            for index, place in command["blocks"]:
+                node.fill(place, seed=index)
+            node.node.publish(ticket, blocks)
+        case "finish":
+            node.node.finish(ticket, b"payload")
+        case "released":
+            return await node.node.released(ticket)
+        case "fetch":
+            full = msgspec.json.decode(command["full"], type=Ticket)
+            fetches[full.ticket] = asyncio.create_task(_fetch(node, full, command["blocks"]))
+        case "fetched":
+            return await fetches[ticket]
+        case "sessions":
+            return node.node.num_sessions()
+        case op:
+            raise ValueError(op)
+    return None
+
+
+async def _fetch(node: Node, ticket: Ticket, blocks: list[tuple[int, int]]) -> str:
+    try:
+        result = await node.node.fetch(ticket, [(name(index), place) for index, place in blocks])
+    except TransferError as exc:
+        return f"{type(exc).__name__}: {exc}"
+    right = all(node.holds(place, seed=index) for index, place in blocks)
+    return f"{result.transport}: {'right' if right else 'WRONG'}"
+
+
+async def main() -> None:
+    instance, generation, settings = sys.argv[1:]
+    decoded = msgspec.json.decode(settings, type=TransferSettings)
+    async with running(instance, decoded, generation=int(generation)) as node:
+        await serve(node)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+    os._exit(0)
