@@ -16,11 +16,22 @@ from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.first_tokens import FirstTokens, decode_first_tokens
 from services.instance.generation import Writing, generate
-from services.instance.ports import EngineStats, FetchResult, HandoffCounter, Reservation, RouterPort, SinkPort
+from services.instance.ports import (
+    EnginePort,
+    EngineStats,
+    FetchResult,
+    HandoffCounter,
+    Reservation,
+    RouterPort,
+    SinkPort,
+)
 from services.instance.requests import Request
 from services.instance.serving import Assignment
 
 logger = logging.getLogger(__name__)
+
+BLOCKS_PER_WORD = 64
+"""Only when so many more blocks of a prompt have arrived can others find them in the cache."""
 
 
 class DecodeHandler:
@@ -62,17 +73,21 @@ class DecodeHandler:
         writing = Writing()
         request.progress = writing
         inner = request.work.request_id
+        arrivals = Arrivals(self._engine, request)
         try:
             reservation = await self._reserve(request, ticket)
-            fetched = await self._fetch(request, ticket, reservation)
+            fetched = await self._fetch(ticket, reservation, arrivals)
             if fetched is None:
+                logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
                 request.is_admitted = True
+                arrivals.tell()
                 await self._engine.call(lambda engine: engine.admit_locally(inner))
             else:
-                await self._admit(request, reservation, fetched)
+                await self._admit(request, reservation, fetched, arrivals)
             await writing.wait()
         finally:
             if not (writing.is_over and request.is_admitted):
+                arrivals.tell()
                 self._engine.post(lambda engine: engine.cancel(inner))
 
     async def _reserve(self, request: Request, ticket: Ticket) -> Reservation:
@@ -82,27 +97,23 @@ class DecodeHandler:
         except TimeoutError:
             raise RequestFailed("overloaded", f"no room for the prompt within {ticket.timeout_s:g} s") from None
 
-    async def _fetch(self, request: Request, ticket: Ticket, reservation: Reservation) -> FetchResult | None:
+    async def _fetch(self, ticket: Ticket, reservation: Reservation, arrivals: "Arrivals") -> FetchResult | None:
         """None: the handoff failed and this instance computes what is missing itself."""
-        inner = request.work.request_id
-
-        def on_blocks(names: list[BlockName]) -> None:
-            self._engine.post(lambda engine: engine.mark_received(inner, names))
-
         try:
-            return await self._transfer.fetch(ticket, reservation.missing, on_blocks=on_blocks)
+            return await self._transfer.fetch(ticket, reservation.missing, on_blocks=arrivals.add)
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
                 raise RequestFailed("handoff_failed", _describe(exc), lost=ticket.source) from exc
-            extra = {"request_id": request.request_id}
-            logger.warning("handoff failed, computed here: %s", _describe(exc), extra=extra)
+            logger.warning("handoff from %s failed: %s", ticket.source, _describe(exc))
             return None
         except LocalTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             raise RequestFailed("handoff_failed", _describe(exc)) from exc
 
-    async def _admit(self, request: Request, reservation: Reservation, fetched: FetchResult) -> None:
+    async def _admit(
+        self, request: Request, reservation: Reservation, fetched: FetchResult, arrivals: "Arrivals"
+    ) -> None:
         try:
             first = decode_first_tokens(fetched.payload)
         except WireError as exc:
@@ -110,12 +121,45 @@ class DecodeHandler:
         inner = request.work.request_id
         going = {token.sequence: token.token_id for token in first.tokens if not token.is_finished}
         going = {sequence: token for sequence, token in going.items() if sequence in request.live}
-        self._router.send(request.router, _report(request, reservation, fetched, first))
         for sequence in request.live - set(going):
             request.end_sequence(sequence)
-        if going:
-            request.is_admitted = True
-            await self._engine.call(lambda engine: engine.admit(inner, going))
+        report = _report(request, reservation, fetched, first)
+        if not going:
+            self._router.send(request.router, report)
+            return
+        request.is_admitted = True
+        names = arrivals.take()
+
+        def admit(engine: EnginePort) -> None:
+            engine.mark_received(inner, names)
+            engine.admit(inner, going)
+
+        admitted = self._engine.call(admit)
+        self._router.send(request.router, report)  # while the engine begins
+        await admitted
+
+
+class Arrivals:
+    """Tells the engine of blocks that have arrived: many at once, since each word to it wakes its thread."""
+
+    def __init__(self, engine: EngineCalls, request: Request) -> None:
+        self._engine = engine
+        self._request_id = request.work.request_id
+        self._names: list[BlockName] = []
+
+    def add(self, names: list[BlockName]) -> None:
+        self._names += names
+        if len(self._names) >= BLOCKS_PER_WORD:
+            self.tell()
+
+    def take(self) -> list[BlockName]:
+        """Those that the engine does not know of yet."""
+        names, self._names = self._names, []
+        return names
+
+    def tell(self) -> None:
+        if names := self.take():
+            self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
 
 
 def _report(request: Request, reservation: Reservation, fetched: FetchResult, first: FirstTokens) -> HandoffReport:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0002
 """How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
 
 
@@ -125,7 +125,7 @@ class EngineThread:
                 command.run(engine)
             if any(command.future is not None for command in commands):
                 self._deliver(_settle, commands)
-            result = engine.step()
+            result = engine.step() if engine.has_work() else StepResult()
             at = time.monotonic()
             is_idle = not engine.has_work()
             if is_idle or commands or _frees_something(result) or at - stats_at > STATS_INTERVAL_S:

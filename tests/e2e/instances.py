@@ -52,6 +52,9 @@ class Answer:
     handoff: HandoffReport | None = None
     failed: list[Failed] = field(default_factory=list)
 
+    def has_begun(self, sequences: list[int]) -> bool:
+        return all(0 in self.tokens[index] for index in sequences)
+
     def sequence(self, index: int = 0) -> list[int]:
         found = self.tokens[index]
         assert sorted(found) == list(range(len(found))), f"positions {sorted(found)}"
@@ -162,6 +165,7 @@ class Driver:
         sequences = len(work.sequences)
         await self.until(lambda: len(answer.reasons) == sequences or bool(answer.failed), "an answer")
         await self.until(lambda: answer.handoff is not None or bool(answer.failed), "the report of a handoff")
+        await self.until(lambda: answer.has_begun(work.sequences) or bool(answer.failed), "the first tokens")
         assert not answer.failed
         return answer
 

@@ -35,8 +35,7 @@ def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_t
         b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
         await settle()
         assert b.engine.asked[1:] == [
-            ("mark_received", inner, [name(1)]),
-            ("mark_received", inner, [name(2)]),
+            ("mark_received", inner, [name(1), name(2)]),
             ("admit", inner, {0: 42}),
         ]
         (report,) = b.router.answers()
@@ -114,6 +113,21 @@ def test_a_lost_source_is_blamed_after_everything_is_free() -> None:
         (failed,) = b.router.answers()
         assert (failed.code, failed.lost) == ("handoff_failed", "prefill-0")
         assert b.engine.verbs() == ["reserve", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_blocks_that_arrived_before_a_failure_are_kept_in_the_cache() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        assert b.transfer.on_blocks is not None
+        b.transfer.on_blocks([name(1)])
+        b.transfer.fetched.set_exception(PeerLost("gone"))
+        await settle()
+        assert b.engine.verbs() == ["reserve", "mark_received", "cancel"]
         b.check()
 
     run(test())

@@ -97,6 +97,7 @@ def test_a_step_that_raises_breaks_the_engine() -> None:
         def explode() -> StepResult:
             raise RuntimeError("device lost")
 
+        engine.results = [StepResult()]
         engine.step = explode  # type: ignore[method-assign]
         watcher.attach(thread)
         thread.post(lambda e: None)
