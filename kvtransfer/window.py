@@ -47,8 +47,9 @@ class SendQueue:
         if not self._tickets:
             return None
         room = self._batch
-        if self._window is not None and self._travelling:
-            room = min(room, (self._window - self._travelling) // self._block_bytes)
+        if self._window is not None:
+            fitting = (self._window - self._travelling) // self._block_bytes
+            room = min(room, fitting if self._travelling else max(fitting, 1))
         if room <= 0:
             return None
         ticket, queue = next(iter(self._tickets.items()))

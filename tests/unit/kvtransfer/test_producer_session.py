@@ -1,0 +1,149 @@
+"""The producer's end, step by step."""
+
+from contracts.messages import Ticket
+from kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
+from kvtransfer.session.producer import ProducerSession
+from kvtransfer.session.steps import Drain, Released, Serve, Tell
+from kvtransfer.session.table import ProducerState
+from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
+
+LEASE = LIMITS.lease_s + LIMITS.lease_grace_s
+
+
+def fetch(*indexes: int, attempt: int = 1, timeout_s: float = 20.0) -> Fetch:
+    return Fetch(
+        ticket=TICKET.ticket,
+        attempt=attempt,
+        source_generation=TICKET.source_generation,
+        transport="usm",
+        names=[name(index) for index in indexes],
+        timeout_s=timeout_s,
+    )
+
+
+def opened(ticket: Ticket = TICKET) -> ProducerSession:
+    return ProducerSession(now=0.0, limits=LIMITS, ticket=ticket)
+
+
+def streaming(*indexes: int, pulls: bool = True) -> ProducerSession:
+    one = opened()
+    one.fetch(fetch(*indexes), link=1, pulls=pulls, now=0.0)
+    return one
+
+
+def done(num_blocks: int, attempt: int = 1) -> Tell:
+    return Tell(Done(ticket=TICKET.ticket, attempt=attempt, num_blocks=num_blocks, payload=b"p", finished_at=1.0))
+
+
+def test_wanted_blocks_are_served_as_they_are_published() -> None:
+    one = opened()
+    assert one.publish([(name(0), 5)]) == []
+    ready = Tell(Ready(TICKET.ticket, 1, True))
+    assert one.fetch(fetch(1, 0), link=1, pulls=True, now=0.0) == [ready, Serve(1, [(1, 5)])]
+    assert one.publish([(name(1), 6), (name(2), 7)]) == [Serve(1, [(0, 6)])]
+    assert one.publish([(name(1), 6)]) == []
+    assert one.finish(b"p", 1.0) == [done(2)]
+    assert one.release(Release(TICKET.ticket, 1, "received")) == [Drain()]
+    assert one.quiet() == [Released("received")]
+    assert one.is_over()
+
+
+def test_a_fetch_that_comes_first_is_parked_until_the_ticket_is_opened() -> None:
+    one = ProducerSession(now=0.0, limits=LIMITS)
+    assert one.fetch(fetch(0), link=1, pulls=True, now=0.0) == [Tell(Ready(TICKET.ticket, 1, False))]
+    assert one.open(TICKET, 1.0) == []
+    assert one.publish([(name(0), 5)]) == [Serve(1, [(0, 5)])]
+
+
+def test_a_parked_fetch_ends_with_its_own_deadline_or_its_connection() -> None:
+    one = ProducerSession(now=0.0, limits=LIMITS)
+    one.fetch(fetch(0, timeout_s=2.0), link=1, pulls=True, now=0.0)
+    [told] = one.tick(2.0)
+    assert isinstance(told, Tell) and isinstance(told.message, Fail) and told.message.code == "expired"
+    assert one.is_over()
+    lost = ProducerSession(now=0.0, limits=LIMITS)
+    lost.fetch(fetch(0), link=1, pulls=True, now=0.0)
+    lost.link_lost(dead=False)
+    assert lost.is_over() and lost.reason == "lost"
+
+
+def test_a_higher_attempt_is_served_from_the_start_and_lower_ones_are_ignored() -> None:
+    one = streaming(0, 1)
+    one.publish([(name(0), 5), (name(1), 6)])
+    one.finish(b"p", 1.0)
+    steps = one.fetch(fetch(1, attempt=2), link=2, pulls=False, now=1.0)
+    assert steps == [Tell(Ready(TICKET.ticket, 2, True)), Serve(2, [(0, 6)]), done(1, attempt=2)]
+    assert one.fetch(fetch(0, attempt=1), link=1, pulls=True, now=1.0) == []
+    assert one.link == 2
+
+
+def test_damaged_blocks_are_served_again() -> None:
+    one = streaming(0)
+    one.publish([(name(0), 5)])
+    assert one.again(Again(TICKET.ticket, 1, [0, 9]), 0.0) == [Serve(1, [(0, 5)])]
+    assert one.again(Again(TICKET.ticket, 2, [0]), 0.0) == []
+
+
+def test_blocks_stay_while_a_consumer_that_reads_them_may_still_copy() -> None:
+    one = streaming(0)
+    one.publish([(name(0), 5)])
+    [told] = one.give_up("cancelled", "enough")
+    assert isinstance(told, Tell) and isinstance(told.message, Fail)
+    assert one.state is ProducerState.ENDING
+    assert one.link_lost(dead=False) == []
+    assert one.tick(LEASE - 0.1) == []
+    assert one.tick(LEASE) == [Drain()]
+    assert one.quiet() == [Released("cancelled")]
+
+
+def test_blocks_of_a_transport_that_pushes_wait_for_the_transport_alone() -> None:
+    one = streaming(0, pulls=False)
+    assert one.give_up("failed", "no")[-1] == Drain()
+    assert one.quiet() == [Released("failed")]
+
+
+def test_a_silent_consumer_loses_its_claim() -> None:
+    one = streaming(0)
+    assert one.renew(3.0)
+    assert one.tick(LEASE) == []
+    steps = one.tick(3.0 + LEASE)
+    assert isinstance(steps[0], Tell) and steps[1] == Drain()
+    assert one.quiet() == [Released("expired")]
+    assert not one.renew(9.0)
+
+
+def test_a_consumer_whose_connection_broke_may_come_back_within_its_lease() -> None:
+    one = streaming(0)
+    one.link_lost(dead=False)
+    assert one.state is ProducerState.ORPHANED
+    assert one.publish([(name(0), 5)]) == []
+    steps = one.fetch(fetch(0, attempt=2), link=2, pulls=True, now=1.0)
+    assert steps[1:] == [Serve(2, [(0, 5)])]
+    one.link_lost(dead=False)
+    assert one.tick(1.0 + LEASE) == [Drain()]
+    assert one.quiet() == [Released("lost")]
+
+
+def test_a_dead_consumer_frees_the_blocks_at_once() -> None:
+    one = streaming(0)
+    one.link_lost(dead=False)
+    assert one.link_lost(dead=True) == [Drain()]
+    assert one.quiet() == [Released("lost")]
+
+
+def test_a_ticket_nobody_fetches_expires_and_answers_late_fetches() -> None:
+    one = opened()
+    assert one.tick(TICKET.timeout_s) == [Drain()]
+    assert one.quiet() == [Released("expired")]
+    [told] = one.fetch(fetch(0), link=1, pulls=True, now=30.0)
+    assert isinstance(told, Tell) and isinstance(told.message, Fail)
+
+
+def test_late_calls_of_the_engine_change_nothing() -> None:
+    one = streaming(0)
+    one.release(Release(TICKET.ticket, 1, "cancelled"))
+    assert one.publish([(name(0), 5)]) == []
+    assert one.finish(b"p", 1.0) == []
+    assert one.give_up("failed", "late") == []
+    assert one.quiet() == [Released("cancelled")]
+    assert one.quiet() == []

@@ -1,0 +1,80 @@
+"""What leaves when, on one connection."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.identity import TicketId
+from kvtransfer.window import SendQueue
+
+A, B = TicketId("a"), TicketId("b")
+
+
+def queue(window_bytes: int | None = None, batch_bytes: int = 20) -> SendQueue:
+    return SendQueue(block_bytes=10, batch_bytes=batch_bytes, window_bytes=window_bytes)
+
+
+def test_tickets_take_turns() -> None:
+    one = queue()
+    one.add(A, 1, [(i, i) for i in range(4)])
+    one.add(B, 1, [(9, 9)])
+    taken = [parcel for parcel in (one.take(), one.take(), one.take(), one.take()) if parcel is not None]
+    assert [(parcel.ticket, len(parcel.blocks)) for parcel in taken] == [(A, 2), (B, 1), (A, 2)]
+
+
+def test_the_window_holds_back_until_credit_comes() -> None:
+    one = queue(window_bytes=30)
+    one.add(A, 1, [(i, i) for i in range(5)])
+    assert one.take() is not None and one.take() is not None
+    assert one.travelling_bytes == 30
+    assert one.take() is None
+    one.credit(20)
+    parcel = one.take()
+    assert parcel is not None and len(parcel.blocks) == 2
+
+
+def test_a_block_larger_than_the_window_travels_alone() -> None:
+    one = queue(window_bytes=5)
+    one.add(A, 1, [(0, 0), (1, 1)])
+    assert one.take() is not None
+    assert one.take() is None
+    one.credit(10)
+    assert one.take() is not None
+
+
+def test_dropped_tickets_leave_nothing() -> None:
+    one = queue()
+    one.add(A, 1, [(0, 0)])
+    one.drop(A)
+    assert one.take() is None
+
+
+def test_attempts_do_not_share_a_parcel() -> None:
+    one = queue()
+    one.add(A, 1, [(0, 0)])
+    one.add(A, 2, [(0, 0)])
+    parcel = one.take()
+    assert parcel is not None and (parcel.attempt, len(parcel.blocks)) == (1, 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 5)), max_size=8), st.integers(1, 60))
+@settings(max_examples=50)
+def test_everything_leaves_once_and_never_more_than_the_window_travels(
+    adds: list[tuple[TicketId, int]], window: int
+) -> None:
+    one = queue(window_bytes=window, batch_bytes=30)
+    expected: list[tuple[TicketId, int]] = []
+    for ticket, count in adds:
+        first = len(expected)
+        one.add(ticket, 1, [(first + i, 0) for i in range(count)])
+        expected += [(ticket, first + i) for i in range(count)]
+    left: list[tuple[TicketId, int]] = []
+    while True:
+        parcel = one.take()
+        if parcel is None:
+            if not one.travelling_bytes:
+                break
+            one.credit(10)
+            continue
+        left += [(parcel.ticket, index) for index, _ in parcel.blocks]
+        assert one.travelling_bytes <= max(window, 10)
+    assert sorted(left) == sorted(expected)
