@@ -78,6 +78,7 @@ class Cluster:
         except BaseException:
             self.stop()
             print(self.log())  # noqa: T201 - pytest shows it with the failure
+            self._log.close()
             raise
         return self
 

@@ -13,7 +13,7 @@ from tests.tiny_models import write_tiny_model
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random-weight Llama with a chat template."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    write_tiny_model(folder)
+    write_tiny_model(folder, max_position_embeddings=4096)
     return folder
 
 
