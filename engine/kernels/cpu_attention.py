@@ -48,35 +48,37 @@ class CpuAttention:
         dtype = DTYPE_CODES.get(cache.dtype)
         if dtype is None or query.dtype != cache.dtype or query.stride(2) != 1 or cache.stride(4) != 1:
             return self._twin.attend(query, cache, meta, spec)
+        assert meta.block_tables.dtype == torch.int32 and meta.block_tables.stride(1) == 1
+        assert meta.query_starts.dtype == torch.int32 and meta.context_lens.dtype == torch.int32
         num_tokens, num_heads, head_dim = query.shape
         output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
         strides = cache.stride()
         arguments = _AttendArguments(
-            query.data_ptr(),
-            cache.data_ptr(),
-            output.data_ptr(),
-            meta.query_starts.data_ptr(),
-            meta.context_lens.data_ptr(),
-            meta.block_tables.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            strides[0],
-            strides[1],
-            strides[2],
-            strides[3],
-            meta.block_tables.stride(0),
-            meta.context_lens.shape[0],
-            num_heads,
-            cache.shape[2],
-            head_dim,
-            cache.shape[3],
-            spec.sliding_window or 0,
-            dtype,
-            torch.get_num_threads(),
-            spec.scale,
-            spec.softcap or 0.0,
+            query=query.data_ptr(),
+            cache=cache.data_ptr(),
+            output=output.data_ptr(),
+            query_starts=meta.query_starts.data_ptr(),
+            context_lens=meta.context_lens.data_ptr(),
+            block_tables=meta.block_tables.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            query_token_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            cache_block_stride=strides[0],
+            cache_value_offset=strides[1],
+            cache_head_stride=strides[2],
+            cache_token_stride=strides[3],
+            table_stride=meta.block_tables.stride(0),
+            num_seqs=meta.context_lens.shape[0],
+            num_heads=num_heads,
+            num_kv_heads=cache.shape[2],
+            head_dim=head_dim,
+            block_tokens=cache.shape[3],
+            sliding_window=spec.sliding_window or 0,
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            scale=spec.scale,
+            softcap=spec.softcap or 0.0,
         )
         status = self._attend(arguments)
         if status == 1:  # this compiler has no float16

@@ -126,18 +126,18 @@ class CpuLayers:
             return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
         rows, output = _as_rows(x), torch.empty(x.shape, dtype=x.dtype)
         arguments = _NormArguments(
-            rows.data_ptr(),
-            weight.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            output.data_ptr(),
-            rows.stride(0),
-            rows.shape[1],
-            rows.shape[0],
-            rows.shape[1],
-            dtype,
-            torch.get_num_threads(),
-            unit_offset,
-            eps,
+            input=rows.data_ptr(),
+            weight=weight.data_ptr(),
+            residual=None if residual is None else residual.data_ptr(),
+            output=output.data_ptr(),
+            input_stride=rows.stride(0),
+            residual_stride=rows.shape[1],
+            num_rows=rows.shape[0],
+            size=rows.shape[1],
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            unit_offset=unit_offset,
+            epsilon=eps,
         )
         if self._norm(arguments) == 0:
             return output
@@ -151,15 +151,15 @@ class CpuLayers:
         output = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
         gate, stride = rows.data_ptr(), rows.stride(0)
         arguments = _GateArguments(
-            gate,
-            gate + width * gate_up.element_size(),
-            output.data_ptr(),
-            stride,
-            stride,
-            rows.shape[0],
-            width,
-            dtype,
-            torch.get_num_threads(),
+            gate=gate,
+            up=gate + width * gate_up.element_size(),
+            output=output.data_ptr(),
+            gate_stride=stride,
+            up_stride=stride,
+            num_rows=rows.shape[0],
+            size=width,
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
         )
         return output if self._gate(arguments) == 0 else twin.silu_mul(gate_up)
 

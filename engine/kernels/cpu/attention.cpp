@@ -108,9 +108,11 @@ template <class M> class Attention {
   void run() {
     plan();
     Buffer<float> partials = allocate<float>(num_partial_floats + 1);
+    std::vector<Scratch> scratches;  // made here: an exception cannot leave a parallel region
+    for (int i = 0; i < num_threads; i++) scratches.emplace_back(*this);
 #pragma omp parallel num_threads(num_threads)
     {
-      Scratch scratch(*this);
+      Scratch& scratch = scratches[omp_get_thread_num()];
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < tasks.size(); i++) compute(tasks[i], scratch, partials.get());
 #pragma omp for schedule(dynamic, 1)
@@ -128,7 +130,7 @@ template <class M> class Attention {
     Buffer<Word> queries, keys, values, probabilities;
     Buffer<float> scores, row_sums, part, whole;
     KeyRows now, next;
-    int prefetched, prefetch_step;  // rows of `next` already asked for; how many to ask for per query row
+    int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` already asked for; how many to ask for per query row
     explicit Scratch(const Attention& t)
         : zeros(allocate<Element>(t.columns * 2)),
           queries(allocate<Word>((int64_t)t.max_rows * t.words)),
