@@ -63,10 +63,6 @@ class BlockIndex:
             for table in (self._device, self._host, self._expected):
                 _clear(table, source.bit)
 
-    def num_blocks(self, instance: InstanceId) -> int:
-        source = self._sources.get(instance)
-        return sum(1 for owners in self._device.values() if source is not None and owners & source.bit)
-
     def wait_for_snapshot(self, instance: InstanceId, generation: Generation) -> None:
         """A batch was missed: what is known stays as a guess, and later batches wait."""
         source = self._sources.get(instance)

@@ -97,6 +97,10 @@ class Cluster:
     def is_registry_connected(self) -> bool:
         return self._view.is_connected()
 
+    def awaits_instances(self) -> bool:
+        """Whether an instance that the registry knows is not there now, but may answer again."""
+        return any(member.state != "ready" for member in self._members.values())
+
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """`on_change` is called whenever an instance becomes ready or is lost. Returns what ends that."""
         self._listeners.add(on_change)

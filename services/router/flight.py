@@ -65,10 +65,14 @@ class Flight:
         """Raises `ApiError` when no instance can take it."""
         self._timers.append(self._loop.call_later(self._deadline - self._clock(), self._on_deadline))
         refused = self._launch(self.sequences, 0)
-        if refused is not None:
-            self.is_over = True
-            self._clear()
-            raise no_capacity(refused)
+        if refused is None:
+            return
+        if refused.reason == "empty_pool" and self._cluster.awaits_instances():
+            self._wait(self.sequences, 0, refused)
+            return
+        self.is_over = True
+        self._clear()
+        raise no_capacity(refused)
 
     def stop(self, index: int) -> None:
         """Enough of this sequence: its text has ended."""
@@ -170,13 +174,18 @@ class Flight:
         refused = self._launch(live, replays)
         if refused is None:
             return
-        if refused.reason == "never_fits":
+        # A stream that has begun waits for whatever may come; one that has not, for instances that are expected.
+        if refused.reason == "never_fits" or not (replays or self._cluster.awaits_instances()):
             self.fail(no_capacity(refused))
-            return
-        self._waiting.append((live, replays))
+        else:
+            self._wait(live, replays, refused)
+
+    def _wait(self, group: list[TokenSequence], replays: int, refused: NoCapacity) -> None:
+        """Until the cluster changes for the better, or for too long."""
+        self._waiting.append((group, replays))
         if self._unlisten is None:
             self._unlisten = self._cluster.listen(self._retry)
-            give_up = self._loop.call_later(self._rules.replay_wait_s, self._give_up, refused)
+            give_up = self._loop.call_later(self._rules.instance_wait_s, self._give_up, refused)
             self._timers.append(give_up)
 
     def _retry(self) -> None:

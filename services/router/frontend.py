@@ -56,8 +56,8 @@ class Frontend:
         return names[0]
 
     def max_model_len(self) -> int | None:
-        """Of the instances that are ready; None when there is none and no setting says it."""
-        lengths = [m.record.max_model_len for m in self.cluster.members() if m.state == "ready"]
+        """Of the instances that are known; None when there is none and no setting says it."""
+        lengths = [member.record.max_model_len for member in self.cluster.members()]
         stated = self.settings.max_model_len
         return min([*lengths, *([stated] if stated is not None else [])], default=None)
 

@@ -29,7 +29,7 @@ class FlightRules:
     request_timeout_s: float
     handoff_timeout_s: float
     max_replays: int
-    replay_wait_s: float
+    instance_wait_s: float
     expected_blocks_ttl_s: float
 
 

@@ -90,7 +90,7 @@ def flight_rules(settings: RouterSettings) -> FlightRules:
         request_timeout_s=settings.request_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,
         max_replays=settings.max_replays,
-        replay_wait_s=settings.replay_wait_s,
+        instance_wait_s=settings.instance_wait_s,
         expected_blocks_ttl_s=settings.expected_blocks_ttl_s,
     )
 

@@ -82,8 +82,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 32
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
-    replay_wait_s: Annotated[
-        float, Meta(description="time for an instance to come back before a broken stream is given up", ge=0)
+    instance_wait_s: Annotated[
+        float,
+        Meta(description="time that a request waits for a lost instance to come back before it is given up", ge=0),
     ] = 15.0
     expected_blocks_ttl_s: Annotated[
         float, Meta(description="time that blocks of work just placed count as cached before an event says so", ge=0)

@@ -6,7 +6,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.common.version import VERSION
 from services.router.asgi import Receive, Scope, Send, read_body, send_json
-from services.router.cluster import Cluster
 from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
 from services.router.member import Member
@@ -32,7 +31,6 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     free_blocks: int
     total_blocks: int
-    cached_blocks: int
     prefill_tokens_per_s: float
     links: list[LinkHealth]
 
@@ -63,11 +61,11 @@ def health(frontend: Frontend) -> Health:
         pools=pools,
         registry_connected=cluster.is_registry_connected(),
         requests_in_flight=frontend.dispatcher.num_flights,
-        instances=[_instance_health(member, cluster) for member in ready],
+        instances=[_instance_health(member) for member in ready],
     )
 
 
-def _instance_health(member: Member, cluster: Cluster) -> InstanceHealth:
+def _instance_health(member: Member) -> InstanceHealth:
     record, load = member.record, member.record.load
     return InstanceHealth(
         instance=record.instance,
@@ -80,7 +78,6 @@ def _instance_health(member: Member, cluster: Cluster) -> InstanceHealth:
         waiting=load.waiting,
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
-        cached_blocks=cluster.index.num_blocks(record.instance),
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         links=[LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9) for link in member.links],
     )

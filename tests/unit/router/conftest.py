@@ -118,7 +118,7 @@ def serve(model: ServedModel, model_folder: Path) -> Iterator[Serve]:
         for role, count in (("prefill", prefill), ("decode", decode), ("unified", unified)):
             for i in range(count):
                 fakes.add(record(f"{role}-{i}", role))  # type: ignore[arg-type]
-        chosen = RouterSettings(model=str(model_folder), disaggregation_min_tokens=0, replay_wait_s=0.05)
+        chosen = RouterSettings(model=str(model_folder), disaggregation_min_tokens=0, instance_wait_s=0.05)
         chosen = msgspec.structs.replace(chosen, **settings)
         router = Router(fakes, chosen, model, keys)
         await router.start()

@@ -132,7 +132,7 @@ def test_a_broken_stream_waits_for_an_instance_that_comes_back(serve: Serve) -> 
         router.fakes.add(restarted(decode.record))
         assert await asked.texts() == expected
 
-    serve(scenario, replay_wait_s=5.0)
+    serve(scenario, instance_wait_s=5.0)
 
 
 def test_a_broken_stream_is_given_up_after_a_while(serve: Serve) -> None:
@@ -149,6 +149,35 @@ def test_a_broken_stream_is_given_up_after_a_while(serve: Serve) -> None:
         assert events[-1]["error"]["code"] == "no_instance"
 
     serve(scenario)
+
+
+def test_a_new_request_waits_for_an_instance_that_is_only_silent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr("services.router.cluster._RECONNECT_S", 0.02)
+        for name in ("prefill-0", "decode-0"):
+            link = router.fakes[name].link
+            assert link is not None
+            link.lose("no message for 3 s")
+        await settle()
+        assert router.cluster.awaits_instances()
+        assert len((await undisturbed(router, **BODY))[0]) == 12
+
+    serve(scenario, instance_wait_s=5.0)
+
+
+def test_a_new_request_stops_waiting_when_the_instance_is_given_up(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for name in ("prefill-0", "decode-0"):
+            router.fakes[name].die()
+        await settle()
+        asked = asyncio.create_task(router.http.post("/v1/completions", json=BODY))
+        await settle()
+        assert not asked.done()
+        for name in ("prefill-0", "decode-0"):
+            router.fakes.forget(name)
+        assert (await asked).status_code == 503
+
+    serve(scenario, instance_wait_s=5.0)
 
 
 def test_replays_are_bounded(serve: Serve) -> None:
