@@ -38,7 +38,9 @@ class EngineCollector(Collector):
         hits = stats.prefix_hit_tokens / stats.prefix_query_tokens if stats.prefix_query_tokens else 0.0
         yield self._gauge("vllm:num_requests_running", "Requests of the running batch", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room or for their blocks", load.waiting)
+        yield self._gauge("vllm:num_requests_swapped", "Always 0: what is preempted is computed again", 0.0)
         yield self._gauge("vllm:gpu_cache_usage_perc", "Fraction of KV blocks in use; 1 is all", used)
+        yield self._gauge("vllm:cpu_cache_usage_perc", "Fraction of the host tier in use; 0 without one", 0.0)
         yield self._gauge("vllm:gpu_prefix_cache_hit_rate", "Fraction of prompt tokens found in the cache", hits)
         yield self._counter("vllm:num_preemptions", "Sequences that gave up their memory", stats.preemptions)
         yield self._gauge("baton:held_blocks", "Blocks kept for a handoff", load.held_blocks)

@@ -227,6 +227,7 @@ def transfer_settings(settings: InstanceSettings) -> TransferSettings:
         bind=tcp(settings, settings.transfer_port, any_port="*"),
         advertise_host=settings.advertise_host,
         transports=(settings.kv_transport,),
+        run_dir=settings.kv_run_dir,
         checksum=settings.kv_checksum,
         lease_s=settings.kv_lease_s,
     )

@@ -109,6 +109,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     kv_checksum: Annotated[Checksum, Meta(description="verify each block that arrives, one in eight, or none")] = "full"
+    kv_run_dir: Annotated[
+        str,
+        Meta(description="folder shared with instances in other containers of this machine, for usm (default: none)"),
+    ] = ""
     kv_lease_s: Annotated[
         float, Meta(description="blocks held for an instance that has fallen silent are freed after this", gt=0)
     ] = 10.0

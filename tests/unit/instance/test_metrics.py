@@ -1,0 +1,47 @@
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from contracts.identity import InstanceId
+from contracts.instance import LinkStatus
+from services.instance.metrics import EngineCollector, TransferMetrics
+from services.instance.serving import load_of
+from tests.unit.instance.fakes import STATS
+
+PEER = InstanceId("prefill-0")
+
+
+def test_gauges_tell_the_state_of_now() -> None:
+    stats = replace(STATS, free_blocks=4, running=3, waiting=1, reserved=2, held=1, held_blocks=5, preemptions=6)
+    stats = replace(stats, prefix_query_tokens=100, prefix_hit_tokens=25)
+    link = LinkStatus(peer=PEER, transport="usm", bytes_per_second=2e9)
+    registry = CollectorRegistry()
+    registry.register(
+        EngineCollector(model="m", stats=lambda: stats, load=lambda: load_of(stats, num_queued=4), links=lambda: [link])
+    )
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 1 + 2 + 4,
+        "vllm:gpu_cache_usage_perc": 0.75,
+        "vllm:gpu_prefix_cache_hit_rate": 0.25,
+        "vllm:num_preemptions_total": 6,
+        "baton:held_blocks": 5,
+        "baton:leases": 3,
+    }
+    assert {name: registry.get_sample_value(name, {"model_name": "m"}) for name in expected} == expected
+    labels = {"peer": PEER, "transport": "usm"}
+    assert registry.get_sample_value("baton:kv_link_bytes_per_second", labels) == 2e9
+
+
+def test_what_transfers_did_is_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = TransferMetrics(registry)
+    metrics.moved(peer=PEER, transport="usm", direction="received", num_bytes=100)
+    metrics.moved(peer=PEER, transport="usm", direction="received", num_bytes=50)
+    metrics.mismatched(peer=PEER, transport="usm", blocks=2)
+    metrics.handoff_failed("PeerLost")
+    labels = {"transport": "usm", "direction": "received"}
+    assert registry.get_sample_value("baton:kv_bytes_total", labels) == 150
+    assert registry.get_sample_value("baton:checksum_mismatches_total", {"transport": "usm"}) == 2
+    assert registry.get_sample_value("baton:transfer_errors_total", {"reason": "PeerLost"}) == 1
+    assert b"baton:kv_bytes_total" in generate_latest(registry)

@@ -1,0 +1,65 @@
+import socket
+
+import pytest
+
+from services.common.configuration import load
+from services.instance.addresses import advertised, check_ports, tcp
+from services.instance.errors import StartFailed
+from services.instance.settings import InstanceSettings, instance_id, model_names, visible_device
+
+
+def settings(*argv: str) -> InstanceSettings:
+    return load(InstanceSettings, argv, {}, prefix="BATON__DECODE__", program="baton decode", description="")
+
+
+def test_engine_flags_carry_vllm_s_names() -> None:
+    given = settings(
+        "--model=/m",
+        "--max-model-len",
+        "4k",
+        "--no-enable-prefix-caching",
+        "--kv-cache-memory",
+        "1G",
+        "--dtype=bfloat16",
+    )
+    assert (given.max_model_len, given.enable_prefix_caching, given.dtype) == (4000, False, "bfloat16")
+    assert given.kv_cache_memory_bytes == 1 << 30
+
+
+def test_a_bad_value_stops_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings("--model=/m", "--kv-transport=pigeon")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--kv-transport" in line and "usm" in line
+
+
+def test_the_first_served_name_is_the_model_s() -> None:
+    assert model_names(settings("--model=/models/llama")) == ["/models/llama", "llama"]
+    assert model_names(settings("--model=/m", "--served-model-name", "a", "b")) == ["a", "b"]
+
+
+def test_an_instance_without_a_name_gets_one() -> None:
+    assert instance_id(settings("--model=/m"), "decode").startswith("decode-")
+    assert instance_id(settings("--model=/m", "--instance-id=x"), "decode") == "x"
+
+
+def test_a_wildcard_is_not_advertised() -> None:
+    wild = settings("--model=/m", "--host=0.0.0.0")
+    assert advertised(wild, "tcp://0.0.0.0:55") == f"tcp://{socket.gethostname()}:55"
+    named = settings("--model=/m", "--host=0.0.0.0", "--advertise-host=10.0.0.7")
+    assert advertised(named, "tcp://0.0.0.0:55") == "tcp://10.0.0.7:55"
+    assert tcp(settings("--model=/m", "--host=::1"), 0) == "tcp://[::1]:0"
+
+
+def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartFailed, match=f"--rpc-port {port}"):
+            check_ports(settings("--model=/m", f"--rpc-port={port}"))
+
+
+def test_one_device_is_shown_to_the_process() -> None:
+    assert visible_device(settings("--model=/m")) == {}
+    assert visible_device(settings("--model=/m", "--device-index=1"))["ZE_AFFINITY_MASK"] == "1"
