@@ -1,45 +1,72 @@
 #!/usr/bin/env python3
 """Writes helm/values.schema.json from helm/values.yaml: every key that stands there is allowed, nothing else is.
 
-Types come from the defaults; what a default cannot say (choices, ranges, what may be null, free Kubernetes objects) is
-listed here. `--check` only says whether the file is current.
+Types of settings come from the processes' own settings, so the chart refuses what the process would refuse; those of
+other keys from their defaults. What a default cannot say (choices, ranges, free Kubernetes objects) is listed here.
+`--check` only says whether the file is current.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-CHART = Path(__file__).resolve().parents[1] / "helm"
+ROOT = Path(__file__).resolve().parents[1]
+CHART = ROOT / "helm"
+sys.path.insert(0, str(ROOT))
 
-FREE_OBJECTS = {"resources", "nodeSelector", "affinity", "annotations", "podAnnotations", "labels"}
-FREE_OBJECTS |= {"podSecurityContext", "securityContext"}
-OBJECT_LISTS = {"tolerations", "topologySpreadConstraints", "extraEnv", "extraVolumes", "extraVolumeMounts"}
-OBJECT_LISTS |= {"parentRefs", "routerFrom", "pullSecrets"}
+from services.common.options import Option, options_of  # noqa: E402
+from services.instance.settings import InstanceSettings  # noqa: E402
+from services.router.settings import RouterSettings  # noqa: E402
+
+FREE_OBJECTS = {"resources", "nodeSelector", "affinity", "annotations", "podAnnotations", "podLabels", "labels"}
+FREE_OBJECTS |= {"podSecurityContext", "securityContext", "startup", "readiness", "liveness"}
+OBJECT_LISTS = {"tolerations", "topologySpreadConstraints", "extraEnv", "extraEnvFrom", "extraVolumes"}
+OBJECT_LISTS |= {"extraVolumeMounts", "extraContainers", "extraInitContainers", "extraObjects", "extra"}
+OBJECT_LISTS |= {"parentRefs", "routerFrom", "metricsFrom", "pullSecrets"}
 CHOICES: dict[str, list[str]] = {
     "pullPolicy": ["Always", "IfNotPresent", "Never"],
     "model.source.kind": ["pvc", "hostPath", "download"],
-    "gpu.device": ["xpu", "cuda", "cpu"],
-    "engine.dtype": ["auto", "float16", "bfloat16", "float32"],
-    "kvTransfer.transport": ["auto", "usm", "zeromq", "oneccl"],
-    "router.logLevel": ["debug", "info", "warning", "error"],
     "router.service.type": ["ClusterIP", "NodePort", "LoadBalancer"],
     "autoscaling.kind": ["none", "hpa", "keda"],
+    "slo.ttftSeconds": ["0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "7.5", "10.0"],
 }
-NULLABLE_INTEGERS = {"maxModelLen", "maxNumBatchedTokens", "blockSize"}
-FRACTIONS = {"gpuMemoryUtilization"}
-POOLS = ("prefill", "decode", "unified")
+SAME_AS_SETTING = {
+    "gpu.device": "device",
+    "kvTransfer.transport": "kv_transport",
+    "kvTransfer.checksum": "kv_checksum",
+    "kvTransfer.leaseSeconds": "kv_lease_s",
+    "kvTransfer.handoffTimeoutSeconds": "handoff_timeout_s",
+    "logging.level": "log_level",
+    "logging.format": "log_format",
+    "router.port": "port",
+}
+FRACTION = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+INTEGER = {"type": "integer", "minimum": 0}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpu.device": {"enum": ["xpu", "cuda", "cpu"]},
+    "kvTransfer.transport": {"enum": ["auto", "usm", "zeromq"]},  # `memory` is for one process
+    "router.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "router.service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "kvCacheUsage": FRACTION,
+    "objective": FRACTION,
+    "maxUnavailable": {"type": ["integer", "string"]},
+}
+TARGETS = {"waitSeconds", "interTokenSeconds", "kvCacheUsage"}
+QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m)?$"}
 
 
 def schema_of(value: Any, path: str, root: dict[str, Any]) -> dict[str, Any]:
-    if path.endswith(".engine"):
+    role, _, rest = path.partition(".")
+    if role in ("prefill", "decode", "unified") and rest == "engine":
         # A pool's own engine settings: the same keys, none of them required.
         return schema_of(root["engine"], "engine", root)
-    listed = listed_schema(path)
-    if listed is not None:
-        return listed
+    known = setting_schema(path) or listed_schema(path)
+    if known is not None:
+        return known
     if isinstance(value, dict):
         properties = {name: schema_of(item, f"{path}.{name}".lstrip("."), root) for name, item in value.items()}
         return {"type": "object", "additionalProperties": False, "properties": properties}
@@ -47,22 +74,64 @@ def schema_of(value: Any, path: str, root: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "items": {"type": "string"}}
     if isinstance(value, bool):
         return {"type": "boolean"}
-    return {"type": "integer", "minimum": 0} if isinstance(value, int) else {"type": "string"}
+    return INTEGER if isinstance(value, int) else {"type": "string"}
+
+
+def setting_schema(path: str) -> dict[str, Any] | None:
+    """Of keys that become variables of a process."""
+    parent, _, key = path.rpartition(".")
+    if path in SPECIAL:
+        return SPECIAL[path]
+    if parent == "engine":
+        return option_schema(option_named(InstanceSettings, snake(key)))
+    if parent == "router.settings":
+        return option_schema(option_named(RouterSettings, snake(key)))
+    if path in SAME_AS_SETTING:
+        name = SAME_AS_SETTING[path]
+        owner = RouterSettings if name in ("handoff_timeout_s", "port") else InstanceSettings
+        return option_schema(option_named(owner, name))
+    return None
+
+
+def option_named(settings: type[Any], name: str) -> Option:
+    found = [option for option in options_of(settings) if option.name == name]
+    assert found, f"{settings.__name__} has no field {name}: remove the key from values.yaml"
+    return found[0]
+
+
+def option_schema(option: Option) -> dict[str, Any]:
+    if option.choices:
+        return {"enum": [*option.choices, *([None] if option.is_optional else [])]}
+    types = {int: ["integer"], float: ["number"], bool: ["boolean"], str: ["string"], dict: ["object"]}[option.kind]
+    if option.name.endswith("_bytes"):
+        types = [*types, "string"]
+    schema: dict[str, Any] = {"type": [*types, *(["null"] if option.is_optional else [])]}
+    if option.name.endswith("_bytes"):
+        schema["pattern"] = "^[0-9.]+ ?([kmgtKMGT](iB)?)?$"
+    keywords = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    schema |= {keyword: option.bounds[bound] for bound, keyword in keywords.items() if bound in option.bounds}
+    return schema
 
 
 def listed_schema(path: str) -> dict[str, Any] | None:
     """What is said above of the key at `path`, if anything."""
-    key = path.rsplit(".", 1)[-1]
+    parent, _, key = path.rpartition(".")
+    if parent.endswith("autoscaling.targets") and key in TARGETS:
+        return QUANTITY
     for suffix, allowed in CHOICES.items():
         if path == suffix or path.endswith("." + suffix):
             return {"enum": allowed}
     by_key: list[tuple[set[str], dict[str, Any]]] = [
-        (NULLABLE_INTEGERS, {"type": ["integer", "null"], "minimum": 1}),
-        (FRACTIONS, {"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        (set(SPECIAL), SPECIAL.get(key, {})),
         (FREE_OBJECTS, {"type": "object"}),
         (OBJECT_LISTS, {"type": "array", "items": {"type": "object"}}),
     ]
     return next((schema for keys, schema in by_key if key in keys), None)
+
+
+def snake(key: str) -> str:
+    """maxModelLen -> max_model_len, as the templates do."""
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", key).lower()
 
 
 def build() -> str:

@@ -8,10 +8,13 @@
 {{- else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
+{{/* Labels that select pods of the release; of one component with "component". */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ include "baton.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
 {{- end }}
 
 {{- define "baton.labels" -}}
@@ -33,20 +36,62 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ if .Values.serviceAccount.create }}{{ default (include "baton.fullname" .) .Values.serviceAccount.name }}{{ else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}
 {{- end }}
 
-{{/* The registry's URL; the bundled Redis takes its password from REDIS_PASSWORD, which Kubernetes expands. */}}
+{{/* Pools that exist, as a JSON list: `unified` only with replicas. */}}
+{{- define "baton.pools" -}}
+{{ if gt (int .Values.unified.replicas) 0 }}["prefill", "decode", "unified"]{{ else }}["prefill", "decode"]{{ end }}
+{{- end }}
+
+{{/* Names of the model: a downloaded one is called as on the hub. */}}
+{{- define "baton.servedNames" -}}
+{{- if and (not .Values.model.servedName) (eq .Values.model.source.kind "download") -}}
+{{ .Values.model.source.download.repository }}
+{{- else -}}
+{{ join "," .Values.model.servedName }}
+{{- end }}
+{{- end }}
+
+{{/* Settings as variables: (dict "prefix" "BATON__ROUTER__" "settings" …). maxModelLen -> MAX_MODEL_LEN; null leaves one out. */}}
+{{- define "baton.settings" -}}
+{{- $prefix := .prefix }}
+{{- range $key, $value := .settings }}
+{{- if not (or (kindIs "invalid" $value) (and (kindIs "string" $value) (not $value))) }}
+{{ $prefix }}{{ $key | snakecase | upper }}: {{ (ternary $value (toJson $value) (kindIs "string" $value)) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The registry's URL; Kubernetes expands $(REDIS_PASSWORD) from the variable of this name. */}}
 {{- define "baton.registry" -}}
-{{ if .Values.redis.bundled }}redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0{{ else }}{{ required "redis.externalUrl is needed when redis.bundled is false" .Values.redis.externalUrl }}{{ end }}
+{{- if .Values.redis.bundled -}}
+redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
+{{- else -}}
+{{ required "redis.external.url is needed when redis.bundled is false" .Values.redis.external.url }}{{ if .Values.redis.external.caSecret }}?ssl_ca_certs=/run/secrets/redis/ca.crt{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.redisSecret" -}}
+{{ if .Values.redis.bundled }}{{ include "baton.secretName" . }}{{ else }}{{ .Values.redis.external.passwordSecret }}{{ end }}
 {{- end }}
 
 {{- define "baton.redisPassword" -}}
+{{- with include "baton.redisSecret" . }}
 - name: REDIS_PASSWORD
   valueFrom:
-    secretKeyRef: {name: {{ include "baton.secretName" . }}, key: REDIS_PASSWORD}
+    secretKeyRef: {name: {{ . }}, key: REDIS_PASSWORD}
+{{- end }}
 {{- end }}
 
-{{/* maxModelLen -> MAX_MODEL_LEN */}}
-{{- define "baton.settingName" -}}
-{{ . | snakecase | upper }}
+{{- define "baton.redisMount" -}}
+{{- if and (not .Values.redis.bundled) .Values.redis.external.caSecret }}
+- {name: redis-ca, mountPath: /run/secrets/redis, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "baton.redisVolume" -}}
+{{- if and (not .Values.redis.bundled) .Values.redis.external.caSecret }}
+- name: redis-ca
+  secret: {secretName: {{ .Values.redis.external.caSecret }}, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
 {{- end }}
 
 {{- define "baton.modelVolume" -}}
@@ -56,6 +101,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
   persistentVolumeClaim: {claimName: {{ required "model.source.pvc.claimName is needed" .pvc.claimName }}, readOnly: true}
 {{- else if eq .kind "hostPath" }}
   hostPath: {path: {{ required "model.source.hostPath.path is needed" .hostPath.path }}, type: Directory}
+{{- else if .download.claimName }}
+  persistentVolumeClaim: {claimName: {{ .download.claimName }}}
 {{- else }}
   emptyDir: {sizeLimit: {{ .download.sizeLimit }}}
 {{- end }}
@@ -71,25 +118,47 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
   readOnly: true
 {{- end }}
 
-{{/* Downloads the model once into the volume; `patterns` keeps the router from fetching weights. */}}
+{{/* Downloads what is not there yet; `patterns` keeps the router from fetching weights. */}}
 {{- define "baton.download" -}}
 {{- if eq .root.Values.model.source.kind "download" }}
-initContainers:
-  - name: download
-    image: {{ include "baton.image" (dict "root" .root "target" .target) }}
-    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-    command: ["hf", "download", {{ .root.Values.model.source.download.repository | quote }}, "--revision", {{ .root.Values.model.source.download.revision | quote }}, "--local-dir", {{ .root.Values.model.mountPath | quote }}{{ range .patterns }}, "--include", {{ . | quote }}{{ end }}]
-    env:
-      - {name: HF_HOME, value: /tmp/hf}
-{{- with .root.Values.model.source.download.tokenSecret }}
-      - name: HF_TOKEN
-        valueFrom:
-          secretKeyRef: {name: {{ . }}, key: HF_TOKEN}
+- name: download
+  image: {{ include "baton.image" (dict "root" .root "target" .target) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: ["hf", "download", {{ .root.Values.model.source.download.repository | quote }}, "--revision", {{ .root.Values.model.source.download.revision | quote }}, "--local-dir", {{ .root.Values.model.mountPath | quote }}{{ range .patterns }}, "--include", {{ . | quote }}{{ end }}]
+  env:
+    - {name: HOME, value: /tmp}
+    - {name: HF_HOME, value: /tmp/hf}
+    {{- with .root.Values.model.source.download.tokenSecret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: {{ . }}, key: HF_TOKEN}
+    {{- end }}
+  securityContext: {{- toYaml .root.Values.securityContext | nindent 4 }}
+  resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {memory: 2Gi}}
+  volumeMounts:
+    - {name: model, mountPath: {{ .root.Values.model.mountPath }}}
+    - {name: tmp, mountPath: /tmp}
 {{- end }}
-    securityContext: {{- toYaml .root.Values.securityContext | nindent 6 }}
-    resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {memory: 2Gi}}
-    volumeMounts:
-      - {name: model, mountPath: {{ .root.Values.model.mountPath }}}
-      - {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{/* What routers and instances have in common of a pod: (dict "root" $ "block" .Values.router). */}}
+{{- define "baton.pod" -}}
+serviceAccountName: {{ include "baton.serviceAccount" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .block.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .block.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .block.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .block.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}

@@ -1,37 +1,21 @@
-{{/* A pool: ConfigMap, Deployment, PodDisruptionBudget. Call with (dict "root" $ "role" "prefill" "pool" .Values.prefill). */}}
+{{/* A pool: ConfigMap, Deployment, PodDisruptionBudget. Call with (dict "root" $ "role" "prefill"). */}}
 {{- define "baton.pool" -}}
 {{- $root := .root }}
-{{- $pool := .pool }}
 {{- $role := .role }}
+{{- $values := $root.Values }}
+{{- $pool := index $values $role }}
 {{- $name := printf "%s-%s" (include "baton.fullname" $root) $role }}
 {{- $prefix := printf "BATON__%s__" (upper $role) }}
 {{- $labels := dict "root" $root "component" $role }}
+{{- $image := include "baton.image" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device)) }}
+{{- $settings := include "baton.pool.settings" . }}
+{{- $isCard := ne $values.gpu.device "cpu" }}
 apiVersion: v1
 kind: ConfigMap
 metadata:
   name: {{ $name }}
   labels: {{- include "baton.labels" $labels | nindent 4 }}
-data:
-  {{ $prefix }}MODEL: {{ $root.Values.model.mountPath | quote }}
-  {{- with $root.Values.model.servedName }}
-  {{ $prefix }}SERVED_MODEL_NAME: {{ join "," . | quote }}
-  {{- end }}
-  {{ $prefix }}DEVICE: {{ $root.Values.gpu.device | quote }}
-  {{- range $key, $value := merge (deepCopy $pool.engine) $root.Values.engine }}
-  {{- if not (kindIs "invalid" $value) }}
-  {{ $prefix }}{{ include "baton.settingName" $key }}: {{ $value | quote }}
-  {{- end }}
-  {{- end }}
-  {{ $prefix }}KV_TRANSPORT: {{ $root.Values.kvTransfer.transport | quote }}
-  {{ $prefix }}KV_CHECKSUM: {{ $root.Values.kvTransfer.checksum | quote }}
-  {{ $prefix }}HANDOFF_TIMEOUT_S: {{ $root.Values.kvTransfer.handoffTimeoutSeconds | quote }}
-  {{ $prefix }}HOST: "0.0.0.0"
-  {{ $prefix }}RPC_PORT: "7001"
-  {{ $prefix }}TRANSFER_PORT: "7002"
-  {{ $prefix }}EVENTS_PORT: "7003"
-  {{ $prefix }}HTTP_PORT: "7004"
-  {{ $prefix }}DRAIN_TIMEOUT_S: {{ $pool.drainTimeoutSeconds | quote }}
-  {{ $prefix }}LOG_FORMAT: "json"
+data: {{- $settings | nindent 2 }}
 ---
 apiVersion: apps/v1
 kind: Deployment
@@ -43,44 +27,33 @@ spec:
   replicas: {{ $pool.replicas }}
   {{- end }}
   revisionHistoryLimit: 3
-  # One at a time: a pool never loses more than one instance, and cards are not oversubscribed.
+  # One at a time and none on top: a pool never loses more than one instance, and a new one finds a free card.
   strategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}
   selector:
     matchLabels: {{- include "baton.selector" $labels | nindent 6 }}
   template:
     metadata:
-      labels: {{- include "baton.labels" $labels | nindent 8 }}
+      labels:
+        {{- include "baton.labels" $labels | nindent 8 }}
+        {{- with $pool.podLabels }}{{ toYaml . | nindent 8 }}{{ end }}
       annotations:
-        checksum/config: {{ toJson (list $root.Values.engine $pool.engine $root.Values.kvTransfer $root.Values.model) | sha256sum }}
+        checksum/config: {{ $settings | sha256sum }}
         {{- with $pool.podAnnotations }}{{ toYaml . | nindent 8 }}{{ end }}
     spec:
-      serviceAccountName: {{ include "baton.serviceAccount" $root }}
-      automountServiceAccountToken: false
-      enableServiceLinks: false
-      terminationGracePeriodSeconds: {{ $pool.terminationGracePeriodSeconds }}
-      {{- with $root.Values.image.pullSecrets }}
-      imagePullSecrets: {{- toYaml . | nindent 8 }}
+      {{- include "baton.pod" (dict "root" $root "block" $pool) | nindent 6 }}
+      {{- with $pool.runtimeClassName }}
+      runtimeClassName: {{ . }}
       {{- end }}
+      # SIGTERM is the drain: the instance leaves the registry, lets requests end and waits for leases.
+      terminationGracePeriodSeconds: {{ add $pool.drainTimeoutSeconds $values.kvTransfer.leaseSeconds 20 }}
       securityContext:
-        {{- toYaml $root.Values.podSecurityContext | nindent 8 }}
-        {{- if and $root.Values.gpu.renderGroup (ne $root.Values.gpu.device "cpu") }}
-        supplementalGroups: [{{ $root.Values.gpu.renderGroup }}]
+        {{- toYaml $values.podSecurityContext | nindent 8 }}
+        {{- if and $values.gpu.renderGroup $isCard }}
+        supplementalGroups: [{{ $values.gpu.renderGroup }}]
         {{- end }}
-      {{- with $pool.priorityClassName }}
-      priorityClassName: {{ . }}
-      {{- end }}
-      {{- with $pool.nodeSelector }}
-      nodeSelector: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $pool.tolerations }}
-      tolerations: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $pool.topologySpreadConstraints }}
-      topologySpreadConstraints: {{- toYaml . | nindent 8 }}
-      {{- end }}
       {{- if $pool.affinity }}
       affinity: {{- toYaml $pool.affinity | nindent 8 }}
-      {{- else if and $root.Values.kvTransfer.usm.enabled (eq $role "decode") }}
+      {{- else if and $values.kvTransfer.usm.enabled (eq $role "decode") }}
       affinity:
         podAffinity:
           preferredDuringSchedulingIgnoredDuringExecution:
@@ -90,17 +63,38 @@ spec:
                 labelSelector:
                   matchLabels: {{- include "baton.selector" (dict "root" $root "component" "prefill") | nindent 20 }}
       {{- end }}
-      {{- with $root.Values.gpu.dra }}
-      {{- if .enabled }}
+      {{- if $values.gpu.dra.enabled }}
       resourceClaims:
         - {name: gpu, resourceClaimTemplateName: {{ include "baton.fullname" $root }}-gpu}
       {{- end }}
+      {{- $prepares := and $values.kvTransfer.usm.enabled $values.kvTransfer.usm.prepareHostPath }}
+      {{- if or $prepares (eq $values.model.source.kind "download") $pool.extraInitContainers }}
+      initContainers:
+        {{- if $prepares }}
+        # A folder on the node belongs to root, and fsGroup does not change that.
+        - name: sockets
+          image: {{ $image }}
+          imagePullPolicy: {{ $values.image.pullPolicy }}
+          command: ["chown", "{{ $values.podSecurityContext.runAsUser }}:{{ $values.podSecurityContext.runAsGroup }}", "/run/baton"]
+          securityContext:
+            runAsNonRoot: false
+            runAsUser: 0
+            allowPrivilegeEscalation: false
+            readOnlyRootFilesystem: true
+            capabilities: {drop: [ALL], add: [CHOWN]}
+          resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
+          volumeMounts:
+            - {name: sockets, mountPath: /run/baton}
+        {{- end }}
+        {{- include "baton.download" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device) "patterns" list) | nindent 8 }}
+        {{- with $pool.extraInitContainers }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- end }}
-      {{- include "baton.download" (dict "root" $root "target" (printf "worker-%s" $root.Values.gpu.device) "patterns" list) | nindent 6 }}
       containers:
         - name: {{ $role }}
-          image: {{ include "baton.image" (dict "root" $root "target" (printf "worker-%s" $root.Values.gpu.device)) }}
-          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          image: {{ $image }}
+          imagePullPolicy: {{ $values.image.pullPolicy }}
           args:
             - {{ $role }}
             {{- range $pool.extraArgs }}
@@ -108,15 +102,18 @@ spec:
             {{- end }}
           envFrom:
             - configMapRef: {name: {{ $name }}}
-          env:
-            {{- if $root.Values.redis.bundled }}
-            {{- include "baton.redisPassword" $root | nindent 12 }}
+            {{- with $pool.extraEnvFrom }}
+            {{- toYaml . | nindent 12 }}
             {{- end }}
+          env:
+            {{- include "baton.redisPassword" $root | nindent 12 }}
             - {name: {{ $prefix }}REGISTRY, value: {{ include "baton.registry" $root | quote }}}
             - name: {{ $prefix }}INSTANCE_ID
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
             - name: {{ $prefix }}ADVERTISE_HOST
               valueFrom: {fieldRef: {fieldPath: status.podIP}}
+            # Caches of compiled kernels; the root file system is read-only.
+            - {name: HOME, value: /tmp}
             {{- with $pool.extraEnv }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
@@ -127,42 +124,45 @@ spec:
             - {name: http, containerPort: 7004}
           startupProbe:
             httpGet: {path: /health, port: http}
-            periodSeconds: 5
-            failureThreshold: {{ div $pool.startupTimeoutSeconds 5 }}
+            {{- toYaml $pool.probes.startup | nindent 12 }}
           readinessProbe:
             httpGet: {path: /health, port: http}
-            periodSeconds: 5
+            {{- toYaml $pool.probes.readiness | nindent 12 }}
           livenessProbe:
             httpGet: {path: /health, port: http}
-            periodSeconds: 10
-            failureThreshold: 6
-          securityContext: {{- toYaml $root.Values.securityContext | nindent 12 }}
+            {{- toYaml $pool.probes.liveness | nindent 12 }}
+          securityContext: {{- toYaml $values.securityContext | nindent 12 }}
           resources:
             {{- $resources := deepCopy $pool.resources }}
-            {{- if and $root.Values.gpu.resourceName (not $root.Values.gpu.dra.enabled) }}
-            {{- $_ := set $resources "limits" (merge (dict $root.Values.gpu.resourceName 1) ($resources.limits | default dict)) }}
+            {{- if and $values.gpu.resourceName $isCard (not $values.gpu.dra.enabled) }}
+            {{- $_ := set $resources "limits" (merge (dict $values.gpu.resourceName 1) ($resources.limits | default dict)) }}
             {{- end }}
             {{- toYaml $resources | nindent 12 }}
-            {{- if $root.Values.gpu.dra.enabled }}
+            {{- if $values.gpu.dra.enabled }}
             claims: [{name: gpu}]
             {{- end }}
           volumeMounts:
             {{- include "baton.modelMount" $root | nindent 12 }}
             - {name: tmp, mountPath: /tmp}
             - {name: shm, mountPath: /dev/shm}
-            {{- if $root.Values.kvTransfer.usm.enabled }}
+            {{- if $values.kvTransfer.usm.enabled }}
             - {name: sockets, mountPath: /run/baton}
             {{- end }}
+            {{- include "baton.redisMount" $root | nindent 12 }}
             {{- with $pool.extraVolumeMounts }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
+        {{- with $pool.extraContainers }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       volumes:
         {{- include "baton.modelVolume" $root | nindent 8 }}
         - {name: tmp, emptyDir: {}}
-        - {name: shm, emptyDir: {medium: Memory}}
-        {{- if $root.Values.kvTransfer.usm.enabled }}
-        - {name: sockets, hostPath: {path: {{ $root.Values.kvTransfer.usm.hostPath }}, type: DirectoryOrCreate}}
+        - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pool.shmSizeLimit }}}}
+        {{- if $values.kvTransfer.usm.enabled }}
+        - {name: sockets, hostPath: {path: {{ $values.kvTransfer.usm.hostPath }}, type: DirectoryOrCreate}}
         {{- end }}
+        {{- include "baton.redisVolume" $root | nindent 8 }}
         {{- with $pool.extraVolumes }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -178,4 +178,31 @@ spec:
   selector:
     matchLabels: {{- include "baton.selector" $labels | nindent 6 }}
 {{- end }}
+{{- end }}
+
+{{/* Settings of a pool: the engine's, then the pool's own over them, then what the chart decides. */}}
+{{- define "baton.pool.settings" -}}
+{{- $values := .root.Values }}
+{{- $pool := index $values .role }}
+{{- $settings := dict }}
+{{- range $key, $value := $values.engine }}{{ $_ := set $settings $key $value }}{{ end }}
+{{- range $key, $value := $pool.engine }}{{ $_ := set $settings $key $value }}{{ end }}
+{{- $decided := dict
+      "model" $values.model.mountPath
+      "servedModelName" (include "baton.servedNames" .root)
+      "device" $values.gpu.device
+      "host" "0.0.0.0"
+      "rpcPort" 7001
+      "transferPort" 7002
+      "eventsPort" 7003
+      "httpPort" 7004
+      "kvTransport" $values.kvTransfer.transport
+      "kvChecksum" $values.kvTransfer.checksum
+      "kvLeaseS" $values.kvTransfer.leaseSeconds
+      "kvRunDir" (ternary "/run/baton" "" $values.kvTransfer.usm.enabled)
+      "drainTimeoutS" $pool.drainTimeoutSeconds
+      "logLevel" $values.logging.level
+      "logFormat" $values.logging.format }}
+{{- range $key, $value := $decided }}{{ $_ := set $settings $key $value }}{{ end }}
+{{- include "baton.settings" (dict "prefix" (printf "BATON__%s__" (upper .role)) "settings" $settings) | trim }}
 {{- end }}

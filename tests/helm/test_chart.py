@@ -1,77 +1,118 @@
-"""The chart: strict lint, every variant rendered, every object valid against Kubernetes' own strict schemas."""
+"""The chart: strict lint, every variant rendered, every object valid against strict schemas."""
 
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import helm_python
 import kubernetes_validate
 import pytest
-import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "helm"
-VARIANTS = [None, *sorted((CHART / "ci").glob("*.yaml"))]
+from tests.helm.chart import (
+    CHART,
+    ROLES,
+    ROOT,
+    VARIANTS,
+    container_of,
+    named,
+    objects,
+    of_kind,
+    pod_of,
+    render,
+    values_of,
+    variant,
+    variant_name,
+)
+from tests.helm.custom_resources import CUSTOM, validate_custom
+from tests.helm.kubernetes_schemas import validate_strictly
+
 KUBERNETES = ["1.30", "1.34", kubernetes_validate.latest_version()]
-CUSTOM = {"ScaledObject", "PodMonitor", "PrometheusRule", "HTTPRoute"}
+FIRST_DRA_VERSION = "1.34"
+
+every_variant = pytest.mark.parametrize("path", VARIANTS, ids=variant_name)
 
 
-def values_of(variant: Path | None) -> dict[str, Any]:
-    return dict(yaml.safe_load(variant.read_text())) if variant else {}
-
-
-@cache
-def render(variant: Path | None) -> list[dict[str, Any]]:
-    return objects(values_of(variant))
-
-
-def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-    files = helm_python.Chart.load(str(CHART)).render(values=values)
-    documents = [d for name, text in files.items() if not name.endswith(".txt") for d in yaml.safe_load_all(text)]
-    return [document for document in documents if document]
-
-
-def named(rendered: list[dict[str, Any]], kind: str, suffix: str) -> dict[str, Any]:
-    (found,) = [o for o in rendered if o["kind"] == kind and o["metadata"]["name"].endswith(suffix)]
-    return found
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.stem if v else "defaults")
-def test_strict_lint_passes(variant: Path | None) -> None:
-    report = helm_python.lint(str(CHART), values_of(variant), strict=True)
+@every_variant
+def test_strict_lint_passes(path: Path | None) -> None:
+    report = helm_python.lint(str(CHART), values_of(path), strict=True)
     assert not report["errors"]
     assert [m for m in report["messages"] if m["severity"] > 1] == []
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.stem if v else "defaults")
-def test_every_object_is_valid(variant: Path | None, version: str) -> None:
-    if variant and variant.stem == "arc-dra" and version == "1.30":
-        version = "1.34"  # resource.k8s.io/v1 exists from 1.34 on
-    for rendered in render(variant):
+@every_variant
+def test_every_object_is_valid(path: Path | None, version: str) -> None:
+    if variant_name(path) == "arc-dra" and version == "1.30":
+        version = FIRST_DRA_VERSION
+    for rendered in render(path):
         if rendered["kind"] not in CUSTOM:
-            kubernetes_validate.validate(rendered, version, strict=True)
+            validate_strictly(rendered, version)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.stem if v else "defaults")
-def test_pods_are_locked_down(variant: Path | None) -> None:
-    for rendered in render(variant):
-        if rendered["kind"] not in ("Deployment", "StatefulSet"):
+@every_variant
+def test_every_custom_resource_is_valid(path: Path | None) -> None:
+    for rendered in render(path):
+        if rendered["kind"] in CUSTOM:
+            validate_custom(rendered)
+
+
+def test_the_variants_use_every_custom_resource() -> None:
+    assert {o["kind"] for path in VARIANTS for o in render(path)} >= set(CUSTOM)
+
+
+def test_a_misspelt_field_of_a_custom_resource_is_found() -> None:
+    scaled = named(render(variant("keda")), "ScaledObject", "-decode")
+    wrong = {**scaled, "spec": {**scaled["spec"], "minReplicasCount": 1}}
+    with pytest.raises(ValueError, match="minReplicasCount"):
+        validate_custom(wrong)
+
+
+@every_variant
+def test_pods_are_locked_down(path: Path | None) -> None:
+    for rendered in render(path):
+        if rendered["kind"] not in ("Deployment", "StatefulSet", "Pod"):
             continue
-        pod = rendered["spec"]["template"]["spec"]
+        pod = rendered["spec"] if rendered["kind"] == "Pod" else rendered["spec"]["template"]["spec"]
         assert pod["enableServiceLinks"] is False
+        assert pod["automountServiceAccountToken"] is False
+        assert not pod.get("hostIPC") and not pod.get("hostNetwork") and not pod.get("hostPID")
         assert pod["securityContext"]["runAsNonRoot"] is True
         for container in pod["containers"] + pod.get("initContainers", []):
-            assert container["securityContext"]["readOnlyRootFilesystem"] is True
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert set(context["capabilities"]) == ({"drop", "add"} if container["name"] == "sockets" else {"drop"})
+
+
+@every_variant
+def test_every_reference_inside_a_release_resolves(path: Path | None) -> None:
+    rendered = render(path)
+    names = {(o["kind"], o["metadata"]["name"]) for o in rendered}
+    for deployment in of_kind(rendered, "Deployment"):
+        pod = deployment["spec"]["template"]["spec"]
+        mounted = {v["name"] for v in pod["volumes"]}
+        for container in pod["containers"] + pod.get("initContainers", []):
+            assert {m["name"] for m in container["volumeMounts"]} <= mounted
+            for source in container.get("envFrom", []):
+                assert ("ConfigMap", source["configMapRef"]["name"]) in names
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            ports = {p["name"] for p in pod["containers"][0]["ports"]}
+            assert pod["containers"][0][probe]["httpGet"]["port"] in ports
+    for scaler in of_kind(rendered, "HorizontalPodAutoscaler") + of_kind(rendered, "ScaledObject"):
+        assert ("Deployment", scaler["spec"]["scaleTargetRef"]["name"]) in names
 
 
 def test_the_schema_is_current() -> None:
     made = subprocess.run([sys.executable, str(ROOT / "tools" / "helm_schema.py"), "--check"], check=False)
     assert made.returncode == 0, "run tools/helm_schema.py"
+
+
+def test_the_readme_is_current_and_every_key_is_described() -> None:
+    made = subprocess.run([sys.executable, str(ROOT / "tools" / "helm_readme.py"), "--check"], check=False)
+    assert made.returncode == 0, "describe every key in values.yaml and run tools/helm_readme.py"
 
 
 @pytest.mark.parametrize(
@@ -81,11 +122,23 @@ def test_the_schema_is_current() -> None:
         pytest.param({"prefill": {"replica": 2}}, id="misspelt key"),
         pytest.param({"prefill": {"replicas": "two"}}, id="wrong type"),
         pytest.param({"kvTransfer": {"transport": "rdma"}}, id="unknown transport"),
+        pytest.param({"kvTransfer": {"checksum": True}}, id="checksum is a mode"),
         pytest.param({"engine": {"gpuMemoryUtilization": 1.5}}, id="out of range"),
+        pytest.param({"engine": {"kvCacheMemoryBytes": "4 elephants"}}, id="no size"),
         pytest.param({"decode": {"engine": {"maxModellen": 5}}}, id="misspelt engine setting of a pool"),
+        pytest.param({"router": {"settings": {"maxReplays": -1}}}, id="router setting out of range"),
         pytest.param(
-            {"prefill": {"autoscaling": {"kind": "hpa", "minReplicas": 5, "maxReplicas": 2}}}, id="min above max"
+            {
+                "monitoring": {"prometheusRule": {"enabled": True}},
+                "prefill": {"autoscaling": {"kind": "hpa", "minReplicas": 5, "maxReplicas": 2}},
+            },
+            id="min above max",
         ),
+        pytest.param(
+            {"router": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}},
+            id="min above max of routers",
+        ),
+        pytest.param({"prefill": {"autoscaling": {"kind": "hpa"}}}, id="hpa without the rules that record its metrics"),
         pytest.param({"redis": {"bundled": False}}, id="no redis at all"),
         pytest.param({"model": {"source": {"kind": "pvc"}}}, id="a claim without a name"),
     ],
@@ -100,33 +153,126 @@ def test_every_value_used_in_a_template_stands_in_values() -> None:
     for template in (CHART / "templates").rglob("*"):
         if template.is_dir():
             continue
-        for path in re.findall(r"(?:\$|\$root|\.root)?\.Values\.([A-Za-z.]+)", template.read_text()):
+        text = template.read_text()
+        paths = re.findall(r"\.Values\.([A-Za-z.]+)|\$values\.([A-Za-z.]+)", text)
+        paths = [(left or right) for left, right in paths]
+        paths += ["router." + path for path in re.findall(r"\$router\.([A-Za-z.]+)", text)]
+        paths += ["prefill." + path for path in re.findall(r"\$pool\.([A-Za-z.]+)", text)]
+        for path in paths:
             node: Any = values
             for key in path.split("."):
-                assert isinstance(node, dict) and key in node, f"{template.name}: .Values.{path}"
+                assert isinstance(node, dict) and key in node, f"{template.name}: {path}"
                 node = node[key]
 
 
 def test_one_card_per_instance_by_resource_name() -> None:
-    limits = [
-        named(render(None), "Deployment", role)["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-        for role in ("prefill", "decode")
-    ]
+    limits = [container_of(pod_of(render(None), role))["resources"]["limits"] for role in ("prefill", "decode")]
     assert [limit["gpu.intel.com/xe"] for limit in limits] == [1, 1]
 
 
+def test_instances_belong_to_the_render_group() -> None:
+    assert pod_of(render(None), "decode")["securityContext"]["supplementalGroups"] == [109]
+
+
 def test_dra_claims_a_card_instead() -> None:
-    pod = named(render(CHART / "ci" / "arc-dra.yaml"), "Deployment", "decode")["spec"]["template"]["spec"]
-    assert pod["resourceClaims"][0]["name"] == pod["containers"][0]["resources"]["claims"][0]["name"] == "gpu"
-    assert "gpu.intel.com/xe" not in pod["containers"][0]["resources"]["limits"]
+    pod = pod_of(render(variant("arc-dra")), "decode")
+    assert pod["resourceClaims"][0]["name"] == container_of(pod)["resources"]["claims"][0]["name"] == "gpu"
+    assert "gpu.intel.com/xe" not in container_of(pod)["resources"]["limits"]
 
 
 def test_a_cpu_install_asks_for_no_card() -> None:
-    pod = named(render(CHART / "ci" / "cpu-minimal.yaml"), "Deployment", "prefill")["spec"]["template"]["spec"]
-    assert set(pod["containers"][0]["resources"]["limits"]) == {"memory"}
-    assert "worker-cpu" in pod["containers"][0]["image"]
+    pod = pod_of(render(variant("cpu-minimal")), "prefill")
+    assert set(container_of(pod)["resources"]["limits"]) == {"memory"}
+    assert "worker-cpu" in container_of(pod)["image"]
+    assert "supplementalGroups" not in pod["securityContext"]
 
 
 def test_no_service_is_named_like_a_prefix_of_our_variables() -> None:
-    names = [o["metadata"]["name"] for variant in VARIANTS for o in render(variant) if o["kind"] == "Service"]
+    names = [o["metadata"]["name"] for path in VARIANTS for o in of_kind(render(path), "Service")]
     assert names and not [name for name in names if name == "baton"]
+
+
+def test_a_pool_may_turn_off_what_is_on_for_all() -> None:
+    config = {role: named(render(variant("arc-xe")), "ConfigMap", role)["data"] for role in ("prefill", "decode")}
+    assert config["prefill"]["BATON__PREFILL__ENABLE_PREFIX_CACHING"] == "true"
+    assert config["decode"]["BATON__DECODE__ENABLE_PREFIX_CACHING"] == "false"
+
+
+def test_large_numbers_are_written_as_numbers() -> None:
+    config = named(objects({"engine": {"kvCacheMemoryBytes": 8589934592}}), "ConfigMap", "decode")["data"]
+    assert config["BATON__DECODE__KV_CACHE_MEMORY_BYTES"] == "8589934592"
+
+
+def test_a_change_of_settings_restarts_that_pool_alone() -> None:
+    def checksums(values: dict[str, Any]) -> dict[str, str]:
+        rendered = objects(values)
+        templates = {r: named(rendered, "Deployment", f"-{r}")["spec"]["template"] for r in ("prefill", "decode")}
+        return {role: found["metadata"]["annotations"]["checksum/config"] for role, found in templates.items()}
+
+    before, after = checksums({}), checksums({"decode": {"engine": {"maxNumSeqs": 8}}})
+    assert before["prefill"] == after["prefill"]
+    assert before["decode"] != after["decode"]
+
+
+@every_variant
+def test_the_grace_period_covers_draining_and_leases(path: Path | None) -> None:
+    rendered = render(path)
+    for role in ROLES:
+        configs = [o for o in of_kind(rendered, "ConfigMap") if o["metadata"]["name"].endswith(f"-{role}")]
+        for config in configs:
+            drain = float(config["data"][f"BATON__{role.upper()}__DRAIN_TIMEOUT_S"])
+            lease = float(config["data"][f"BATON__{role.upper()}__KV_LEASE_S"])
+            assert pod_of(rendered, role)["terminationGracePeriodSeconds"] > drain + lease + 5
+    pod = pod_of(rendered, "router")
+    drain = float(named(rendered, "ConfigMap", "-router")["data"]["BATON__ROUTER__SHUTDOWN_TIMEOUT_S"])
+    sleep = container_of(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > drain + sleep
+
+
+def test_nothing_that_tells_whether_pools_are_there_decides_whether_the_router_lives() -> None:
+    router = container_of(pod_of(render(None), "router"))
+    assert router["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert {router[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {"/metrics"}
+
+
+def test_usm_shares_the_folder_that_the_setting_names() -> None:
+    rendered = render(variant("arc-xe"))
+    for role in ("prefill", "decode"):
+        pod = pod_of(rendered, role)
+        folder = named(rendered, "ConfigMap", f"-{role}")["data"][f"BATON__{role.upper()}__KV_RUN_DIR"]
+        (mount,) = [m for m in container_of(pod)["volumeMounts"] if m["mountPath"] == folder]
+        (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+        assert volume["hostPath"]["path"] == "/run/baton"
+
+
+def test_the_password_is_never_written_into_an_object_but_the_secret() -> None:
+    for rendered in render(None):
+        if rendered["kind"] == "Secret":
+            secret = rendered["data"]
+    text = str([o for o in render(None) if o["kind"] != "Secret"])
+    assert all(value not in text for value in secret.values())
+
+
+def test_instances_are_reached_by_routers_alone_and_redis_by_the_release() -> None:
+    rendered = render(None)
+    policy = named(rendered, "NetworkPolicy", "-decode")["spec"]
+    (requests,) = [rule for rule in policy["ingress"] if {"port": "rpc"} in rule["ports"]]
+    assert requests["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    redis = named(rendered, "NetworkPolicy", "-redis")["spec"]
+    assert redis["egress"] == []
+    assert redis["ingress"][0]["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "test"
+
+
+def test_egress_reaches_what_the_install_needs() -> None:
+    def open_ports(path: Path | None) -> set[int]:
+        egress = named(render(path), "NetworkPolicy", "-router")["spec"]["egress"]
+        return {port["port"] for rule in egress for port in rule.get("ports", [])}
+
+    assert open_ports(None) == {53, 443}
+    assert open_ports(variant("external-redis")) == {53, 443, 6380}
+    assert open_ports(variant("cpu-minimal")) == {53}
+
+
+def test_extra_objects_are_rendered_as_templates() -> None:
+    extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-extra"}}
+    assert named(objects({"extraObjects": [extra]}), "ConfigMap", "-extra")["metadata"]["name"] == "test-extra"
