@@ -10,7 +10,7 @@ from services.router.errors import ModelNotFoundError, UnavailableError
 from services.router.generation import Generation
 from services.router.job import Job
 from services.router.metrics import RouterMetrics
-from services.router.model import ServedModel, served_names
+from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import GenerationRequest
 from services.router.outbox import Outbox
 from services.router.parameters import Limits, TextRules, num_sequences, sampling_params
@@ -36,6 +36,7 @@ class Frontend:
         self.metrics = metrics
         self.clock = clock
         self.started_at = self.now()
+        self._names = ModelNames(settings)
 
     @staticmethod
     def now() -> int:
@@ -46,7 +47,7 @@ class Frontend:
         advertised: list[str] = []
         for member in self.cluster.members():
             advertised += [member.record.model, *member.record.model_aliases]
-        return served_names(self.settings, advertised)
+        return self._names.all(advertised)
 
     def model_name(self, asked: str | None) -> str:
         """The name that the answer carries. Raises `ModelNotFoundError`."""
@@ -73,6 +74,7 @@ class Frontend:
             max_model_len=max_model_len,
             max_logprobs=self.settings.max_logprobs,
             max_sequences=self.settings.max_sequences,
+            defaults=self.model.sampling_defaults,
         )
 
     async def tokenize(self, text: str, limits: Limits, *, add_special_tokens: bool, truncate: int | None) -> list[int]:

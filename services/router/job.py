@@ -1,6 +1,7 @@
 """What a flight is given: a prompt with all that decides its answer, rules, and the names of its blocks."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from contracts.identity import BlockName
 from contracts.layout import KVLayout
@@ -42,12 +43,7 @@ class PromptNames:
         self._names: dict[KVLayout, list[BlockName]] = {}
 
     def root(self, layout: KVLayout) -> BlockName:
-        return root_name(
-            fingerprint=layout.fingerprint,
-            kv_dtype=layout.dtype,
-            block_tokens=layout.block_tokens,
-            cache_salt=self._cache_salt,
-        )
+        return _root(layout, self._cache_salt)
 
     def names(self, layout: KVLayout) -> list[BlockName]:
         known = self._names.get(layout)
@@ -56,3 +52,13 @@ class PromptNames:
             known = block_names(self.root(layout), self._token_ids[:full], layout.block_tokens)
             self._names[layout] = known
         return known
+
+
+@lru_cache(maxsize=1024)
+def _root(layout: KVLayout, cache_salt: str) -> BlockName:
+    return root_name(
+        fingerprint=layout.fingerprint,
+        kv_dtype=layout.dtype,
+        block_tokens=layout.block_tokens,
+        cache_salt=cache_salt,
+    )

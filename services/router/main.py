@@ -22,7 +22,7 @@ from services.router.errors import ModelFolderError
 from services.router.frontend import Frontend
 from services.router.job import FlightRules
 from services.router.metrics import RouterMetrics
-from services.router.model import ServedModel, served_names
+from services.router.model import ModelNames, ServedModel
 from services.router.placement import PlacementPolicy
 from services.router.settings import RouterSettings
 
@@ -48,7 +48,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     """Returns when requests are accepted. Raises `ModelFolderError` or `ConfigurationError`."""
     keys = api_keys(settings)
     model = ServedModel.from_settings(settings)
-    metrics = RouterMetrics(CollectorRegistry(), served_names(settings, [])[0])
+    metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s)
     cluster = Cluster(registry_view(settings.registry), connector, clock=time.monotonic)
     dispatcher = Dispatcher(

@@ -12,6 +12,7 @@ from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Mes
 from services.router.detokenizer import Detokenizer
 from services.router.errors import BadRequestError, ModelFolderError
 from services.router.openai_schema import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
+from services.router.parameters import SamplingDefaults
 from services.router.settings import RouterSettings
 from services.router.tokenization import TextTokenizer, read_json
 
@@ -36,6 +37,7 @@ class ServedModel:
         self.detokenizer = Detokenizer(tokenizer)
         self.path = settings.model
         self.vocab_size = tokenizer.vocab_size
+        self.sampling_defaults = SamplingDefaults()
         self._templates = templates
         self._content_format = settings.chat_template_content_format
         self._trusts_requests = settings.trust_request_chat_template
@@ -51,6 +53,9 @@ class ServedModel:
         if config is None:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
+        if settings.generation_config == "auto":
+            defaults = read_json(Path(settings.model) / "generation_config.json", SamplingDefaults)
+            model.sampling_defaults = defaults or SamplingDefaults()
         # Embeddings may have more rows than the tokenizer has tokens, or fewer.
         model.vocab_size = stated or tokenizer.vocab_size
         return model
@@ -127,11 +132,16 @@ class ServedModel:
         return plain
 
 
-def served_names(settings: RouterSettings, advertised: Sequence[str]) -> list[str]:
-    """Names that clients may ask for; the first is the one that answers carry. `advertised` come from instances."""
-    if settings.served_model_name:
-        return list(settings.served_model_name)
-    return list(dict.fromkeys([*advertised, settings.model, Path(settings.model).name]))
+class ModelNames:
+    """Names that clients may ask for; the first is the one that answers carry."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._stated = list(settings.served_model_name)
+        self._own = [settings.model, Path(settings.model).name]
+
+    def all(self, advertised: Sequence[str]) -> list[str]:
+        """`advertised` come from instances."""
+        return self._stated or list(dict.fromkeys([*advertised, *self._own]))
 
 
 async def _run(size: int, work: Callable[[], T]) -> T:

@@ -7,12 +7,25 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from contracts.sampling import SamplingParams
 from services.router.errors import BadRequestError
 from services.router.openai_schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 _SEED_MASK = 2**63 - 1
 _MAX_STOPS = 64
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request that says nothing gets. Names are those of generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +36,7 @@ class Limits:
     max_model_len: int
     max_logprobs: int
     max_sequences: int
+    defaults: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +85,7 @@ def sampling_params(
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequestError(f"min_tokens is {min_tokens}, greater than max_tokens, {max_tokens}", param="min_tokens")
+    defaults = limits.defaults
     prompt_logprobs = _prompt_logprobs(request, logprobs)
     _check_logprobs(logprobs, "logprobs", limits)
     _check_logprobs(prompt_logprobs, "prompt_logprobs", limits)
@@ -78,13 +93,13 @@ def sampling_params(
         seed=_seed(request.seed),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=request.top_k or -1,
-        min_p=request.min_p or 0.0,
+        temperature=_first(request.temperature, defaults.temperature, 1.0),
+        top_p=_first(request.top_p, defaults.top_p, 1.0),
+        top_k=int(_first(request.top_k, defaults.top_k, -1)) or -1,
+        min_p=_first(request.min_p, defaults.min_p, 0.0),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(request.logit_bias or {}, limits),
         allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids", limits),
         stop_token_ids=_token_ids(request.stop_token_ids, "stop_token_ids", limits) or [],
@@ -149,7 +164,7 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limi
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", request.max_completion_tokens
     if wanted is None:
-        return room
+        return min(room, limits.defaults.max_new_tokens or room)
     if wanted == 0:
         if isinstance(request, CompletionRequest) and request.echo:
             return 1
@@ -162,6 +177,12 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limi
             code="context_length_exceeded",
         )
     return wanted
+
+
+def _first(asked: float | None, default: float | None, neutral: float) -> float:
+    if asked is not None:
+        return asked
+    return neutral if default is None else default
 
 
 def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:

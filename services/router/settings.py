@@ -51,6 +51,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Meta(description="sampling where a request says nothing: as the model's generation_config.json, or neutral"),
+    ] = "auto"
     chat_template: Annotated[
         str | None, Meta(description="file of a chat template, or the template itself (default: the model's)")
     ] = None

@@ -1,0 +1,80 @@
+"""What the model's folder decides about requests."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from contracts.sampling import SamplingParams
+from services.router.errors import BadRequestError, ModelFolderError
+from services.router.main import api_keys
+from services.router.model import ModelNames, ServedModel
+from services.router.openai_schema import CompletionRequest
+from services.router.parameters import Limits, sampling_params
+from services.router.settings import RouterSettings
+from tests.unit.router.tokenizers_for_tests import write_folder
+
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 30}
+
+
+def sampled(folder: Path, request: CompletionRequest, **settings: str) -> SamplingParams:
+    model = ServedModel.from_settings(RouterSettings(model=str(folder), **settings))  # type: ignore[arg-type]
+    limits = Limits(
+        vocab_size=model.vocab_size,
+        max_model_len=100,
+        max_logprobs=5,
+        max_sequences=8,
+        defaults=model.sampling_defaults,
+    )
+    return sampling_params(request, num_prompt_tokens=10, logprobs=None, limits=limits)
+
+
+def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    silent, outspoken = (
+        CompletionRequest(prompt="a"),
+        CompletionRequest(prompt="a", temperature=0.0, top_k=-1, max_tokens=50),
+    )
+    neutral = sampled(folder, silent)
+    assert (neutral.temperature, neutral.top_k, neutral.top_p, neutral.max_tokens) == (1.0, -1, 1.0, 90)
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS | {"eos_token_id": [1, 2]}))
+    own = sampled(folder, silent)
+    assert (own.temperature, own.top_k, own.top_p, own.repetition_penalty, own.max_tokens) == (0.6, 20, 0.9, 1.1, 30)
+    asked = sampled(folder, outspoken)
+    assert (asked.temperature, asked.top_k, asked.max_tokens, asked.top_p) == (0.0, -1, 50, 0.9)
+    assert sampled(folder, silent, generation_config="vllm").temperature == 1.0
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
+    assert ServedModel.from_settings(RouterSettings(model=str(folder))).vocab_size == 4096
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"config\.json"):
+        ServedModel.from_settings(RouterSettings(model=str(folder)))
+
+
+def test_names_are_those_stated_or_else_those_advertised() -> None:
+    assert ModelNames(RouterSettings(model="/a/b")).all(["x", "y", "x"]) == ["x", "y", "/a/b", "b"]
+    assert ModelNames(RouterSettings(model="/a/b", served_model_name=["s", "t"])).all(["x"]) == ["s", "t"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: ServedModel) -> None:
+    with pytest.raises(BadRequestError, match="100 tokens"):
+        asyncio.run(model.tokenize("x" * 10_000, add_special_tokens=True, max_tokens=100))
+    long = asyncio.run(model.tokenize("x" * 30_000, add_special_tokens=True))
+    assert len(long) == 30_000
+
+
+def test_keys_come_from_flags_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    settings = RouterSettings(model="m", api_key=["zero"], api_key_file=str(file))
+    assert api_keys(settings) == ["zero", "one", "two"]
+    file.write_text("\n")
+    with pytest.raises(Exception, match="no key"):
+        api_keys(settings)
+    file.unlink()
+    with pytest.raises(Exception, match="No such file"):
+        api_keys(settings)
