@@ -16,11 +16,10 @@ _BLANK = re.compile(r"^\s*\n", re.MULTILINE)
 
 def golden(name: str) -> str:
     """All templates in order, without what is drawn at random and without blank lines."""
-    files = sorted(texts(values_of(VARIANTS[name])).items())
-    parts = [f"# {path.split('/templates/')[-1]}
-{text.strip()}" for path, text in files if text.strip()]
-        f"# {path.split('/templates/')[-1]}\n{text.strip()}" for path, text in sorted(files.items()) if text.strip()
-    ]
+    parts = []
+    for path, text in sorted(texts(values_of(VARIANTS[name])).items()):
+        if text.strip():
+            parts.append(f"# {path.split('/templates/')[-1]}\n{text.strip()}")
     return _BLANK.sub("", _RANDOM.sub(r"\1(random)", "\n---\n".join(parts))) + "\n"
 
 
