@@ -10,7 +10,7 @@ from typing import Literal
 from contracts.identity import BlockName
 from contracts.messages import Decode, Generate, HandoffReport, Ticket
 from contracts.wire import WireError
-from kvtransfer.errors import LocalTransferError, RemoteTransferError
+from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
 from services.decode.reservations import Reservations
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
@@ -29,6 +29,9 @@ from services.instance.requests import Request
 from services.instance.serving import Assignment
 
 logger = logging.getLogger(__name__)
+
+BLAMED = (PeerLost, TransferTimeout, Corrupt)
+"""The source is dead, frozen or broken. One that refuses, or gives a request up, is alive and told its router why."""
 
 BLOCKS_PER_WORD = 64
 """Only when so many more blocks of a prompt have arrived can others find them in the cache."""
@@ -104,7 +107,8 @@ class DecodeHandler:
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
-                raise RequestFailed("handoff_failed", _describe(exc), lost=ticket.source) from exc
+                lost = ticket.source if isinstance(exc, BLAMED) else None
+                raise RequestFailed("handoff_failed", _describe(exc), lost=lost) from exc
             logger.warning("handoff from %s failed: %s", ticket.source, _describe(exc))
             return None
         except LocalTransferError as exc:

@@ -4,7 +4,7 @@ from typing import Literal
 import msgspec
 
 from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
-from kvtransfer.errors import LocalTransferError, PeerLost
+from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from services.decode.handler import DecodeHandler
 from services.instance.first_tokens import FirstToken, encode_first_tokens
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, name, output, run, settle, ticket, work
@@ -128,6 +128,20 @@ def test_blocks_that_arrived_before_a_failure_are_kept_in_the_cache() -> None:
         b.transfer.fetched.set_exception(PeerLost("gone"))
         await settle()
         assert b.engine.verbs() == ["reserve", "mark_received", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_a_source_that_gave_up_is_not_lost() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.fetched.set_exception(SourceFailed("cancelled"))
+        await settle()
+        (failed,) = b.router.answers()
+        assert (failed.code, failed.lost) == ("handoff_failed", None)
         b.check()
 
     run(test())
