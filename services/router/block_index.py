@@ -6,8 +6,11 @@ serves all instances at once.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import repeat
+from operator import or_
 
 from contracts.events import BlockEvent, BlocksRemoved, EventBatch, Tier
 from contracts.identity import BlockName, Generation, InstanceId
@@ -143,31 +146,21 @@ class BlockIndex:
                 assert owners, "a block that nobody has"
                 assert owners & ~known == 0, "a block of an instance that is gone"
 
-    def _walk(self, names: Sequence[BlockName], tables: tuple[dict[BlockName, int], ...]) -> dict[InstanceId, int]:
-        alive = 0
-        for source in self._sources.values():
-            alive |= source.bit
-        ended: list[tuple[int, int]] = []  # (bits of instances, length of their prefix)
+    def _walk(self, names: Sequence[BlockName], tables: Sequence[dict[BlockName, int]]) -> dict[InstanceId, int]:
+        """Length of each instance's prefix in the union of `tables`."""
+        by_bit = {source.bit: instance for instance, source in self._sources.items()}
+        alive = sum(by_bit)
+        lengths: dict[InstanceId, int] = {}
         length = 0
-        for length, name in enumerate(names):
-            owners = 0
-            for table in tables:
-                owners |= table.get(name, 0)
+        for owners in _owners(names, [table for table in tables if table]):
             if owners & alive != alive:
-                ended.append((alive & ~owners, length))
+                _note(lengths, by_bit, alive & ~owners, length)
                 alive &= owners
                 if not alive:
                     break
-        else:
-            length = len(names)
-        if alive:
-            ended.append((alive, length))
-        return {
-            instance: matched
-            for instance, source in self._sources.items()
-            for bits, matched in ended
-            if bits & source.bit and matched
-        }
+            length += 1
+        _note(lengths, by_bit, alive, length)
+        return lengths
 
     def _apply(self, event: BlockEvent, bit: int) -> None:
         table = self._table(event.tier)
@@ -193,3 +186,18 @@ def _drop(table: dict[BlockName, int], name: BlockName, bit: int) -> None:
 def _clear(table: dict[BlockName, int], bit: int) -> None:
     for name in [name for name, owners in table.items() if owners & bit]:
         _drop(table, name, bit)
+
+
+def _owners(names: Sequence[BlockName], tables: Sequence[dict[BlockName, int]]) -> Iterator[int]:
+    """Who has each block, as bits."""
+    if len(tables) == 1:
+        return map(tables[0].get, names, repeat(0))
+    columns = [map(table.get, names, repeat(0)) for table in tables]
+    return (reduce(or_, owners) for owners in zip(*columns, strict=True))
+
+
+def _note(lengths: dict[InstanceId, int], by_bit: dict[int, InstanceId], bits: int, length: int) -> None:
+    while bits and length:
+        bit = bits & -bits
+        lengths[by_bit[bit]] = length
+        bits ^= bit
