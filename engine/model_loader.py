@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -138,13 +138,25 @@ def _load_weights(folder: Path, config: EngineConfig, dtype: torch.dtype) -> nn.
             output_loading_info=True,
         )
     except LOAD_ERRORS as exc:
-        raise ModelError(f"the weights in {folder} cannot be loaded: {_first_line(exc)}") from exc
+        culprit = _broken_file(folder) or folder
+        raise ModelError(f"the weights in {culprit} cannot be loaded: {_first_line(exc)}") from exc
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
     if mismatched := sorted(map(str, report["mismatched_keys"])):
         raise ModelError(f"{len(mismatched)} weights in {folder} do not fit its config, such as {mismatched[0]}")
     loaded: nn.Module = module
     return loaded
+
+
+def _broken_file(folder: Path) -> Path | None:
+    """The first weights file that cannot even be opened: cut short, or something else under that name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return file
+    return None
 
 
 @torch.inference_mode()

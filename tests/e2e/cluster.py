@@ -134,7 +134,7 @@ class Cluster:
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
 
-    def complete(self, prompt: str | list[int], **params: Any) -> dict[str, Any]:
+    def complete(self, prompt: str | list[int] | list[list[int]], **params: Any) -> dict[str, Any]:
         """POST /v1/completions, not streamed; raises on an error status."""
         answer = self.client.post("/v1/completions", json={"prompt": prompt, **params})
         if answer.status_code != 200:

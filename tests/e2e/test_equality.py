@@ -13,6 +13,8 @@ from tests.tiny_models import FAMILIES, write_tiny_model
 
 BLOCK = 16
 NEW_TOKENS = 12
+ALWAYS = ("--dtype", "float32", "--disaggregation-min-tokens", "0")
+"""Exact arithmetic, and a handoff for every request."""
 pytestmark = pytest.mark.slow
 
 
@@ -49,9 +51,8 @@ PROMPTS = {
 def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, family)
     # A step reads at most 32 prompt tokens, so the long prompts are prefilled in chunks.
-    flags = ("--dtype", "float32", "--kv-transport", transport, "--block-size", str(BLOCK))
-    flags += ("--max-num-batched-tokens", "32", "--disaggregation-min-tokens", "0")
-    with Cluster(tmp_path, args=flags) as cluster:
+    flags = ("--kv-transport", transport, "--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
+    with Cluster(tmp_path, args=(*ALWAYS, *flags)) as cluster:
         for case, prompt in PROMPTS.items():
             served = served_tokens(cluster, prompt, NEW_TOKENS)
             assert served == expected_tokens(tmp_path, prompt, NEW_TOKENS), case
@@ -63,12 +64,11 @@ def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) 
 
 def test_tokens_are_the_same_when_a_small_cache_forces_preemption(llama: Path) -> None:
     """Six streams that together need more blocks than decode has: some are preempted, recomputed and go on."""
-    flags = ("--dtype", "float32", "--num-gpu-blocks-override", "24", "--max-model-len", "256")
-    flags += ("--disaggregation-min-tokens", "0")
+    flags = (*ALWAYS, "--num-gpu-blocks-override", "24", "--max-model-len", "256")
     prompts = [prompt_of(40, start=17 * i) for i in range(6)]
     with Cluster(llama, args=flags) as cluster:
         body = {"max_tokens": 80, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        answer = cluster.complete(prompts, **body, return_tokens_as_token_ids=True)  # type: ignore[arg-type]
+        answer = cluster.complete(prompts, **body, return_tokens_as_token_ids=True)
         cluster.wait_idle()
         (decode,) = cluster.instances("decode")
         assert cluster.metrics(decode["http_address"])["vllm:num_preemptions_total"] > 0

@@ -49,11 +49,11 @@ def test_two_sequences_differ_and_a_seed_repeats_both(client: openai.OpenAI) -> 
     def two() -> list[str]:
         answer = client.chat.completions.create(
             model=model,
-            messages=QUESTION,
+            messages=QUESTION,  # type: ignore[arg-type]
             max_tokens=16,
             temperature=1.0,
             n=2,
-            seed=11,  # type: ignore[arg-type]
+            seed=11,
         )
         return [choice.message.content or "" for choice in answer.choices]
 
@@ -66,11 +66,11 @@ def test_logprobs_of_chat(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(
         model=model,
-        messages=QUESTION,
+        messages=QUESTION,  # type: ignore[arg-type]
         max_tokens=6,
         temperature=0,
         logprobs=True,
-        top_logprobs=3,  # type: ignore[arg-type]
+        top_logprobs=3,
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
