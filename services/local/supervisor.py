@@ -125,7 +125,7 @@ class Supervisor:
             self._fail(ConfigurationError(f"{name} cannot start: {_reason(child)}"))
             return
         loop = asyncio.get_running_loop()
-        delay_s = self._restarts[name].died(lived_s=loop.time() - child.started_at)
+        delay_s = self._restarts[name].died(lived_s=loop.time() - child.started_at, has_served=child.is_ready)
         if delay_s is None:
             self._give_up(name, child)
             return
@@ -134,12 +134,12 @@ class Supervisor:
 
     def _give_up(self, name: str, child: Child) -> None:
         self._given_up.add(name)
-        self._console.line("serve", f"{name} keeps dying ({child.how_it_ended()}) and is given up. Its last lines:")
+        self._console.line("serve", f"{name} keeps failing ({child.how_it_ended()}) and is given up. Its last lines:")
         for line in child.tail:
             self._console.line("serve", f"  {line}")
         instances = self._processes.keys() - {ROUTER}
         if name == ROUTER or not self._has_served or instances <= self._given_up:
-            self._fail(ProcessLostError(f"{name} keeps dying: {_reason(child)}"))
+            self._fail(ProcessLostError(f"{name} keeps failing: {_reason(child)}"))
 
     def _fail(self, error: LocalError) -> None:
         """The first reason counts. Before the cluster has served, `wait_ready` raises it."""

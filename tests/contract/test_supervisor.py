@@ -113,10 +113,10 @@ def test_what_keeps_dying_is_given_up_with_its_last_lines(monkeypatch: pytest.Mo
         await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
         fuse.touch()
         os.kill(stage.pid("prefill-0"), signal.SIGKILL)
-        assert "prefill-0 keeps dying: boom" in str(await stage.errors.get())
+        assert "prefill-0 keeps failing: boom" in str(await stage.errors.get())
 
     output = run(lambda: Stage(["unless", str(fuse), "boom"]), body)
-    assert "prefill-0 keeps dying (status 1) and is given up. Its last lines:\n" in output
+    assert "prefill-0 keeps failing (status 1) and is given up. Its last lines:\n" in output
     assert "serve     |   boom\n" in output
 
 

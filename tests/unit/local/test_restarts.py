@@ -1,21 +1,23 @@
 """When a process that died is started again."""
 
-from services.local.restarts import FAST_DEATHS, LONG_LIFE_S, LONGEST_DELAY_S, Restarts
+from services.local.restarts import FAILED_STARTS, LONG_LIFE_S, LONGEST_DELAY_S, Restarts
 
 
-def test_delays_grow_and_then_it_is_given_up() -> None:
+def test_delays_grow_and_a_start_that_keeps_failing_is_given_up() -> None:
     restarts = Restarts()
-    delays = [restarts.died(lived_s=1.0) for _ in range(FAST_DEATHS)]
+    delays = [restarts.died(lived_s=1.0, has_served=False) for _ in range(FAILED_STARTS)]
     assert delays == [0.5, 1.0, 2.0, 4.0, None]
 
 
 def test_a_long_life_wipes_the_slate() -> None:
     restarts = Restarts()
-    for _ in range(FAST_DEATHS - 1):
-        restarts.died(lived_s=1.0)
-    assert restarts.died(lived_s=LONG_LIFE_S) == 0.5
-    assert restarts.died(lived_s=1.0) == 1.0
+    for _ in range(FAILED_STARTS - 1):
+        restarts.died(lived_s=1.0, has_served=False)
+    assert restarts.died(lived_s=LONG_LIFE_S, has_served=False) == 0.5
+    assert restarts.died(lived_s=1.0, has_served=False) == 1.0
 
 
-def test_no_delay_is_longer_than_the_longest() -> None:
-    assert max(filter(None, [Restarts(2).died(lived_s=0.0)])) <= LONGEST_DELAY_S
+def test_who_has_served_is_started_again_however_often_it_dies() -> None:
+    restarts = Restarts()
+    delays = [restarts.died(lived_s=5.0, has_served=True) for _ in range(20)]
+    assert delays[:3] == [0.5, 1.0, 2.0] and delays[-1] == LONGEST_DELAY_S
