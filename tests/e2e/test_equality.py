@@ -22,7 +22,8 @@ def expected_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([list(prompt)])
-    generated = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    model.generation_config.eos_token_id = None  # as `ignore_eos`: no token ends it, none is forbidden
+    generated = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return [int(token) for token in generated[0, len(prompt) :]]
 
 
