@@ -4,7 +4,6 @@
 The states are in docs/protocol.md, the reasons in docs/design.md.
 """
 
-from kvtransfer.consumer import FetchResult
 from kvtransfer.context import SilentObserver, TransferObserver
 from kvtransfer.errors import (
     Corrupt,
@@ -21,6 +20,7 @@ from kvtransfer.errors import (
     TransferTimeout,
     UnknownTicket,
 )
+from kvtransfer.fetching import FetchResult
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory, HostMemory
 from kvtransfer.node import NodePorts, TransferNode

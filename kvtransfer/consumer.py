@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import zmq
@@ -15,8 +14,9 @@ from kvtransfer import errors
 from kvtransfer.connections import Connections
 from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.context import NodeContext
-from kvtransfer.copying import CopyJob, CopyResult, StopFlag
-from kvtransfer.frames import Blocks, Done, Fail, Got, Release, Renew, Renewed, ToConsumer
+from kvtransfer.copying import CopyJob, CopyResult, Receipt, StopFlag
+from kvtransfer.fetching import Fetching, FetchResult, OnBlocks
+from kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renew, Renewed, ToConsumer
 from kvtransfer.session.consumer import ConsumerSession
 from kvtransfer.session.steps import (
     Arrived,
@@ -25,11 +25,11 @@ from kvtransfer.session.steps import (
     Copy,
     Fault,
     Give,
+    Placement,
     Relink,
     StopCopies,
     Succeed,
 )
-from kvtransfer.transports.port import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -45,60 +45,6 @@ ERROR_OF: dict[Fault, type[errors.TransferError]] = {
 }
 SMOOTHING = 0.3
 RENEWALS_KEPT = 16
-
-OnBlocks = Callable[[list[BlockName]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """`names` are the blocks that travelled. `exposed_s` runs from the producer's `finish` to the end of the fetch."""
-
-    payload: bytes
-    transport: str
-    seconds: float
-    exposed_s: float
-    num_bytes: int
-    num_blocks: int
-    names: Sequence[BlockName]
-
-
-class Fetching:
-    """One running fetch."""
-
-    def __init__(
-        self, session: ConsumerSession, future: "asyncio.Future[FetchResult]", on_blocks: OnBlocks | None, began: float
-    ) -> None:
-        self.session = session
-        self.future = future
-        self.on_blocks = on_blocks
-        self.began = began
-        self.link: ConsumerLink | None = None
-        self.connecting: asyncio.Task[None] | None = None
-        self.stop = StopFlag()
-        self.is_damaged = False
-        self.error: Exception | None = None
-        self.done_at = began
-
-    @property
-    def ticket(self) -> Ticket:
-        return self.session.ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """The message a `Copy` step answers, with the frames behind it."""
-
-    link: ConsumerLink
-    num_pieces: int = 0
-    frames: Sequence[zmq.Frame] = ()
-
-    def buffers_of(self, position: int) -> list[Buffer]:
-        each = len(self.frames) // self.num_pieces
-        return [frame.buffer for frame in self.frames[position * each : (position + 1) * each]]
-
-    def credit(self) -> None:
-        if self.frames:
-            self.link.send(Got(sum(len(frame) for frame in self.frames)))
 
 
 class ConsumerSide:
@@ -218,39 +164,46 @@ class ConsumerSide:
                 self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
 
     def _receive(self, link: ConsumerLink, message: ToConsumer, frames: list[zmq.Frame]) -> None:
-        now = self._context.clock()
-        if isinstance(message, Renewed):
-            self._renewed(message, now)
-            return
-        ticket = getattr(message, "ticket", None)
-        fetching = self._fetches.get(ticket) if ticket is not None else None
-        received = Received(link, len(message.pieces) if isinstance(message, Blocks) else 0, frames)
+        match message:
+            case Bytes():
+                self._take_bytes(link, message, frames)
+            case Renewed():
+                self._renewed(message, self._context.clock())
+            case Ready() | Blocks() | Done() | Fail():
+                self._hear(link, message, frames)
+            case _:
+                link.lose("it sent a message out of turn")
+
+    def _hear(self, link: ConsumerLink, message: Ready | Blocks | Done | Fail, frames: list[zmq.Frame]) -> None:
+        now, fetching = self._context.clock(), self._fetches.get(message.ticket)
         if fetching is None or fetching.link is not link:
-            received.credit()
+            _credit(link, frames)
             if fetching is None and isinstance(message, Blocks | Done):
                 link.send(Release(message.ticket, message.attempt, "unknown"))
             return
         if isinstance(message, Done):
             fetching.done_at = now
-        assert isinstance(message, Blocks | Done | Fail) or ticket is not None
-        steps = fetching.session.handle(message, now)  # type: ignore[arg-type]
-        if frames and not any(isinstance(step, Copy) for step in steps):
-            received.credit()
-        self._apply(fetching, steps, received)
+        steps = fetching.session.handle(message, now)
+        if isinstance(message, Blocks):
+            for step in steps:
+                if isinstance(step, Copy):
+                    self._copy(fetching, step.placements, message, frames)
+                    frames = []
+            _credit(link, frames)
+        self._apply(fetching, steps)
 
-    def _apply(self, fetching: Fetching, steps: Sequence[ConsumerStep], received: Received | None = None) -> None:
+    def _apply(self, fetching: Fetching, steps: Sequence[ConsumerStep]) -> None:
         for step in steps:
             match step:
                 case Ask():
                     if fetching.link is not None:
                         fetching.link.send(step.message)
                 case Copy():
-                    assert received is not None
-                    self._copy(fetching, step, received)
+                    continue  # done where its message was received
                 case Arrived():
                     self._report(fetching, step)
                 case StopCopies():
-                    fetching.stop.is_set = True
+                    self._stop(fetching)
                 case Relink():
                     self._relink(fetching, step)
                 case Succeed() | Give():
@@ -287,39 +240,71 @@ class ConsumerSide:
             link.demote(step.demote, step.reason)
         self._connect(fetching, limits.connect_timeout_s if step.demote else limits.relink_timeout_s)
 
-    def _copy(self, fetching: Fetching, step: Copy, received: Received) -> None:
-        link, context = received.link, self._context
-        if link.inlet is None:
-            received.credit()
-            self._apply(fetching, fetching.session.abandoned([p.index for p in step.placements], context.clock()))
+    def _stop(self, fetching: Fetching) -> None:
+        fetching.stop.is_set = True
+        if fetching.link is not None:
+            for receipt in fetching.link.receipts.values():
+                if receipt.stop is fetching.stop:
+                    receipt.kick()
+
+    def _copy(
+        self, fetching: Fetching, placements: Sequence[Placement], message: Blocks, frames: Sequence[zmq.Frame]
+    ) -> None:
+        """Inline if it is little, else in a thread, or as the bytes come in."""
+        link, context = fetching.link, self._context
+        if link is None or link.inlet is None or link.transport is None:
+            self._copied(fetching, CopyResult(abandoned=[placement.index for placement in placements]))
             return
-        frames = [received.buffers_of(placement.position) for placement in step.placements]
-        job = CopyJob(link.inlet, step.placements, frames, fetching.stop)
-        if len(step.placements) * context.memory.block_bytes <= context.settings.inline_bytes:
-            self._copied(fetching, received, job.run())
+        block_bytes = context.memory.block_bytes
+        if link.transport.buffers and not frames:
+            num_bytes = len(message.pieces) * block_bytes
+            link.receipts[message.parcel] = Receipt(
+                link.inlet,
+                placements,
+                num_bytes=num_bytes,
+                block_bytes=block_bytes,
+                stop=fetching.stop,
+                workers=context.workers,
+                report=partial(self._reported, fetching, link),
+            )
+            return
+        each = len(frames) // len(message.pieces)
+        buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
+        job = CopyJob(link.inlet, placements, buffers, fetching.stop)
+        credit = sum(len(frame) for frame in frames)
+        if len(placements) * block_bytes <= context.settings.inline_bytes:
+            self._reported(fetching, link, job.run(), credit)
             return
 
-        def run() -> Callable[[], None]:
-            return partial(self._copied, fetching, received, job.run())
+        def run() -> None:
+            context.workers.post(partial(self._reported, fetching, link, job.run(), credit))
 
         context.workers.submit(run)
 
-    def _copied(self, fetching: Fetching, received: Received, result: CopyResult) -> None:
+    def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
+        receipt = link.receipts.get(message.parcel)
+        if receipt is None:
+            _credit(link, frames)
+        elif receipt.feed([frame.buffer for frame in frames]):
+            del link.receipts[message.parcel]
+
+    def _reported(self, fetching: Fetching, link: ConsumerLink, result: CopyResult, credit: int) -> None:
+        if credit:
+            link.send(Got(credit))
+        if result.copied:
+            _measure(link, len(result.copied) * self._context.memory.block_bytes, result.seconds)
+        self._copied(fetching, result)
+
+    def _copied(self, fetching: Fetching, result: CopyResult) -> None:
         context, session = self._context, fetching.session
-        received.credit()
-        now = context.clock()
+        peer, transport, now = fetching.ticket.source, session.transport, context.clock()
         if result.copied:
             num_bytes = len(result.copied) * context.memory.block_bytes
-            _measure(received.link, num_bytes, result.seconds)
-            context.observer.moved(
-                peer=fetching.ticket.source, transport=session.transport, direction="received", num_bytes=num_bytes
-            )
+            context.observer.moved(peer=peer, transport=transport, direction="received", num_bytes=num_bytes)
             self._apply(fetching, session.copied(result.copied, now))
         if result.damaged:
             fetching.is_damaged = True
-            context.observer.mismatched(
-                peer=fetching.ticket.source, transport=session.transport, blocks=len(result.damaged)
-            )
+            context.observer.mismatched(peer=peer, transport=transport, blocks=len(result.damaged))
             self._apply(fetching, session.damaged(result.damaged, now))
         if result.abandoned:
             self._apply(fetching, session.abandoned(result.abandoned, now, result.error))
@@ -376,6 +361,11 @@ async def _settled(future: "asyncio.Future[FetchResult]") -> None:
             continue
     if not future.cancelled():
         future.exception()
+
+
+def _credit(link: ConsumerLink, frames: Sequence[zmq.Frame]) -> None:
+    if frames:
+        link.send(Got(sum(len(frame) for frame in frames)))
 
 
 def _measure(link: ConsumerLink, num_bytes: int, seconds: float) -> None:

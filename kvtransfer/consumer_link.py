@@ -10,6 +10,7 @@ import zmq
 from contracts.identity import Generation, InstanceId
 from contracts.wire import WireError, encode
 from kvtransfer.context import NodeContext
+from kvtransfer.copying import Receipt
 from kvtransfer.errors import PeerLost, Refused, TransportUnavailable
 from kvtransfer.frames import (
     PROTOCOL,
@@ -45,7 +46,7 @@ class ConsumerLink:
         self.inlet: Inlet | None = None
         self.why: list[str] = []
         self.is_up = True
-        self.copying = 0
+        self.receipts: dict[int, Receipt] = {}
         self.bytes_per_second = 0.0
         self._context = context
         self._on_message = on_message

@@ -1,15 +1,22 @@
-"""Placing the blocks of one message: what runs in a copy thread, or inline when it is little."""
+"""Placing the bytes that messages announce or carry: what runs in a copy thread, or inline when it is little."""
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.session.steps import Placement
-from kvtransfer.transports.port import Buffer, Inlet
+from kvtransfer.transports.port import Buffer, Inlet, Intake
+from kvtransfer.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+REPORT_BYTES = 4 << 20
+"""Credit is returned at least this often."""
 
 
 @dataclass(slots=True)
@@ -54,3 +61,123 @@ class CopyJob:
                 (result.copied if matches else result.damaged).append(placement.index)
         result.seconds = time.perf_counter() - began
         return result
+
+
+class Receipt:
+    """A parcel whose bytes come in several messages: copied as they come, by one thread at a time.
+
+    `report` is called on the loop with what became of placements and how many bytes were taken out of the connection.
+    """
+
+    def __init__(
+        self,
+        inlet: Inlet,
+        placements: Sequence[Placement],
+        *,
+        num_bytes: int,
+        block_bytes: int,
+        stop: StopFlag,
+        workers: Workers,
+        report: Callable[[CopyResult, int], None],
+    ) -> None:
+        self.stop = stop
+        self._inlet = inlet
+        self._open = {placement.position: placement for placement in placements}
+        self._num_bytes = self._missing = num_bytes
+        self._block_bytes = block_bytes
+        self._workers = workers
+        self._report = report
+        self._frames: deque[Buffer] = deque()
+        self._lock = threading.Lock()
+        self._is_scheduled = False
+        self._position = 0
+        self._intake: Intake | None = None
+        self._in_block = 0
+        self._result = CopyResult()
+        self._credit = 0
+
+    def feed(self, frames: Sequence[Buffer]) -> bool:
+        """True when these were the parcel's last."""
+        self._missing -= sum(len(frame) for frame in frames)
+        with self._lock:
+            self._frames.extend(frames)
+        self.kick()
+        return self._missing <= 0
+
+    def kick(self) -> None:
+        """Let a thread look at what is here, and whether to stop."""
+        with self._lock:
+            if self._is_scheduled:
+                return
+            self._is_scheduled = True
+        self._workers.submit(self._run)
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        while True:
+            with self._lock:
+                frame = self._frames.popleft() if self._frames else None
+            if self.stop.is_set:
+                self._abandon("")
+            if frame is not None:
+                self._guarded_take(frame)
+                self._credit += len(frame)
+            if self._is_news():
+                began = self._tell(began)
+            if frame is None and self._is_left_alone():
+                return
+
+    def _is_news(self) -> bool:
+        """Placements that ended, or credit worth a message; each costs the loop a wake-up."""
+        result = self._result
+        is_whole = self._position * self._block_bytes >= self._num_bytes
+        return bool(result.copied or result.damaged or result.abandoned) or (
+            self._credit > 0 and (is_whole or self._credit >= REPORT_BYTES)
+        )
+
+    def _is_left_alone(self) -> bool:
+        """The last thing this thread does here: from then on another may run."""
+        with self._lock:
+            if self._frames or (self.stop.is_set and self._open):
+                return False
+            self._is_scheduled = False
+            return True
+
+    def _tell(self, began: float) -> float:
+        result, credit, now = self._result, self._credit, time.perf_counter()
+        result.seconds = now - began
+        self._workers.post(partial(self._report, result, credit))
+        self._result, self._credit = CopyResult(), 0
+        return now
+
+    def _guarded_take(self, frame: Buffer) -> None:
+        try:
+            self._take(frame)
+        except TransportUnavailable as exc:
+            self._abandon(str(exc))
+        except Exception as exc:
+            logger.exception("a copy failed")
+            self._abandon(f"{type(exc).__name__}: {exc}")
+
+    def _take(self, frame: Buffer) -> None:
+        """Blocks whose placement is not (or no longer) wanted are skipped, byte by byte."""
+        placement = self._open.get(self._position)
+        if placement is not None:
+            if self._in_block == 0:
+                self._intake = self._inlet.intake(placement)
+            if self._intake is not None:
+                self._intake.take(frame)
+        self._in_block += len(frame)
+        if self._in_block < self._block_bytes:
+            return
+        if placement is not None and self._intake is not None:
+            matches = self._intake.is_right()
+            (self._result.copied if matches else self._result.damaged).append(placement.index)
+            del self._open[self._position]
+        self._position, self._in_block, self._intake = self._position + 1, 0, None
+
+    def _abandon(self, reason: str) -> None:
+        self._result.error = self._result.error or reason
+        self._result.abandoned += [placement.index for placement in self._open.values()]
+        self._open.clear()
+        self._intake = None

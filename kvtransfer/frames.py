@@ -104,11 +104,23 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
-    """These blocks exist and do not move until the consumer lets go. Their bytes may follow as frames, in order."""
+    """These blocks exist and do not move until the consumer lets go.
+
+    A transport that sends bytes here sends them in order: as frames behind this message if they are few, else behind
+    `Bytes` messages that name the `parcel`.
+    """
 
     ticket: TicketField
     attempt: Natural
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_BLOCKS)]
+    parcel: Natural = 0
+
+
+class Bytes(msgspec.Struct, frozen=True, tag="bytes"):
+    """The frames behind this message are the next bytes of a parcel announced on this connection."""
+
+    parcel: Natural
+    offset: Natural
 
 
 class Got(msgspec.Struct, frozen=True, tag="got"):
@@ -168,7 +180,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 ToProducer = Hello | Fetch | Got | Again | Renew | Release
-ToConsumer = Welcome | Refuse | Ready | Blocks | Done | Fail | Renewed
+ToConsumer = Welcome | Refuse | Ready | Blocks | Bytes | Done | Fail | Renewed
 
 producer_decoder = Decoder[ToProducer](ToProducer, max_bytes=MAX_CONTROL_BYTES)
 consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)

@@ -15,9 +15,10 @@ from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.instance import LinkStatus
 from contracts.layout import KVLayout
 from contracts.messages import Ticket
-from kvtransfer.consumer import ConsumerSide, FetchResult, OnBlocks
+from kvtransfer.consumer import ConsumerSide
 from kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
 from kvtransfer.errors import LocalTransferError, NodeClosed
+from kvtransfer.fetching import FetchResult, OnBlocks
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory
 from kvtransfer.producer import FetchHandler, ProducerSide

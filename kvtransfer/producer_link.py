@@ -10,7 +10,7 @@ import zmq
 from contracts.identity import TicketId
 from contracts.wire import encode
 from kvtransfer.context import NodeContext
-from kvtransfer.frames import PROTOCOL, Blocks, Hello, Offer, Piece, Refuse, ToConsumer, Welcome, peer_of
+from kvtransfer.frames import PROTOCOL, Blocks, Bytes, Hello, Offer, Piece, Refuse, ToConsumer, Welcome, peer_of
 from kvtransfer.liveness import watch_process
 from kvtransfer.sockets import LoopSocket
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
@@ -44,6 +44,7 @@ class ProducerLink:
         self._queues: dict[str, SendQueue] = {}
         self._outlets: dict[str, Outlet] = {}
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
+        self._num_parcels = 0
         self._hashing: Counter[TicketId] = Counter()
         self._blocks = host_blocks(context.memory) if context.memory.host_view is not None else None
         self._watch = watch_process(hello.host, context.host, lambda: on_lost(self, True))
@@ -127,8 +128,9 @@ class ProducerLink:
             return
         self._hashing[parcel.ticket] += 1
 
-        def job() -> Callable[[], None]:
-            return partial(self._hashed, transport, parcel, _pieces(blocks, parcel, sampled))
+        def job() -> None:
+            pieces = _pieces(blocks, parcel, sampled)
+            context.workers.post(partial(self._hashed, transport, parcel, pieces))
 
         context.workers.submit(job)
 
@@ -140,13 +142,18 @@ class ProducerLink:
 
     def _push(self, transport: str, parcel: Parcel, pieces: list[Piece]) -> None:
         if self.is_up and transport in self._outlets:
-            announcement = encode(Blocks(parcel.ticket, parcel.attempt, pieces))
-            self._outlets[transport].send(pieces, partial(self._announce, parcel.ticket, announcement))
+            self._num_parcels += 1
+            announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels)
+            self._outlets[transport].send(pieces, partial(self._announce, announcement))
 
-    def _announce(self, ticket: TicketId, announcement: bytes, frames: Sequence[Buffer]) -> None:
-        tracker = self._send([announcement, *frames], copy=not frames)
-        if tracker is not None:
-            self._flight.append((ticket, tracker))
+    def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
+        self._send([encode(announcement), *groups[0]])
+        offset = 0
+        for group in groups[1:]:
+            tracker = self._send([encode(Bytes(announcement.parcel, offset)), *group], copy=False)
+            if tracker is not None:
+                self._flight.append((announcement.ticket, tracker))
+            offset += sum(len(frame) for frame in group)
 
 
 def refusal(context: NodeContext, hello: Hello) -> Refuse | None:

@@ -42,9 +42,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tombstones: Count = 4096
 
     frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
-    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 32 << 20
+    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 16 << 20
     batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
-    inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 256 << 10
+    inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20
     copy_threads: Count = 2
     io_threads: Count = 1
 

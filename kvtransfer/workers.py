@@ -9,8 +9,8 @@ from queue import SimpleQueue
 
 logger = logging.getLogger(__name__)
 
-Job = Callable[[], Callable[[], None]]
-"""Runs in a thread and returns what to do on the loop afterwards. Must not raise."""
+Job = Callable[[], None]
+"""Runs in a thread. Must not raise; tells its results by `Workers.post`."""
 
 
 class Workers:
@@ -27,6 +27,15 @@ class Workers:
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
 
+    def post(self, result: Callable[[], None]) -> None:
+        """From a job: call this on the loop, in the order of posting."""
+        with self._lock:
+            self._results.append(result)
+            wake = not self._is_woken
+            self._is_woken = True
+        if wake and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver)
+
     def close(self) -> None:
         """Ends the threads after the jobs already given; their results are dropped."""
         for _ in self._threads:
@@ -37,13 +46,7 @@ class Workers:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            result = job()
-            with self._lock:
-                self._results.append(result)
-                wake = not self._is_woken
-                self._is_woken = True
-            if wake and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._deliver)
+            job()
 
     def _deliver(self) -> None:
         with self._lock:
@@ -51,4 +54,4 @@ class Workers:
             self._results.clear()
             self._is_woken = False
         for result in results:
-            result()
+            self._loop.call_soon(result)

@@ -1,7 +1,5 @@
 """Copies between host addresses, verified while the bytes are still in the cache."""
 
-from collections.abc import Sequence
-
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvtransfer.errors import TransportUnavailable
@@ -62,22 +60,29 @@ def copy_block(source: HostBlocks, block: int, target: HostBlocks, destination: 
     return digest.intdigest() == checksum
 
 
-def gather_block(
-    frames: Sequence[bytes | memoryview], target: HostBlocks, destination: int, checksum: int | None
-) -> bool:
-    """As `copy_block`, from frames that together hold one block."""
-    if sum(len(frame) for frame in frames) != target.block_bytes:
-        raise TransportUnavailable(f"frames do not hold a block of {target.block_bytes} bytes")
-    end = target.address(destination)
-    landed = target.view(destination)
-    digest = xxh3_64() if checksum is not None else None
-    offset = 0
-    for frame in frames:
+class BlockIntake:
+    """A block that comes in frames: each is placed and hashed while it is still in the cache."""
+
+    def __init__(self, target: HostBlocks, destination: int, checksum: int | None) -> None:
+        self._end = target.address(destination)
+        self._landed = target.view(destination)
+        self._checksum = checksum
+        self._digest = xxh3_64() if checksum is not None else None
+        self._taken = 0
+
+    def take(self, frame: bytes | memoryview) -> None:
         start, size = address_of(frame), len(frame)
-        for inner in range(0, size, CHUNK_BYTES):
-            step = min(CHUNK_BYTES, size - inner)
-            copy_bytes(end + offset, start + inner, step)
-            if digest is not None:
-                digest.update(landed[offset : offset + step])
-            offset += step
-    return digest is None or digest.intdigest() == checksum
+        if self._taken + size > len(self._landed):
+            raise TransportUnavailable(f"more bytes came than a block of {len(self._landed)} has")
+        chunk = size if self._digest is None else CHUNK_BYTES
+        for inner in range(0, size, chunk):
+            step = min(chunk, size - inner)
+            copy_bytes(self._end + self._taken, start + inner, step)
+            if self._digest is not None:
+                self._digest.update(self._landed[self._taken : self._taken + step])
+            self._taken += step
+
+    def is_right(self) -> bool:
+        if self._taken != len(self._landed):
+            raise TransportUnavailable(f"{self._taken} bytes came for a block of {len(self._landed)}")
+        return self._digest is None or self._digest.intdigest() == self._checksum

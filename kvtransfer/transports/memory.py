@@ -8,7 +8,7 @@ from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.transports.hostcopy import HostBlocks, copy_block, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, NodeFacts
+from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts
 
 
 class InProcess:
@@ -22,7 +22,7 @@ class AnnounceOnly:
     """An outlet for transports whose consumer takes the bytes itself."""
 
     def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
-        announce(())
+        announce([()])
 
     def close(self) -> None:
         return
@@ -40,6 +40,9 @@ class HostInlet:
         if source is None:
             raise TransportUnavailable("the connection was closed")
         return copy_block(source, placement.source, self._target, placement.destination, placement.checksum)
+
+    def intake(self, placement: Placement) -> Intake:
+        raise TransportUnavailable("this transport sends no bytes")
 
     def close(self) -> None:
         self._source = None

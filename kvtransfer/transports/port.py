@@ -14,8 +14,9 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 
 Buffer = bytes | memoryview
-Announce = Callable[[Sequence[Buffer]], None]
-"""Sends the `Blocks` message, with these frames behind it. Called on the event loop, once per `send`."""
+Announce = Callable[[Sequence[Sequence[Buffer]]], None]
+"""Sends the `Blocks` message, and the blocks' bytes if they travel with it: the first group of frames right behind it,
+the others behind a `Bytes` message each. Called on the event loop, once per `send`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,28 @@ class NodeFacts:
     host: Host
 
 
+class Intake(Protocol):
+    """One block on its way in."""
+
+    def take(self, frame: Buffer) -> None:
+        """Place the block's next bytes."""
+        ...
+
+    def is_right(self) -> bool:
+        """After the last frame: do the bytes match the checksum?"""
+        ...
+
+
 class Inlet(Protocol):
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
         """Place one block; may run in any thread, several at once. False: the bytes do not match the checksum.
 
         `frames` are the block's own frames of the message. Raises `TransportUnavailable` when it cannot serve.
         """
+        ...
+
+    def intake(self, placement: Placement) -> Intake:
+        """As `receive`, for a block that comes in several messages. Only transports with `buffers` need it."""
         ...
 
     def close(self) -> None: ...

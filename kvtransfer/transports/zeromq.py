@@ -6,24 +6,34 @@ Larger frames are slower: each would be a fresh mapping with page faults. Nothin
 from collections.abc import Sequence
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
+from kvtransfer.memory import keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import HostBlocks, gather_block, host_blocks
+from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, host_blocks
 from kvtransfer.transports.port import Announce, Buffer, NodeFacts
 
 
 class FrameOutlet:
-    def __init__(self, blocks: HostBlocks, frame_bytes: int) -> None:
+    def __init__(self, blocks: HostBlocks, settings: TransferSettings) -> None:
         self._blocks = blocks
-        self._frame_bytes = frame_bytes
+        self._frame_bytes = settings.frame_bytes
+        self._inline_bytes = settings.inline_bytes
 
     def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
+        """Few bytes travel with their announcement, more of them in groups of at least one frame's size."""
         size, step = self._blocks.block_bytes, self._frame_bytes
-        frames: list[Buffer] = []
+        groups: list[list[Buffer]] = [[]]
+        room = self._inline_bytes if len(pieces) * size <= self._inline_bytes else 0
         for piece in pieces:
             block = self._blocks.view(piece.source)
-            frames += [block[offset : offset + step] for offset in range(0, size, step)]
-        announce(frames)
+            for offset in range(0, size, step):
+                frame = block[offset : offset + step]
+                if room <= 0:
+                    groups.append([])
+                    room = step
+                groups[-1].append(frame)
+                room -= len(frame)
+        announce(groups)
 
     def close(self) -> None:
         return
@@ -34,7 +44,13 @@ class FrameInlet:
         self._target = target
 
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
-        return gather_block(frames, self._target, placement.destination, placement.checksum)
+        intake = self.intake(placement)
+        for frame in frames:
+            intake.take(frame)
+        return intake.is_right()
+
+    def intake(self, placement: Placement) -> BlockIntake:
+        return BlockIntake(self._target, placement.destination, placement.checksum)
 
     def close(self) -> None:
         return
@@ -47,10 +63,10 @@ class ZeromqTransport:
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._memory = facts.memory
-        self._frame_bytes = settings.frame_bytes
+        self._settings = settings
 
     async def start(self) -> None:
-        return
+        keep_freed_memory()
 
     def offer(self, hello: Hello) -> Offer | None:
         return Offer(self.name) if self._memory.host_view is not None else None
@@ -59,7 +75,7 @@ class ZeromqTransport:
         return FrameInlet(host_blocks(self._memory))
 
     def outlet(self) -> FrameOutlet:
-        return FrameOutlet(host_blocks(self._memory), self._frame_bytes)
+        return FrameOutlet(host_blocks(self._memory), self._settings)
 
     async def close(self) -> None:
         return

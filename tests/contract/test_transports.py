@@ -369,7 +369,13 @@ def test_a_flood_of_fetches_is_refused_with_a_reason(transport: str) -> None:
 
 def test_more_bytes_than_the_window_still_arrive(transport: str) -> None:
     async def test() -> None:
-        settings = only(transport, window_bytes=2 * LAYOUT.block_bytes, batch_bytes=1, frame_bytes=5000)
+        settings = only(
+            transport,
+            window_bytes=6 * LAYOUT.block_bytes,
+            batch_bytes=3 * LAYOUT.block_bytes,
+            frame_bytes=5000,
+            inline_bytes=0,
+        )
         async with pair_of(settings) as pair:
             tickets = await asyncio.gather(*(handoff(pair, 8, first=8 * i) for i in range(5)))
             assert tickets == [transport] * 5

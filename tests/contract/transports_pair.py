@@ -13,7 +13,7 @@ from contracts.messages import Ticket
 from kvtransfer import HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
 from kvtransfer.session.steps import Placement
 from kvtransfer.transports import build
-from kvtransfer.transports.port import Buffer, Inlet, NodeFacts, Transport
+from kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transport
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
 NUM_BLOCKS = 48
@@ -60,11 +60,24 @@ class Meddler:
     def wrap(self, inlet: Inlet, transport: str, facts: NodeFacts) -> Inlet:
         meddler = self
 
+        class Watched:
+            def __init__(self, intake: Intake, placement: Placement) -> None:
+                self.take = intake.take
+                self._intake = intake
+                self._placement = placement
+
+            def is_right(self) -> bool:
+                return self._intake.is_right() and meddler.after(transport, self._placement) is None
+
         class Between:
             def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
                 meddler.before(placement)
                 matches = inlet.receive(placement, frames)
                 return matches and meddler.after(transport, placement) is None
+
+            def intake(self, placement: Placement) -> Intake:
+                meddler.before(placement)
+                return Watched(inlet.intake(placement), placement)
 
             def close(self) -> None:
                 inlet.close()

@@ -1,0 +1,219 @@
+"""Block transfer between two processes of this host, against what the machine allows, measured in the same run.
+
+`baton-bench kv [--transports usm zeromq] [--block-kib 256 8192] [--concurrency 1 4 16] [--prompt-mib N] [--json]`
+
+Throughput: the producer has published everything, then the consumer fetches; the prompt is divided among the concurrent
+fetches. Limits: one memcpy of the prompt in one thread (`usm`, `memory`), and the prompt through a plain TCP socket
+on loopback, straight into the destination (`zeromq`). Short handoffs: from the producer's `finish` to the consumer's
+`fetch` returning, fetch sent before. Best of the repeats for throughput, median for short handoffs.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from bench.kv_cases import MIB, block_name, clear, is_filled, layout_of
+from bench.kv_producer import Order
+from bench.report import Row, show
+from contracts.identity import Generation, InstanceId, new_ticket_id
+from contracts.messages import Ticket
+from kvtransfer import FetchResult, HostMemory, TransferNode, TransferSettings
+
+SHORT = ((64 << 10, 1), (192 << 10, 4))
+"""Block bytes and number of blocks of a 64-token prompt: a tiny model, and a 0.5B one with blocks of 16 tokens."""
+
+
+@dataclass
+class Pair:
+    """The producing process, and the consuming node in this one."""
+
+    process: asyncio.subprocess.Process
+    node: TransferNode
+    memory: HostMemory
+    address: str
+
+    async def order(self, order: Order) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await self.process.stdout.readline()
+
+    def tickets(self, count: int) -> list[Ticket]:
+        return [
+            Ticket(
+                ticket=new_ticket_id(),
+                source=InstanceId("prefill-0"),
+                source_generation=Generation(1),
+                source_address=self.address,
+                sink=InstanceId("decode-0"),
+                sink_generation=Generation(2),
+                timeout_s=60,
+            )
+            for _ in range(count)
+        ]
+
+
+@contextlib.asynccontextmanager
+async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings) -> AsyncIterator[Pair]:
+    layout = layout_of(block_bytes)
+    arguments = [msgspec.json.encode(layout).decode(), msgspec.json.encode(settings).decode(), str(num_blocks)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.kv_producer",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    memory = HostMemory(num_blocks, block_bytes)
+    clear(memory)
+    node = TransferNode(
+        instance=InstanceId("decode-0"),
+        generation=Generation(2),
+        layout=layout,
+        memory=memory,
+        settings=settings,
+    )
+    await node.start()
+    try:
+        address = json.loads(await process.stdout.readline())
+        await node.connect(address)
+        yield Pair(process, node, memory, address)
+    finally:
+        await node.close()
+        memory.close()
+        process.kill()
+        await process.wait()
+
+
+async def throughput(pair: Pair, concurrency: int) -> float:
+    """Seconds for all blocks, divided among `concurrency` fetches."""
+    tickets = pair.tickets(concurrency)
+    each = pair.memory.num_blocks // concurrency
+    order = Order(op="open", tickets=tickets, blocks_each=each)
+    await pair.order(order)
+    await pair.order(msgspec.structs.replace(order, op="publish"))
+    began = time.perf_counter()
+    await asyncio.gather(*(_fetch(pair, ticket, i * each, each) for i, ticket in enumerate(tickets)))
+    seconds = time.perf_counter() - began
+    await pair.order(msgspec.structs.replace(order, op="released"))
+    if not is_filled(pair.memory, each * concurrency):
+        raise SystemExit("wrong bytes arrived")
+    return seconds
+
+
+async def short_handoff(pair: Pair) -> float:
+    """Seconds from the producer's `finish` to the end of the fetch."""
+    tickets = pair.tickets(1)
+    order = Order(op="open", tickets=tickets, blocks_each=pair.memory.num_blocks)
+    await pair.order(order)
+    fetch = asyncio.create_task(_fetch(pair, tickets[0], 0, pair.memory.num_blocks))
+    await asyncio.sleep(0.002)
+    await pair.order(msgspec.structs.replace(order, op="publish"))
+    result = await fetch
+    await pair.order(msgspec.structs.replace(order, op="released"))
+    return result.exposed_s
+
+
+async def raw_tcp(pair: Pair) -> float:
+    """Seconds for the same bytes through one TCP connection into the same memory."""
+    assert pair.memory.host_view is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sending = asyncio.create_task(pair.order(Order(op="tcp", port=listener.getsockname()[1])))
+        seconds = await asyncio.to_thread(_receive_raw, listener, pair.memory.host_view)
+        await sending
+    return seconds
+
+
+def memcpy(num_bytes: int, repeats: int) -> float:
+    """Seconds for one memcpy in one thread, best of the repeats and of one call or calls of 8 MiB."""
+    source, target = HostMemory(1, num_bytes), HostMemory(1, num_bytes)
+    assert source.host_view is not None and target.host_view is not None
+    clear(source)
+    clear(target)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(source.host_view))
+    end = ctypes.addressof(ctypes.c_char.from_buffer(target.host_view))
+    best = float("inf")
+    for step in (num_bytes, 8 * MIB):
+        for _ in range(repeats):
+            began = time.perf_counter()
+            for offset in range(0, num_bytes, step):
+                ctypes.memmove(end + offset, start + offset, min(step, num_bytes - offset))
+            best = min(best, time.perf_counter() - began)
+    return best
+
+
+async def measure(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    prompt = options.prompt_mib * MIB
+    copy_speed = prompt / memcpy(prompt, options.repeats)
+    rows.append(Row("kv", f"memcpy {options.prompt_mib} MiB, one thread", copy_speed / 1e9, "GB/s"))
+    for kib, transport, checksum in itertools.product(options.block_kib, options.transports, options.checksum):
+        settings = TransferSettings(transports=(transport,), checksum=checksum)
+        async with pair_of(kib << 10, prompt // (kib << 10), settings) as pair:
+            tcp_speed = prompt / min([await raw_tcp(pair) for _ in range(options.repeats)])
+            if transport == "zeromq":
+                rows.append(Row("kv", f"raw TCP loopback {options.prompt_mib} MiB", tcp_speed / 1e9, "GB/s"))
+            limit = tcp_speed if transport == "zeromq" else copy_speed
+            for concurrency in options.concurrency:
+                seconds = min([await throughput(pair, concurrency) for _ in range(options.repeats)])
+                speed = prompt / seconds
+                case = f"{transport} {kib} KiB x{concurrency} checksum={checksum}"
+                rows.append(Row("kv", case, speed / 1e9, "GB/s", limit / 1e9, speed / limit))
+    for (block_bytes, count), transport in itertools.product(SHORT, options.transports):
+        async with pair_of(block_bytes, count, TransferSettings(transports=(transport,))) as pair:
+            times = [await short_handoff(pair) for _ in range(options.handoffs)]
+            milliseconds = statistics.median(times) * 1e3
+            case = f"{transport} short handoff, {count} x {block_bytes >> 10} KiB, median"
+            rows.append(Row("kv", case, milliseconds, "ms", 2.0, 2.0 / milliseconds))
+    return rows
+
+
+async def _fetch(pair: Pair, ticket: Ticket, first: int, count: int) -> FetchResult:
+    return await pair.node.fetch(ticket, [(block_name(first + i), first + i) for i in range(count)])
+
+
+def _receive_raw(listener: socket.socket, view: memoryview) -> float:
+    connection, _ = listener.accept()
+    with connection:
+        began, taken = time.perf_counter(), 0
+        while taken < len(view) and (size := connection.recv_into(view[taken : taken + MIB])):
+            taken += size
+        return time.perf_counter() - began
+
+
+def _default_prompt_mib() -> int:
+    """1 GiB if a sixth of the free memory holds it: both caches and the memcpy's two buffers must fit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(max(min(1024, free // 6 // MIB // 64 * 64), 64))
+
+
+def run(argv: Sequence[str]) -> None:
+    """Entry point for `baton-bench kv`."""
+    parser = argparse.ArgumentParser(prog="baton-bench kv", description=__doc__)
+    parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
+    parser.add_argument("--block-kib", nargs="+", type=int, default=[256, 8192])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", "sampled", "off"])
+    parser.add_argument("--prompt-mib", type=int, default=_default_prompt_mib())
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--handoffs", type=int, default=200)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    show(asyncio.run(measure(options)), as_json=options.json)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,47 @@
+"""What `bench.kv` moves: shapes of blocks, their names and contents."""
+
+import ctypes
+
+from contracts.identity import BlockName
+from contracts.layout import KVLayout
+from kvtransfer import HostMemory
+
+MIB = 1 << 20
+
+
+def layout_of(block_bytes: int) -> KVLayout:
+    """Blocks of 64 tokens; 8 MiB is the 8B shape (32 layers, 8 KV heads of 128, bf16)."""
+    if block_bytes % (2 * 2 * 64 * 16):
+        raise ValueError(f"{block_bytes} bytes are no multiple of 4 KiB")
+    return KVLayout(
+        fingerprint="bench",
+        num_layers=block_bytes // (2 * 2 * 64 * 16),
+        num_kv_heads=1,
+        block_tokens=64,
+        head_dim=16,
+        dtype="bfloat16",
+    )
+
+
+def block_name(index: int) -> BlockName:
+    return BlockName(index.to_bytes(16, "big"))
+
+
+def fill(memory: HostMemory) -> None:
+    """Every block differs, and every page is touched."""
+    pattern = bytes(range(256)) * (memory.block_bytes // 256)
+    for index in range(memory.num_blocks):
+        block = memory.block(index)
+        block[:] = pattern
+        block[:16] = block_name(index)
+
+
+def is_filled(memory: HostMemory, num_blocks: int) -> bool:
+    return all(bytes(memory.block(i)[:16]) == block_name(i) for i in range(num_blocks))
+
+
+def clear(memory: HostMemory) -> None:
+    """Touches every page, so that the first transfer pays no page faults of the destination."""
+    assert memory.host_view is not None
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory.host_view))
+    ctypes.memset(address, 0, memory.num_blocks * memory.block_bytes)

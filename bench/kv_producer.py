@@ -1,0 +1,85 @@
+"""The producing process of `bench.kv`: a transfer node that does what lines of JSON on stdin say, one answer a line."""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+
+import msgspec
+
+from bench.kv_cases import block_name, fill
+from contracts.identity import Generation, InstanceId, TicketId
+from contracts.layout import KVLayout
+from contracts.messages import Ticket
+from kvtransfer import HostMemory, TransferNode, TransferSettings
+
+
+class Order(msgspec.Struct, kw_only=True):
+    op: str
+    tickets: list[Ticket] = []
+    blocks_each: int = 0
+    port: int = 0
+
+
+async def serve(node: TransferNode, memory: HostMemory) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    _answer(node.address)
+    while line := await reader.readline():
+        order = msgspec.json.decode(line, type=Order)
+        match order.op:
+            case "open":
+                for ticket in order.tickets:
+                    node.open(ticket)
+            case "publish":
+                _publish(node, order)
+            case "released":
+                for ticket in order.tickets:
+                    await node.released(ticket.ticket)
+            case "tcp":
+                await asyncio.to_thread(_send_raw, memory, order.port)
+        _answer("")
+
+
+def _publish(node: TransferNode, order: Order) -> None:
+    for position, ticket in enumerate(order.tickets):
+        first = position * order.blocks_each
+        blocks = [(block_name(first + i), first + i) for i in range(order.blocks_each)]
+        node.publish(TicketId(ticket.ticket), blocks)
+        node.finish(TicketId(ticket.ticket), b"first tokens")
+
+
+def _send_raw(memory: HostMemory, port: int) -> None:
+    assert memory.host_view is not None
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(memory.host_view)
+
+
+def _answer(value: str) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+async def main() -> None:
+    layout_text, settings_text, num_blocks = sys.argv[1:]
+    layout = msgspec.json.decode(layout_text, type=KVLayout)
+    settings = msgspec.json.decode(settings_text, type=TransferSettings)
+    memory = HostMemory(int(num_blocks), layout.block_bytes)
+    fill(memory)
+    node = TransferNode(
+        instance=InstanceId("prefill-0"),
+        generation=Generation(1),
+        layout=layout,
+        memory=memory,
+        settings=settings,
+    )
+    await node.start()
+    await serve(node, memory)
+    await node.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+    os._exit(0)
