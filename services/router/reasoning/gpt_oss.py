@@ -1,0 +1,23 @@
+"""gpt-oss: harmony messages of the channel `analysis` are reasoning.
+
+Messages to a tool are handed on as they are, for the tool call format `openai`; all others are content.
+"""
+
+from services.router.scanning.characters import Characters, Scan, until
+from services.router.scanning.harmony import ENDS, START, next_header
+from services.router.scanning.parts import Parts
+
+
+def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
+    is_first = True
+    while (header := (yield from next_header(text, out, is_first=is_first))) is not None:
+        is_first = False
+        is_call = header.recipient is not None
+        if is_call:
+            out.content(header.raw)
+        emit = out.reasoning if header.channel == "analysis" and not is_call else out.content
+        end = yield from until(text, emit, ENDS)
+        if end == START:
+            text.back(START)
+        elif is_call:
+            out.content(end)

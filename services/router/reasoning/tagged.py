@@ -1,0 +1,20 @@
+"""Reasoning between two tags at the beginning of an answer. The prompt's end tells whether it has begun, or is over."""
+
+from services.router.scanning.characters import Characters, Scan, literal, skip_space, until
+from services.router.scanning.parts import Parts
+
+
+def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> Scan[None]:
+    """`is_assumed`: a text without a first tag is reasoning up to the last tag, unless the prompt says otherwise."""
+    first, last = tags
+    end = prompt.rstrip()
+    if end.endswith(last):
+        return
+    text.mark()
+    text.back((yield from skip_space(text)))
+    begins = yield from literal(text, first)
+    if not begins and not is_assumed and not end.endswith(first):
+        text.back(text.since_mark())
+        return
+    if (yield from until(text, out.reasoning, (last,))):
+        text.back((yield from skip_space(text)))

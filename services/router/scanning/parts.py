@@ -1,0 +1,142 @@
+"""What generated text consists of: content, reasoning and calls of tools. Knows no format and no HTTP."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from services.router.scanning.characters import Characters, Scan
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The beginning of a call, with a name, or more of the arguments of a call that has begun, without one."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Part: TypeAlias = Content | Reasoning | Call
+
+
+class Parts:
+    """Collects parts. White space and markup around calls vanish with them, but stay in a text without calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._parts: list[Part] = []
+        self._held = ""
+        self._held_reasoning = ""
+        self._has_reasoning = False
+
+    def content(self, text: str) -> None:
+        for char in text:
+            if char.isspace():
+                self._held += char
+            else:
+                self._append_content(self._held + char)
+                self._held = ""
+
+    def markup(self, text: str) -> None:
+        """Content, unless a call comes next."""
+        self._held += text
+
+    def reasoning(self, text: str) -> None:
+        for char in text:
+            if char.isspace():
+                self._held_reasoning += char if self._has_reasoning else ""
+            else:
+                self._append_reasoning(self._held_reasoning + char)
+                self._held_reasoning = ""
+                self._has_reasoning = True
+
+    def begin(self, name: str) -> None:
+        self._held = ""
+        self._parts.append(Call(self.num_calls, name, ""))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Of the call that began last."""
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Call):
+            self._parts[-1] = replace(last, arguments=last.arguments + text)
+        else:
+            self._parts.append(Call(self.num_calls - 1, None, text))
+
+    def finish(self) -> None:
+        if self._held and not self.num_calls:
+            self._append_content(self._held)
+        self._held = ""
+
+    def take(self) -> list[Part]:
+        taken, self._parts = self._parts, []
+        return taken
+
+    def _append_content(self, text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Content):
+            self._parts[-1] = Content(last.text + text)
+        else:
+            self._parts.append(Content(text))
+
+    def _append_reasoning(self, text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, Reasoning):
+            self._parts[-1] = Reasoning(last.text + text)
+        else:
+            self._parts.append(Reasoning(text))
+
+
+ScanText = Callable[[Characters, Parts], Scan[None]]
+
+
+class PartReader:
+    """Runs one scan over one text. What the scan leaves unread is content."""
+
+    def __init__(self, scan: ScanText) -> None:
+        self._text = Characters()
+        self._parts = Parts()
+        self._run = self._all(scan)
+        next(self._run)
+
+    def push(self, text: str) -> list[Part]:
+        for char in text:
+            self._run.send(char)
+        return self._parts.take()
+
+    def finish(self) -> list[Part]:
+        """The text is over; call once."""
+        try:
+            self._run.send("")
+        except StopIteration:
+            self._parts.finish()
+        return self._parts.take()
+
+    def _all(self, scan: ScanText) -> Scan[None]:
+        yield from scan(self._text, self._parts)
+        while char := (yield from self._text.next()):
+            self._text.mark()
+            self._parts.content(char)
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """One part of content, one of reasoning, one of each call."""
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls: dict[int, Call] = {}
+    for part in parts:
+        if isinstance(part, Call):
+            known = calls.get(part.index)
+            calls[part.index] = part if known is None else replace(known, arguments=known.arguments + part.arguments)
+    texts: list[Part] = [Reasoning(reasoning)] if reasoning else []
+    return [*texts, *([Content(content)] if content else []), *calls.values()]
