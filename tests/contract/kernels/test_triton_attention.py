@@ -13,7 +13,7 @@ from engine.kernels.triton_decode import decode
 from engine.kernels.triton_prefill import prefill
 from engine.kernels.triton_store import store
 from engine.kernels.triton_tiles import DecodeTiles, DeviceLimits, PrefillTiles
-from tests.unit.engine.kernels.triton_batches import DEVICE, Batch, random_batch
+from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 
 PLAIN = AttentionSpec(0.3)
 SINKS = torch.linspace(-1, 2, 3, device=DEVICE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels import reference_layers, triton_layers
-from tests.unit.engine.kernels.triton_batches import DEVICE
+from tests.contract.kernels.triton_batches import DEVICE
 
 
 @pytest.mark.parametrize("is_offset", [False, True])
