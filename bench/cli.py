@@ -9,6 +9,7 @@ BENCHES = {
         "load on any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
     ),
     "kv": ("bench.kv", "block transfer between two processes, every transport"),
+    "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "attention-cpu": ("bench.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),
     "attention-gpu": ("bench.attention_gpu", "paged attention on an accelerator"),
 }

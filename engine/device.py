@@ -7,11 +7,14 @@ Decided by feature detection, never by version. Native `torch.xpu` comes first; 
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.config import DeviceName, EngineConfig
 from engine.errors import ConfigError
@@ -31,6 +34,12 @@ class Memory:
 class DeviceDefaults:
     block_tokens: int
     max_num_batched_tokens: int
+
+
+class DeviceGraph(Protocol):
+    def replay(self) -> None: ...
+
+    def pool(self) -> object: ...
 
 
 def select_device(name: DeviceName) -> torch.device:
@@ -71,7 +80,33 @@ def is_host(device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    return device.type != "cpu" and hasattr(_module(device), "graph")
+    return device.type != "cpu" and _graph_type(device) is not None and hasattr(_module(device), "graph")
+
+
+class Capturing:
+    """Records graphs that share their scratch memory: only one of them may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: object = None
+
+    def __call__(self, call: Callable[[], None]) -> DeviceGraph:
+        """Records the device's work of `call`, which must have run once; `replay()` does it again on the same
+        memory. Raises RuntimeError if something in it cannot be recorded."""
+        module, graph_type = _module(self._device), _graph_type(self._device)
+        assert graph_type is not None
+        graph = graph_type()
+        module.synchronize()
+        with module.graph(graph, pool=self._pool):
+            call()
+        module.synchronize()
+        self._pool = graph.pool()
+        return graph
+
+
+def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the host, from where the device copies without the host's help."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -114,6 +149,11 @@ def kv_cache_bytes(device: torch.device, config: EngineConfig, activation_bytes:
 def _module(device: torch.device) -> ModuleType:
     module: ModuleType = torch.get_device_module(device)
     return module
+
+
+def _graph_type(device: torch.device) -> Callable[[], DeviceGraph] | None:
+    found: Callable[[], DeviceGraph] | None = getattr(_module(device), f"{device.type.upper()}Graph", None)
+    return found
 
 
 def _is_available(kind: str) -> bool:

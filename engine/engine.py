@@ -82,6 +82,9 @@ class Engine:
         self._runner = Runner(forward, self.kv, self.limits)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
+        if self._uses_graphs(config, forward):
+            report("capturing graphs", 0.0)
+            self._runner.capture_graphs(device.Capturing(self._device))
         self._meter = Meter()
         measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
         self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
@@ -222,15 +225,18 @@ class Engine:
         if copies:
             self.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
 
+    def _uses_graphs(self, config: EngineConfig, forward: Forward) -> bool:
+        return forward.is_capturable and not config.enforce_eager and device.has_graphs(self._device)
+
     def _count_blocks(self, config: EngineConfig, forward: Forward) -> int:
         override = config.num_gpu_blocks_override
         activation = 0
         if override is None and config.kv_cache_bytes is None and not device.is_host(self._device):
-            activation = self._measure_activations(forward)
+            activation = self._measure_activations(config, forward)
         available = 0 if override else device.kv_cache_bytes(self._device, config, activation)
         return capacity.count_blocks(self.layout, available, override)
 
-    def _measure_activations(self, forward: Forward) -> int:
+    def _measure_activations(self, config: EngineConfig, forward: Forward) -> int:
         """Bytes that the largest step needs beside weights and KV cache."""
         tokens = self.limits.max_num_batched_tokens
         num_blocks = 2 + -(-tokens // self.layout.block_tokens) + self.limits.max_num_seqs
@@ -240,6 +246,8 @@ class Engine:
         exercise(runner, num_blocks, self.limits, tokens)
         used = device.peak_bytes(self._device) - before
         cache.close()
+        if self._uses_graphs(config, forward):
+            used *= 2  # graphs keep scratch memory of their own; a decode step needs less than the largest step
         return used + SAMPLER_COPIES * 4 * self.limits.max_num_seqs * self.vocab_size
 
 

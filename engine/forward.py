@@ -12,6 +12,9 @@ from engine.model import LoadedModel
 
 
 class Forward(Protocol):
+    is_capturable: bool
+    """A call's work on the device depends on shapes only: a graph may hold it."""
+
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """`layers` are the KV cache's views; returns logits [num_logits, vocab_size]."""
         ...
@@ -19,6 +22,8 @@ class Forward(Protocol):
 
 class TransformersForward:
     """Any decoder that transformers knows."""
+
+    is_capturable = False
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
         self._model = model
@@ -28,7 +33,7 @@ class TransformersForward:
         output = self._model.module(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.position_ids[None],
-            logits_to_keep=inputs.logit_rows,
+            logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,
             use_cache=False,
             baton=PagedAttention(self._backend, layers, self._model.specs, inputs.meta),
         )

@@ -78,6 +78,8 @@ class FusedForward:
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels = backend, kernels
         self._like = torch.empty(0, device=self._final_norm.weight.device)
+        # transformers' mixtures of experts read back how many tokens went where
+        self.is_capturable = all(layer.gate_up is not None for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
@@ -94,7 +96,7 @@ class FusedForward:
             output = self._mlp(layer, hidden)
             is_last = number + 1 == len(self._layers)
             norm = self._final_norm if is_last else self._layers[number + 1].input_norm
-            if is_last:  # only the rows whose logits are wanted go on
+            if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
                 output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
             hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
         return self._head(hidden)

@@ -1,4 +1,4 @@
-"""Turns a plan into tensors with few operations. Keeps each slot's block table as a row that only grows at its end."""
+"""Turns a plan into tensors with few operations."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -8,16 +8,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.block_tables import BlockTables
 from engine.kernels import AttentionMetadata
-from engine.roster import Limits
-from engine.scheduler import Chunk, Plan
+from engine.scheduler import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     input_ids: Tensor  # int64 [num_tokens]
     position_ids: Tensor  # int64 [num_tokens]
-    logit_rows: Tensor  # int64 [num_logits]: rows of which logits are wanted
+    logit_rows: Tensor | None  # int64 [num_logits]: rows of which logits are wanted; None: all, in their order
     meta: AttentionMetadata
     sample_at: list[int]
     """For each row of the plan, which logits row."""
@@ -26,18 +26,15 @@ class StepInputs:
 
 
 class InputBuilder:
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, tables: BlockTables, block_tokens: int, device: torch.device) -> None:
+        self._tables = tables
+        self._block_tokens = block_tokens
         self._device = device
-        self._block_tokens = limits.block_tokens
-        width = -(-limits.max_model_len // limits.block_tokens)
-        self._tables = np.zeros((limits.max_num_seqs, width), dtype=np.int32)
-        self._filled = [0] * limits.max_num_seqs
-        self._epochs = [-1] * limits.max_num_seqs
 
     def build(self, plan: Plan) -> StepInputs:
         chunks = plan.chunks
         for chunk in chunks:
-            self._update_table(chunk)
+            self._tables.update(chunk.sequence)
         slots_of = np.array([c.sequence.slot for c in chunks])
         starts = np.array([c.start for c in chunks])
         lengths = np.array([c.length for c in chunks])
@@ -52,12 +49,12 @@ class InputBuilder:
             rows = np.repeat(slots_of, lengths)
             parts = (c.sequence.token_ids[c.start : c.start + c.length] for c in chunks)
             tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(query_starts[-1]))
-        blocks = self._tables[rows, positions // self._block_tokens].astype(np.int64)
+        blocks = self._tables.host[rows, positions // self._block_tokens].astype(np.int64)
         longest = int(ends.max())
         meta = AttentionMetadata(
             query_starts=self._to_device(query_starts),
             context_lens=self._to_device(ends.astype(np.int32)),
-            block_tables=self._to_device(self._tables[slots_of, : -(-longest // self._block_tokens)]),
+            block_tables=self._to_device(self._tables.host[slots_of, : -(-longest // self._block_tokens)]),
             slots=self._to_device(blocks * self._block_tokens + positions % self._block_tokens),
             max_query_len=int(lengths.max()),
             max_context_len=longest,
@@ -66,26 +63,11 @@ class InputBuilder:
         return StepInputs(
             input_ids=self._to_device(tokens),
             position_ids=self._to_device(positions),
-            logit_rows=self._to_device(np.array(logit_rows)),
+            logit_rows=None if len(logit_rows) == query_starts[-1] else self._to_device(np.array(logit_rows)),
             meta=meta,
             sample_at=sample_at,
             prompt_at=prompt_at,
         )
-
-    def forget(self) -> None:
-        """Epochs count within one roster: call before another one's plans are run."""
-        self._epochs = [-1] * len(self._epochs)
-
-    def _update_table(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        slot, blocks = sequence.slot, sequence.blocks
-        if self._epochs[slot] != sequence.epoch:
-            self._epochs[slot] = sequence.epoch
-            self._filled[slot] = 0
-        filled = self._filled[slot]
-        if filled < len(blocks):
-            self._tables[slot, filled : len(blocks)] = blocks[filled:]
-            self._filled[slot] = len(blocks)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,10 +1,14 @@
-"""Runs a plan: inputs, model, tokens. Decides nothing."""
+"""Runs a plan: inputs, model, tokens; from a captured graph where one fits. Decides nothing else."""
+
+import logging
 
 import torch
 from torch import Tensor
 
 from contracts.messages import TokenLogprobs
+from engine.block_tables import BlockTables
 from engine.forward import Forward
+from engine.graphs import Capture, DecodeGraphs
 from engine.inputs import InputBuilder
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
@@ -12,18 +16,32 @@ from engine.roster import Limits
 from engine.sampler import Sampler
 from engine.scheduler import Plan, Sampled
 
+logger = logging.getLogger(__name__)
+
 
 class Runner:
     def __init__(self, forward: Forward, cache: KVCache, limits: Limits) -> None:
         self._forward = forward
         self._layers = cache.layers()
-        self._inputs = InputBuilder(limits, cache.device)
+        self._tables = BlockTables(limits, cache.device)
+        self._inputs = InputBuilder(self._tables, limits.block_tokens, cache.device)
+        self._graphs = DecodeGraphs(forward, self._layers, self._tables, limits)
         self._sampler = Sampler(cache.device)
+
+    def capture_graphs(self, capture: Capture) -> None:
+        """From now on decode steps are replayed. If that cannot be, they are computed as before."""
+        try:
+            self._graphs.capture(capture)
+        except RuntimeError as error:
+            logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Sampled:
         if not plan.chunks:
             return Sampled([])
+        if self._graphs.fits(plan):
+            result = self._graphs.replay(plan)
+            return self._sampler.sample(result.logits, plan.rows, largest=result.greedy)
         inputs = self._inputs.build(plan)
         logits = self._forward(inputs, self._layers)
         sampled = Sampled([])
@@ -36,7 +54,7 @@ class Runner:
 
     def forget(self) -> None:
         """The next plans come from another roster."""
-        self._inputs.forget()
+        self._tables.forget()
 
 
 def _prompt_logprobs(plan: Plan, number: int, logits: Tensor) -> list[TokenLogprobs]:

@@ -23,11 +23,11 @@ class Sampler:
         self._device = device
         self._penalties = Penalties(device)
 
-    def sample(self, logits: Tensor, rows: Rows[SampleRow]) -> Sampled:
-        """logits [num_rows, vocab_size], of any floating dtype."""
+    def sample(self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None) -> Sampled:
+        """logits [num_rows, vocab_size], of any floating dtype. `largest`: their argmax, if it is there already."""
         params = [row.sequence.request.work.sampling for row in rows]
         if all(is_plain_greedy(p) for p in params) and not any(_is_too_short(row) for row in rows):
-            return Sampled(logits.argmax(dim=-1).tolist())
+            return Sampled((logits.argmax(dim=-1) if largest is None else largest).tolist())
         raw = logits.float()
         scores = self._adjusted(raw, rows)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]

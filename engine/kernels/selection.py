@@ -23,7 +23,7 @@ def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBack
     if importlib.util.find_spec("triton") is None:
         logger.warning("Triton is not installed: attention on %s runs in plain torch, slowly", device.type)
         return ReferenceAttention()
-    backend: AttentionBackend = importlib.import_module("engine.kernels.triton_attention").TritonAttention()
+    backend: AttentionBackend = importlib.import_module("engine.kernels.triton_attention").TritonAttention(device)
     return backend
 
 

@@ -1,0 +1,223 @@
+"""The engine alone, in this process: decode and prefill of a named shape, beside the limits of the machine.
+
+`baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
+
+A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the speed
+of one large matrix product; prefill by its products. Both limits are measured first, in the same run. Times are the
+owner's: from one `Engine.step` to the next, scheduling and results included. Weights are made up; prompts are random
+and never repeat between cases, save that larger decode batches find the prompts of smaller ones in the prefix cache.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.engine_shapes import SHAPES, Costs, costs, write_shape
+from bench.report import Row, show
+from contracts.identity import RequestId
+from contracts.messages import Work
+from contracts.naming import root_name
+from contracts.sampling import SamplingParams
+from engine import Engine, EngineConfig, device
+
+PEER = "vLLM 0.22.1, H200"
+PEER_VALUES = {
+    "decode 1 x 1024": 4.97,
+    "decode 8 x 1024": 5.24,
+    "decode 32 x 1024": 6.35,
+    "decode 64 x 1024": 7.70,
+    "decode 128 x 1024": 10.77,
+    "decode 256 x 1024": 17.34,
+    "prefill 128 x 512": 43260.0,
+    "prefill 32 x 2048": 42030.0,
+    "prefill 8 x 8192": 37760.0,
+    "first token 512": 16.4,
+    "first token 2048": 52.3,
+    "first token 8192": 219.0,
+    "start": 55.0,
+}
+"""Of the llama-3.1-8b shape, measured on the same kind of machine (docs/benchmarks.md); told only where it applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    read: float  # bytes / s
+    product: float  # floating-point operations / s
+
+    def decode_s(self, cost: Costs, batch: int, context: int) -> float:
+        weights = cost.decode_bytes(0, 0) / self.read
+        kv = (cost.decode_bytes(batch, context) - cost.decode_bytes(0, 0)) / self.read
+        return max(weights, cost.decode_flops(batch) / self.product) + kv
+
+
+class Prompts:
+    """Random token ids; the same number gives the same prompt."""
+
+    def __init__(self, engine: Engine) -> None:
+        layout = engine.layout
+        self._vocab_size = engine.vocab_size
+        self._root = root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens)
+        self._next = 0
+
+    def work(self, number: int, length: int, max_tokens: int) -> Work:
+        self._next += 1
+        draw = np.random.default_rng([number, length])
+        return Work(
+            request_id=RequestId(f"{self._next}"),
+            token_ids=draw.integers(0, self._vocab_size, length).tolist(),
+            num_prompt_tokens=length,
+            sampling=SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            root=self._root,
+        )
+
+
+def measure_limits(target: torch.device) -> Limits:
+    is_host = device.is_host(target)
+    source = torch.ones((1 << 27) if is_host else (1 << 31), dtype=torch.int32, device=target)
+    size = 2048 if is_host else 8192
+    left, right = (torch.randn(size, size, device=target).to(torch.bfloat16) for _ in range(2))
+    rounds = 3 if is_host else 20
+    read = _seconds(target, lambda: source.max(), rounds)
+    product = _seconds(target, lambda: left @ right, rounds)
+    return Limits(read=source.nbytes / read, product=2 * size**3 / product)
+
+
+def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> float:
+    """Of one call; the best of five groups of calls."""
+    call()
+    best = float("inf")
+    for _ in range(5):
+        device.synchronize(target)
+        started = time.perf_counter()
+        for _ in range(rounds):
+            call()
+        device.synchronize(target)
+        best = min(best, (time.perf_counter() - started) / rounds)
+    return best
+
+
+def decode_steps(engine: Engine, prompts: Prompts, batch: int, context: int, steps: int) -> list[float]:
+    """Seconds of each of `steps` steps that do nothing but decode `batch` sequences."""
+    works = [prompts.work(number, context, max_tokens=steps + batch + 8) for number in range(batch)]
+    for work in works:
+        engine.add(work)
+    while engine.stats().queued_tokens or engine.stats().waiting:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    times: list[float] = []
+    while len(times) < steps:
+        started = time.perf_counter()
+        result = engine.step()
+        times.append(time.perf_counter() - started)
+        assert len(result.tokens) == batch, f"{len(result.tokens)} of {batch} sequences were decoded"
+    for work in works:
+        engine.cancel(work.request_id)
+    return times
+
+
+def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, length: int) -> float:
+    """Of `count` new prompts, from the first `add` to the last one's token."""
+    works = [prompts.work(first + number, length, max_tokens=1) for number in range(count)]
+    started = time.perf_counter()
+    for work in works:
+        engine.add(work)
+    while engine.has_work():
+        engine.step()
+    return time.perf_counter() - started
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    cost = costs(options.shape)
+    target = device.select_device(options.device)
+    limits = measure_limits(target)
+    yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
+    yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or str(write_shape(options.shape, Path(folder)))
+        started = time.perf_counter()
+        engine = Engine(_config(options, model))
+        yield _row(options, "start", time.perf_counter() - started, "s")
+    with engine:
+        prompts = Prompts(engine)
+        prefill_seconds(engine, prompts, 1 << 20, 1, min(512, engine.max_model_len - 1))  # the first of its size
+        for length in options.single:
+            seconds = [prefill_seconds(engine, prompts, 2000 + n, 1, length) for n in range(3)]
+            value, limit = statistics.median(seconds), cost.prefill_flops(1, length) / limits.product
+            yield _row(options, f"first token {length}", value * 1e3, "ms", limit * 1e3, limit / value)
+        for count, length in options.prefill:
+            value = count * length / prefill_seconds(engine, prompts, 3000, count, length)
+            limit = count * length / (cost.prefill_flops(count, length) / limits.product)
+            yield _row(options, f"prefill {count} x {length}", value, "tok/s", limit, value / limit)
+        for context in options.context:
+            for batch in options.batches:
+                seconds = decode_steps(engine, prompts, batch, context, options.steps)
+                value = statistics.median(seconds)
+                limit = limits.decode_s(cost, batch, context + batch // 2 + options.steps // 2)
+                yield _row(options, f"decode {batch} x {context}", value * 1e3, "ms", limit * 1e3, limit / value)
+
+
+def _row(
+    options: argparse.Namespace,
+    case: str,
+    value: float,
+    unit: str,
+    limit: float | None = None,
+    ratio: float | None = None,
+) -> Row:
+    sys.stderr.write(f"{case}: {value:.4g} {unit}\n")
+    peer = PEER_VALUES.get(case) if options.shape == "llama-3.1-8b" else None
+    return Row("engine", case, value, unit, limit, ratio, PEER if peer is not None else None, peer)
+
+
+def _config(options: argparse.Namespace, model: str) -> EngineConfig:
+    longest = max([*options.context, *options.single, *(length for _, length in options.prefill)])
+    return EngineConfig(
+        model=model,
+        device=options.device,
+        dtype="bfloat16",
+        load_format=options.load,
+        max_model_len=options.max_model_len or longest + 512,
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=max(options.max_num_batched_tokens, max(options.batches)),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+    )
+
+
+def _pair(text: str) -> tuple[int, int]:
+    count, _, length = text.partition("x")
+    return int(count), int(length)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="baton-bench engine", description=__doc__)
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    made.add_argument("--model", help="a folder with weights of that shape; default: made-up weights")
+    made.add_argument("--load", choices=["dummy", "auto"], default="dummy")
+    made.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    made.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of each decoding sequence")
+    made.add_argument("--prefill", type=_pair, nargs="*", default=[(128, 512), (32, 2048), (8, 8192)])
+    made.add_argument("--single", type=int, nargs="*", default=[512, 2048, 8192], help="time to the first token of one")
+    made.add_argument("--steps", type=int, default=48, help="decode steps to take the median of")
+    made.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    made.add_argument("--max-model-len", type=int, help="default: what the cases need")
+    made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    made.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    with torch.inference_mode():
+        show(measure(options), as_json=options.json)

@@ -1,0 +1,118 @@
+"""Shapes of known decoders: what `baton-bench engine` builds with made-up weights, and what a step must move."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    "bench-0.5b": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+}
+
+DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of one forward pass, in bfloat16: parameters of the layers' and of the head's matrix products."""
+
+    layer_parameters: int
+    head_parameters: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    kv_bytes_per_token: int
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Each weight once, and the whole context's K and V of every sequence."""
+        weights = (self.layer_parameters + self.head_parameters) * DTYPE_BYTES
+        return weights + batch * context * self.kv_bytes_per_token
+
+    def decode_flops(self, batch: int) -> int:
+        return 2 * batch * (self.layer_parameters + self.head_parameters)
+
+    def prefill_flops(self, prompts: int, length: int) -> int:
+        """Products of all tokens, causal attention, logits of the last token of each prompt."""
+        attention = 2 * length * (length + 1) * self.num_heads * self.head_dim * self.num_layers
+        return prompts * (2 * length * self.layer_parameters + attention + 2 * self.head_parameters)
+
+
+def costs(name: str) -> Costs:
+    def number(key: str) -> int:
+        value = SHAPES[name][key]
+        assert isinstance(value, int)
+        return value
+
+    hidden, head_dim, heads, kv_heads = map(
+        number, ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layers = number("num_hidden_layers")
+    return Costs(
+        layer_parameters=layers * (attention + 3 * hidden * number("intermediate_size")),
+        head_parameters=hidden * number("vocab_size"),
+        num_layers=layers,
+        num_heads=heads,
+        head_dim=head_dim,
+        kv_bytes_per_token=2 * layers * kv_heads * head_dim * DTYPE_BYTES,
+    )
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """A folder from which an engine with `load_format="dummy"` starts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**SHAPES[name], "hidden_act": "silu", "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(values, indent=1))
+    return folder

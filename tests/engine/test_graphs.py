@@ -1,0 +1,107 @@
+"""Decode steps through the static inputs of captured graphs give the tokens of transformers.generate.
+
+On the CPU a graph is stood in for by calling the recorded function again; on a device the real ones are captured when
+an engine starts, so every other test of this folder goes through them too.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from engine import Engine, device
+from tests.engine.conftest import References
+from tests.engine.driving import hand_over, make_engine, make_work, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])]
+
+
+class FakeGraph:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.replays = 0
+        self._call = call
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._call()
+
+
+class FakeCapture:
+    def __init__(self) -> None:
+        self.graphs: list[FakeGraph] = []
+
+    def __call__(self, call: Callable[[], None]) -> FakeGraph:
+        call()
+        self.graphs.append(FakeGraph(call))
+        return self.graphs[-1]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> FakeCapture:
+    capture = FakeCapture()
+    monkeypatch.setattr(device, "has_graphs", lambda _: True)
+    monkeypatch.setattr(device, "Capturing", lambda _: capture)
+    return capture
+
+
+def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        engine.add(make_work(engine, f"{attempt}-{number}", prompt))
+    answers = run(engine)
+    return [answers[f"{attempt}-{number}", 0] for number in range(len(prompts))]
+
+
+def test_padded_batches_give_the_right_tokens(family: str, references: References, captured: FakeCapture) -> None:
+    reference = references(family)
+    with make_engine(reference.folder, max_num_seqs=16) as engine:
+        assert len(captured.graphs) == 5  # 16, 8, 4, 2, 1
+        assert ask(engine, reference.prompts) == reference.answers
+        assert ask(engine, reference.prompts[:3], 1) == reference.answers[:3]
+        assert sum(graph.replays for graph in captured.graphs) > 10
+
+
+def test_a_sequence_that_outgrows_its_block_and_a_slot_used_again(
+    family: str, references: References, captured: FakeCapture
+) -> None:
+    reference = references(family)
+    with make_engine(reference.folder, block_size=8, max_num_seqs=2) as engine:
+        assert ask(engine, reference.prompts) == reference.answers
+
+
+def test_after_a_handoff(family: str, references: References, captured: FakeCapture) -> None:
+    reference = references(family)
+    with make_engine(reference.folder) as source, make_engine(reference.folder) as sink:
+        for number, prompt in enumerate(reference.prompts):
+            answers = hand_over(source, sink, make_work(source, str(number), prompt))
+            assert answers[str(number), 0] == reference.answers[number]
+
+
+def test_sampled_tokens_do_not_depend_on_the_graph(
+    family: str, references: References, monkeypatch: pytest.MonkeyPatch, captured: FakeCapture
+) -> None:
+    reference = references(family)
+    work = partial(make_work, temperature=0.8, top_p=0.9, seed=11, logprobs=2)
+    found = []
+    for enforce_eager in (True, False):
+        with make_engine(reference.folder, enforce_eager=enforce_eager) as engine:
+            for number, prompt in enumerate(reference.prompts[:3]):
+                engine.add(work(engine, str(number), prompt))
+            found.append(run(engine))
+    assert found[0] == found[1]
+
+
+def test_a_device_that_cannot_capture_decodes_without_graphs(
+    family: str,
+    references: References,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(call: Callable[[], None]) -> FakeGraph:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(device, "has_graphs", lambda _: True)
+    monkeypatch.setattr(device, "Capturing", lambda _: refuse)
+    reference = references(family)
+    with make_engine(reference.folder) as engine:
+        assert ask(engine, reference.prompts[:2]) == reference.answers[:2]
+    assert [r.message for r in caplog.records if "without captured graphs" in r.message]
