@@ -114,6 +114,8 @@ spec:
               valueFrom: {fieldRef: {fieldPath: status.podIP}}
             # Caches of compiled kernels; the root file system is read-only.
             - {name: HOME, value: /tmp}
+            # Else bars of progress stand between the log lines.
+            - {name: HF_HUB_DISABLE_PROGRESS_BARS, value: "1"}
             {{- with $pool.extraEnv }}
             {{- toYaml . | nindent 12 }}
             {{- end }}

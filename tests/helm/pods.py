@@ -1,0 +1,118 @@
+"""A release as processes of this machine, each with the environment that Kubernetes would give its container.
+
+Kubernetes is emulated only where a pod differs from a process: its own address (127.0.0.2, .3, …: the ports stay those
+of the chart), the folder of the model, and the names that DNS would resolve. Probes ask what they ask in a cluster.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.cluster import ROOT, environment, free_port, wait_until
+from tests.helm.chart import Manifest, container_of, environment_of, named, objects, pod_of
+
+SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n"}
+ADDRESSES = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4", "unified": "127.0.0.5"}
+VALUES: Manifest = {
+    "gpu": {"resourceName": "", "device": "cpu"},
+    "engine": {"dtype": "float32", "threads": 1, "kvCacheMemoryBytes": "8M", "maxNumSeqs": 8},
+    "unified": {"replicas": 1},
+    "kvTransfer": {"usm": {"enabled": True}},
+    "router": {"settings": {"disaggregationMinTokens": 0}},
+    "monitoring": {"prometheusRule": {"enabled": True}},
+}
+
+
+class Pods:
+    """The pods of a release as processes of this machine."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.rendered = objects(VALUES)
+        self.folder = folder
+        self._model = model
+        self._redis_port = free_port()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "API_KEYS").write_text(SECRETS["API_KEYS"])
+        (folder / "run").mkdir()
+
+    def environment(self, role: str) -> dict[str, str]:
+        fields = {"metadata.name": f"{role}-0", "status.podIP": ADDRESSES[role]}
+        container = container_of(pod_of(self.rendered, role))
+        given = environment_of(self.rendered, container, secrets=SECRETS, fields=fields)
+        given.pop("HOME", None)  # in a pod kernels are compiled anew; here they are in this user's cache already
+        return {name: self._localised(role, value) for name, value in given.items()}
+
+    def _localised(self, role: str, value: str) -> str:
+        """Paths of mounts, names of Services and the pod's own address, as they are on this machine."""
+        replaced = {
+            "/models/model": str(self._model),
+            "/run/secrets/baton": str(self.folder),
+            "/run/baton": str(self.folder / "run"),
+            "test-baton-redis:6379": f"127.0.0.1:{self._redis_port}",
+            "0.0.0.0": ADDRESSES[role],
+        }
+        for there, here in replaced.items():
+            value = value.replace(there, here)
+        return value
+
+    def start(self, role: str) -> None:
+        arguments = container_of(pod_of(self.rendered, role))["args"]
+        self._spawn(role, [sys.executable, "-m", "services.cli", *arguments], environment() | self.environment(role))
+
+    def start_redis(self) -> None:
+        container = named(self.rendered, "StatefulSet", "-redis")["spec"]["template"]["spec"]["containers"][0]
+        command = [*container["command"]]
+        command[-1] = command[-1].replace("redis-server ", f"redis-server --port {self._redis_port} --bind 127.0.0.1 ")
+        environ = environment_of(self.rendered, container, secrets=SECRETS, fields={})
+        self._spawn("redis", command, {"PATH": os.environ["PATH"], **environ})
+        wait_until(lambda: can_connect(self._redis_port), timeout_s=10, what="Redis")
+
+    def redis_probe(self) -> int:
+        container = named(self.rendered, "StatefulSet", "-redis")["spec"]["template"]["spec"]["containers"][0]
+        command = container["readinessProbe"]["exec"]["command"]
+        command = [word.replace("redis-cli ", f"redis-cli -p {self._redis_port} ") for word in command]
+        environ = {"PATH": os.environ["PATH"], "REDIS_PASSWORD": SECRETS["REDIS_PASSWORD"]}
+        return subprocess.run(command, env=environ, check=False).returncode
+
+    def probe(self, role: str, probe: str) -> int:
+        """Status of a probe's request; 0 without an answer."""
+        container = container_of(pod_of(self.rendered, role))
+        target = container[probe]["httpGet"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://{ADDRESSES[role]}:{ports[target['port']]}{target['path']}").status_code
+        return 0
+
+    def is_up(self, role: str, probe: str = "readinessProbe") -> bool:
+        process = self._processes[role]
+        assert process.poll() is None, f"{role} ended with status {process.returncode}:\n{self.log(role)}"
+        return self.probe(role, probe) == 200
+
+    def stop(self, role: str) -> int:
+        """As a pod is ended. Returns the exit status."""
+        process = self._processes.pop(role)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(20)
+
+    def kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+    def log(self, role: str) -> str:
+        return (self.folder / f"{role}.log").read_text()
+
+    def _spawn(self, name: str, command: list[str], environ: dict[str, str]) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
