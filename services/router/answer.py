@@ -25,7 +25,9 @@ class Format(Protocol):
         """Choices to send before a choice's first piece."""
         ...
 
-    def delta(self, choice: int, piece: Piece) -> msgspec.Struct: ...
+    def delta(self, choice: int, piece: Piece) -> msgspec.Struct | None:
+        """None when there is nothing to send yet."""
+        ...
 
     def whole(
         self, pieces: Sequence[Piece], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
@@ -127,7 +129,8 @@ async def _stream(
                     opened[choice] = True
                     out += [chunks.choice(first, usage) for first in form.opening(choice)]
                 if piece.text or piece.logprobs or piece.finish_reason is not None:
-                    out.append(chunks.choice(form.delta(choice, piece), usage))
+                    delta = form.delta(choice, piece)
+                    out += [chunks.choice(delta, usage)] if delta is not None else []
             if out:
                 await events.write(b"".join(out))
         if wants_usage or explain:

@@ -1,15 +1,16 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from services.router.answer import Head, answer
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
-from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
 from services.router.generation import Generation
 from services.router.logprobs import LogprobWriter
+from services.router.message_reader import MessageFormat, MessageReader
 from services.router.openai_schema import ChatCompletionRequest
 from services.router.parameters import chat_logprobs, check_prompt, text_rules, truncated
 from services.router.parsing import parse
@@ -35,11 +36,11 @@ class ChatEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), ChatCompletionRequest)
-        _check(request)
         model = frontend.model_name(request.model)
         limits = frontend.limits()
         logprobs = chat_logprobs(request)
         text = await frontend.model.render_chat(request)
+        message_format = MessageFormat(frontend.settings, request, text)
         token_ids = await frontend.tokenize(
             text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
         )
@@ -49,43 +50,56 @@ class ChatEndpoint:
             f"chatcmpl-{request.request_id or context.request_id}", "chat.completion.chunk", frontend.now(), model
         )
         rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
+        if message_format.needs_special_tokens:
+            rules = replace(rules, skip_special_tokens=False)
         generation = frontend.generate(request, head.id, [token_ids], rules, limits, arrived_at=context.arrived_at)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
-        form = ChatFormat(request, head, generation, writer, role=frontend.settings.response_role)
+        shape = ChatShape(request, message_format, role=frontend.settings.response_role)
+        form = ChatFormat(shape, head, generation, writer)
         await answer(request, generation, form, head, explain=context.explain, receive=receive, send=send)
+
+
+class ChatShape:
+    """What a request says about the form of its answers."""
+
+    def __init__(self, request: ChatCompletionRequest, message_format: MessageFormat, *, role: str) -> None:
+        last = request.messages[-1]
+        continues = bool(request.continue_final_message) or request.add_generation_prompt is False
+        self.message_format = message_format
+        self.role = last.role if continues else role
+        self.wants_logprobs = bool(request.logprobs)
+        is_same_role = last.role == self.role and isinstance(last.content, str)
+        self.echo = last.content if request.echo and is_same_role and isinstance(last.content, str) else ""
 
 
 class ChatFormat:
     object_name = "chat.completion"
 
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        head: Head,
-        generation: Generation,
-        logprobs: LogprobWriter,
-        *,
-        role: str,
-    ) -> None:
+    def __init__(self, shape: ChatShape, head: Head, generation: Generation, logprobs: LogprobWriter) -> None:
         self._head = head
         self._generation = generation
         self._logprobs = logprobs
-        last = request.messages[-1]
-        continues = bool(request.continue_final_message) or request.add_generation_prompt is False
-        self._role = last.role if continues else role
-        self._wants_logprobs = bool(request.logprobs)
-        is_same_role = last.role == self._role and isinstance(last.content, str)
-        self._echo = last.content if request.echo and is_same_role and isinstance(last.content, str) else ""
+        self._shape = shape
+        self._readers: list[MessageReader] | None = None
+        if not shape.message_format.is_plain:
+            self._readers = [shape.message_format.reader() for _ in generation.writers]
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._role, content=self._echo)),)
+        return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)
 
-    def delta(self, choice: int, piece: Piece) -> msgspec.Struct:
+    def delta(self, choice: int, piece: Piece) -> msgspec.Struct | None:
+        is_last = piece.finish_reason is not None
+        delta: ChatDelta | None = ChatDelta(content=piece.text)
+        if self._readers is not None:
+            delta = self._readers[choice].delta(piece.text, is_last=is_last)
+        logprobs = self._chat_logprobs(piece)
+        if delta is None and logprobs is None and not is_last:
+            return None
         return ChatDeltaChoice(
             index=choice,
-            delta=ChatDelta(content=piece.text),
-            logprobs=self._chat_logprobs(piece),
-            finish_reason=piece.finish_reason,
+            delta=delta or ChatDelta(),
+            logprobs=logprobs,
+            finish_reason=self._finish_reason(choice, piece),
             stop_reason=piece.stop_reason if piece.finish_reason is not None else msgspec.UNSET,
         )
 
@@ -95,9 +109,9 @@ class ChatFormat:
         choices = [
             ChatChoice(
                 index=i,
-                message=ChatMessageAnswer(role=self._role, content=self._echo + piece.text),
+                message=self._message(i, piece),
                 logprobs=self._chat_logprobs(piece),
-                finish_reason=piece.finish_reason,
+                finish_reason=self._finish_reason(i, piece),
                 stop_reason=piece.stop_reason,
             )
             for i, piece in enumerate(pieces)
@@ -113,19 +127,22 @@ class ChatFormat:
             baton=baton,
         )
 
+    def _message(self, choice: int, piece: Piece) -> ChatMessageAnswer:
+        role, echo = self._shape.role, self._shape.echo
+        if self._readers is None:
+            return ChatMessageAnswer(role=role, content=echo + piece.text)
+        message = self._readers[choice].whole(piece.text)
+        return ChatMessageAnswer(
+            role=role,
+            content=echo + (message.content or "") if echo else message.content,
+            reasoning_content=message.reasoning,
+            reasoning=message.reasoning,
+            tool_calls=message.tool_calls,
+        )
+
+    def _finish_reason(self, choice: int, piece: Piece) -> str | None:
+        has_calls = self._readers is not None and self._readers[choice].has_calls
+        return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason
+
     def _chat_logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        return self._logprobs.chat(piece.logprobs or []) if self._wants_logprobs else None
-
-
-def _check(request: ChatCompletionRequest) -> None:
-    choice = request.tool_choice
-    if request.tools and choice != "none":
-        raise BadRequestError(
-            "parameter 'tools' is not supported: tool calls are not parsed, only tool_choice 'none' is served",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    if choice not in (None, "none", "auto"):
-        raise BadRequestError(
-            "parameter 'tool_choice' is not supported", param="tool_choice", code="unsupported_parameter"
-        )
+        return self._logprobs.chat(piece.logprobs or []) if self._shape.wants_logprobs else None

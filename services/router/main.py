@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     """Returns when requests are accepted. Raises `ModelFolderError` or `ConfigurationError`."""
+    if settings.enable_auto_tool_choice and settings.tool_call_parser is None:
+        raise ConfigurationError("--enable-auto-tool-choice needs --tool-call-parser")
     keys = api_keys(settings)
     model = ServedModel.from_settings(settings)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])

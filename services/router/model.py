@@ -18,6 +18,9 @@ from services.router.tokenization import TextTokenizer, read_json
 
 T = TypeVar("T")
 
+SHORT_ID_CHARS = 9
+"""Mistral's templates refuse ids of calls of any other length."""
+
 _INLINE_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that running streams do not wait for them."""
 
@@ -40,6 +43,7 @@ class ServedModel:
         self.sampling_defaults = SamplingDefaults()
         self._templates = templates
         self._content_format = settings.chat_template_content_format
+        self._has_short_ids = settings.tool_call_parser == "mistral"
         self._trusts_requests = settings.trust_request_chat_template
 
     @classmethod
@@ -91,7 +95,7 @@ class ServedModel:
                 extra.setdefault("reasoning_effort", request.reasoning_effort)
         for taken in ("messages", "tools", "documents", "add_generation_prompt"):
             extra.pop(taken, None)
-        size = sum(len(m.content) if isinstance(m.content, str) else _INLINE_CHARS for m in messages)
+        size = sum(_INLINE_CHARS if isinstance(m.content, list) else len(m.content or "") for m in messages)
         return await _run(
             size,
             lambda: template.render(
@@ -127,9 +131,27 @@ class ServedModel:
                 plain["content"] = [{"type": "text", "text": text} for text in texts]
             else:
                 plain["content"] = "\n".join(texts)
-        if isinstance(calls := plain.get("tool_calls"), list):
-            plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-        return plain
+        return self._with_calls(plain)
+
+    def _with_calls(self, message: Message) -> Message:
+        """As templates expect them: no empty list, arguments as objects, and ids as long as the model knows them."""
+        calls = message.pop("tool_calls", None)
+        if isinstance(calls, list) and calls:
+            message["tool_calls"] = [self._call(call) for call in calls]
+        elif calls:
+            raise BadRequestError("messages: tool_calls must be a list", param="messages")
+        if isinstance(answered := message.get("tool_call_id"), str):
+            message["tool_call_id"] = self._short_id(answered)
+        return message
+
+    def _call(self, call: Json) -> Json:
+        call = _with_parsed_arguments(call)
+        if isinstance(call, dict) and isinstance(given := call.get("id"), str):
+            return {**call, "id": self._short_id(given)}
+        return call
+
+    def _short_id(self, given: str) -> str:
+        return given[-SHORT_ID_CHARS:] if self._has_short_ids else given
 
 
 class ModelNames:

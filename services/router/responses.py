@@ -51,12 +51,26 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning goes by both of the names that clients know."""
+
     role: str
-    content: str
+    content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[str] = []
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +94,24 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     baton: Explanation | list[Explanation] | msgspec.UnsetType = msgspec.UNSET
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
+ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]
+
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One field, one flag: `max_model_len` is `--max-model-len`."""
@@ -64,6 +67,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     trust_request_chat_template: Annotated[bool, Meta(description="run chat templates that come with requests")] = False
     response_role: Annotated[str, Meta(description="role of answers in chats", min_length=1)] = "assistant"
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="let models call tools that requests offer; needs --tool-call-parser")
+    ] = False
+    tool_call_parser: Annotated[
+        ToolCallParser | None, Meta(description="format in which the model writes calls of tools")
+    ] = None
+    reasoning_parser: Annotated[
+        ReasoningParser | None,
+        Meta(description="format in which the model writes its reasoning, to be told from the answer"),
+    ] = None
     return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
 
     max_request_bytes: Annotated[int, Meta(description="greatest body of a request", ge=1)] = 8 * 1024 * 1024

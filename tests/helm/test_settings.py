@@ -85,6 +85,7 @@ def everything_set() -> list[Manifest]:
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
     engine |= {"numGpuBlocksOverride": 5, "threads": 3}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
+    router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3"}
     tls = {"secretName": "tls"}
     return objects(
         {

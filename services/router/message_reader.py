@@ -1,0 +1,155 @@
+"""An answer's text to what a message consists of: reasoning, content, calls of tools. One reader for each choice.
+
+Knows which formats a router was started with and what a request wants of them; the formats know the texts.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.router.errors import BadRequestError
+from services.router.model import SHORT_ID_CHARS
+from services.router.openai_schema import ChatCompletionRequest
+from services.router.reasoning import REASONING_FORMATS
+from services.router.responses import ChatDelta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from services.router.scanning.parts import Call, Content, Part, PartReader, Reasoning, merged
+from services.router.settings import RouterSettings
+from services.router.tool_calls import TOOL_CALL_FORMATS, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`content` is null when there is something else instead."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[ToolCall]
+
+
+class MessageFormat:
+    """How the answers to one request are read."""
+
+    def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
+        """Raises `BadRequestError` for tools that cannot be served."""
+        self._prompt = prompt
+        self._calls = None
+        if _wants_calls(request, settings) and settings.tool_call_parser is not None:
+            self._calls = TOOL_CALL_FORMATS[settings.tool_call_parser]
+        self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
+        self._tools = Tools([tool.function for tool in request.tools or []])
+        self._is_parallel = request.parallel_tool_calls is not False
+        self._shows_reasoning = request.include_reasoning is not False
+        self._has_short_ids = settings.tool_call_parser == "mistral"
+
+    @property
+    def is_plain(self) -> bool:
+        """The text is the content, and no reader is needed."""
+        return self._calls is None and self._reasoning is None
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        formats = (self._calls, self._reasoning)
+        return any(format is not None and format.has_special_tokens for format in formats)
+
+    def reader(self) -> "MessageReader":
+        return MessageReader(
+            self._reasoning.reader(self._prompt) if self._reasoning is not None else None,
+            self._calls.reader(self._tools) if self._calls is not None else None,
+            self,
+        )
+
+    def is_wanted(self, part: Part) -> bool:
+        if isinstance(part, Reasoning):
+            return self._shows_reasoning
+        return not isinstance(part, Call) or self._is_parallel or part.index == 0
+
+    def new_id(self) -> str:
+        if not self._has_short_ids:
+            return f"call_{secrets.token_hex(12)}"
+        return secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
+
+
+class MessageReader:
+    """Reasoning is taken out first; the rest is searched for calls."""
+
+    def __init__(self, reasoning: PartReader | None, calls: PartReader | None, format: MessageFormat) -> None:
+        self.has_calls = False
+        self._reasoning = reasoning
+        self._calls = calls
+        self._format = format
+
+    def whole(self, text: str) -> Message:
+        parts = merged([*self._push(text), *self._finish()])
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [
+            ToolCall(id=self._format.new_id(), function=FunctionCall(part.name or "", part.arguments))
+            for part in parts
+            if isinstance(part, Call)
+        ]
+        return Message(content if content or not (reasoning or calls) else None, reasoning or None, calls)
+
+    def delta(self, text: str, *, is_last: bool) -> ChatDelta | None:
+        """None when nothing can be said yet."""
+        parts = self._push(text) + (self._finish() if is_last else [])
+        if not parts:
+            return None
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [self._call_delta(part) for part in parts if isinstance(part, Call)]
+        return ChatDelta(
+            content=content or None,
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
+            tool_calls=calls or None,
+        )
+
+    def _call_delta(self, call: Call) -> ToolCallDelta:
+        function = FunctionDelta(call.name, call.arguments)
+        if call.name is None:
+            return ToolCallDelta(index=call.index, function=function)
+        return ToolCallDelta(index=call.index, id=self._format.new_id(), type="function", function=function)
+
+    def _push(self, text: str) -> list[Part]:
+        parts: Sequence[Part] = self._reasoning.push(text) if self._reasoning is not None else [Content(text)]
+        return self._read(parts)
+
+    def _finish(self) -> list[Part]:
+        parts = self._read(self._reasoning.finish() if self._reasoning is not None else [])
+        return parts + (self._wanted(self._calls.finish()) if self._calls is not None else [])
+
+    def _read(self, parts: Sequence[Part]) -> list[Part]:
+        read: list[Part] = []
+        for part in parts:
+            if isinstance(part, Content) and self._calls is not None:
+                read += self._calls.push(part.text)
+            elif not isinstance(part, Content) or part.text:
+                read.append(part)
+        return self._wanted(read)
+
+    def _wanted(self, parts: Sequence[Part]) -> list[Part]:
+        wanted = [part for part in parts if self._format.is_wanted(part)]
+        self.has_calls = self.has_calls or any(isinstance(part, Call) for part in wanted)
+        return wanted
+
+
+def _wants_calls(request: ChatCompletionRequest, settings: RouterSettings) -> bool:
+    """Raises `BadRequestError`."""
+    choice = request.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise BadRequestError(
+            "tool_choice: 'required' and named functions need structured output, which is not supported yet; "
+            "'auto' and 'none' are served",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if not request.tools or choice == "none":
+        return False
+    if not settings.enable_auto_tool_choice:
+        raise BadRequestError(
+            "parameter 'tools' is not supported by this server: calls are read only with --enable-auto-tool-choice and "
+            "--tool-call-parser; without them only tool_choice 'none' is served",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return True
