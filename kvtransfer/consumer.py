@@ -16,7 +16,8 @@ from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.context import NodeContext
 from kvtransfer.copying import CopyJob, CopyResult, Receipt, StopFlag
 from kvtransfer.fetching import Fetching, FetchResult, OnBlocks
-from kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renew, Renewed, ToConsumer
+from kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renewed, ToConsumer
+from kvtransfer.renewals import Renewals
 from kvtransfer.session.consumer import ConsumerSession
 from kvtransfer.session.steps import (
     Arrived,
@@ -43,8 +44,6 @@ ERROR_OF: dict[Fault, type[errors.TransferError]] = {
     Fault.CANCELLED: errors.TransferCancelled,
     Fault.CLOSED: errors.NodeClosed,
 }
-SMOOTHING = 0.3
-RENEWALS_KEPT = 16
 
 
 class ConsumerSide:
@@ -52,9 +51,7 @@ class ConsumerSide:
         self._context = context
         self._fetches: dict[TicketId, Fetching] = {}
         self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
-        self._renewals: OrderedDict[int, tuple[ConsumerLink, float, dict[TicketId, int]]] = OrderedDict()
-        self._sequence = 0
-        self._renew_at = 0.0
+        self._renewals = Renewals(context.limits.lease_s / 3)
         self.connections = Connections(context, on_message=self._receive, on_lost=self._lost)
 
     async def fetch(
@@ -90,8 +87,7 @@ class ConsumerSide:
     def tick(self, now: float) -> None:
         for fetching in list(self._fetches.values()):
             self._apply(fetching, fetching.session.tick(now))
-        if now >= self._renew_at:
-            self._renew_at = now + self._context.limits.lease_s / 3
+        if self._renewals.is_due(now):
             for link in self.connections:
                 self._renew(link, now)
 
@@ -148,12 +144,12 @@ class ConsumerSide:
             self._linked(fetching, link)
 
     def _linked(self, fetching: Fetching, link: ConsumerLink) -> None:
-        if link.transport is None or not link.is_up:
+        transport = link.transport
+        if transport is None or not link.is_up:
             self._connect(fetching, self._context.limits.relink_timeout_s)
             return
-        fetching.link = link
+        fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
         fetching.stop = StopFlag()
-        transport = link.transport
         steps = fetching.session.linked(transport.name, pulls=transport.pulls, now=self._context.clock())
         self._apply(fetching, steps)
 
@@ -168,7 +164,7 @@ class ConsumerSide:
             case Bytes():
                 self._take_bytes(link, message, frames)
             case Renewed():
-                self._renewed(message, self._context.clock())
+                self._renewed(link, message, self._context.clock())
             case Ready() | Blocks() | Done() | Fail():
                 self._hear(link, message, frames)
             case _:
@@ -251,17 +247,15 @@ class ConsumerSide:
         self, fetching: Fetching, placements: Sequence[Placement], message: Blocks, frames: Sequence[zmq.Frame]
     ) -> None:
         """Inline if it is little, else in a thread, or as the bytes come in."""
-        link, context = fetching.link, self._context
-        if link is None or link.inlet is None or link.transport is None:
-            self._copied(fetching, CopyResult(abandoned=[placement.index for placement in placements]))
-            return
+        context, link, inlet = self._context, fetching.link, fetching.inlet
+        assert link is not None and inlet is not None
         block_bytes = context.memory.block_bytes
-        if link.transport.buffers and not frames:
-            num_bytes = len(message.pieces) * block_bytes
+        link.meter.announced(len(placements) * block_bytes, context.clock())
+        if fetching.is_buffered and not frames:
             link.receipts[message.parcel] = Receipt(
-                link.inlet,
+                inlet,
                 placements,
-                num_bytes=num_bytes,
+                num_bytes=len(message.pieces) * block_bytes,
                 block_bytes=block_bytes,
                 stop=fetching.stop,
                 workers=context.workers,
@@ -270,7 +264,7 @@ class ConsumerSide:
             return
         each = len(frames) // len(message.pieces)
         buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
-        job = CopyJob(link.inlet, placements, buffers, fetching.stop)
+        job = CopyJob(inlet, placements, buffers, fetching.stop)
         credit = sum(len(frame) for frame in frames)
         if len(placements) * block_bytes <= context.settings.inline_bytes:
             self._reported(fetching, link, job.run(), credit)
@@ -291,8 +285,9 @@ class ConsumerSide:
     def _reported(self, fetching: Fetching, link: ConsumerLink, result: CopyResult, credit: int) -> None:
         if credit:
             link.send(Got(credit))
-        if result.copied:
-            _measure(link, len(result.copied) * self._context.memory.block_bytes, result.seconds)
+        ended = len(result.copied) + len(result.damaged) + len(result.abandoned)
+        if ended:
+            link.meter.delivered(ended * self._context.memory.block_bytes, self._context.clock())
         self._copied(fetching, result)
 
     def _copied(self, fetching: Fetching, result: CopyResult) -> None:
@@ -330,26 +325,17 @@ class ConsumerSide:
             if fetching.link is link and fetching.session.attempt
         }
         if attempts:
-            self._sequence += 1
-            self._renewals[self._sequence] = (link, now, attempts)
-            while len(self._renewals) > RENEWALS_KEPT * 64:
-                self._renewals.popitem(last=False)
-            link.send(Renew(self._sequence, list(attempts)))
+            link.send(self._renewals.renew(attempts, now))
 
-    def _renewed(self, message: Renewed, now: float) -> None:
-        renewal = self._renewals.pop(message.sequence, None)
-        if renewal is None:
-            return
-        link, sent_at, attempts = renewal
-        unknown = set(message.unknown)
-        for ticket, attempt in attempts.items():
-            fetching = self._fetches.get(ticket)
-            if fetching is None or fetching.link is not link or fetching.session.attempt != attempt:
+    def _renewed(self, link: ConsumerLink, message: Renewed, now: float) -> None:
+        for confirmed in self._renewals.confirm(message):
+            fetching = self._fetches.get(confirmed.ticket)
+            if fetching is None or fetching.link is not link or fetching.session.attempt != confirmed.attempt:
                 continue
-            if ticket in unknown:
-                self._apply(fetching, fetching.session.forgotten(attempt, now))
+            if confirmed.is_known:
+                fetching.session.renewed(confirmed.sent_at)
             else:
-                fetching.session.renewed(sent_at)
+                self._apply(fetching, fetching.session.forgotten(confirmed.attempt, now))
 
 
 async def _settled(future: "asyncio.Future[FetchResult]") -> None:
@@ -366,9 +352,3 @@ async def _settled(future: "asyncio.Future[FetchResult]") -> None:
 def _credit(link: ConsumerLink, frames: Sequence[zmq.Frame]) -> None:
     if frames:
         link.send(Got(sum(len(frame) for frame in frames)))
-
-
-def _measure(link: ConsumerLink, num_bytes: int, seconds: float) -> None:
-    if seconds > 0:
-        rate = num_bytes / seconds
-        link.bytes_per_second += (rate - link.bytes_per_second) * (SMOOTHING if link.bytes_per_second else 1.0)

@@ -23,6 +23,7 @@ from kvtransfer.frames import (
     peer_of,
 )
 from kvtransfer.liveness import ProcessWatch, watch_process
+from kvtransfer.meter import Meter
 from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure
 from kvtransfer.transports.port import Inlet, Transport
 
@@ -47,7 +48,7 @@ class ConsumerLink:
         self.why: list[str] = []
         self.is_up = True
         self.receipts: dict[int, Receipt] = {}
-        self.bytes_per_second = 0.0
+        self.meter = Meter()
         self._context = context
         self._on_message = on_message
         self._on_lost = on_lost

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ class CopyResult:
     damaged: list[int] = field(default_factory=list)
     abandoned: list[int] = field(default_factory=list)
     error: str = ""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class CopyJob:
 
     def run(self) -> CopyResult:
         """Never raises: the session must hear of every placement."""
-        result, began = CopyResult(), time.perf_counter()
+        result = CopyResult()
         for placement, frames in zip(self.placements, self.frames, strict=True):
             if self.stop.is_set or result.error:
                 result.abandoned.append(placement.index)
@@ -59,7 +57,6 @@ class CopyJob:
                 result.abandoned.append(placement.index)
             else:
                 (result.copied if matches else result.damaged).append(placement.index)
-        result.seconds = time.perf_counter() - began
         return result
 
 
@@ -113,7 +110,6 @@ class Receipt:
         self._workers.submit(self._run)
 
     def _run(self) -> None:
-        began = time.perf_counter()
         while True:
             with self._lock:
                 frame = self._frames.popleft() if self._frames else None
@@ -123,7 +119,7 @@ class Receipt:
                 self._guarded_take(frame)
                 self._credit += len(frame)
             if self._is_news():
-                began = self._tell(began)
+                self._tell()
             if frame is None and self._is_left_alone():
                 return
 
@@ -143,12 +139,9 @@ class Receipt:
             self._is_scheduled = False
             return True
 
-    def _tell(self, began: float) -> float:
-        result, credit, now = self._result, self._credit, time.perf_counter()
-        result.seconds = now - began
-        self._workers.post(partial(self._report, result, credit))
+    def _tell(self) -> None:
+        self._workers.post(partial(self._report, self._result, self._credit))
         self._result, self._credit = CopyResult(), 0
-        return now
 
     def _guarded_take(self, frame: Buffer) -> None:
         try:

@@ -9,6 +9,7 @@ from contracts.messages import Ticket
 from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.copying import StopFlag
 from kvtransfer.session.consumer import ConsumerSession
+from kvtransfer.transports.port import Inlet
 
 OnBlocks = Callable[[list[BlockName]], None]
 
@@ -37,6 +38,9 @@ class Fetching:
         self.on_blocks = on_blocks
         self.began = began
         self.link: ConsumerLink | None = None
+        self.inlet: Inlet | None = None
+        """Of this attempt: the connection may have changed to another transport since."""
+        self.is_buffered = False
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False

@@ -78,6 +78,7 @@ class TransferNode:
         """Where peers reach this node; known after `start`."""
 
     async def start(self) -> None:
+        """Raises `LocalTransferError` when the address cannot be bound."""
         settings, loop = self._settings, asyncio.get_running_loop()
         self._context = NodeContext(
             instance=self._instance,
@@ -96,7 +97,12 @@ class TransferNode:
         )
         for transport in self._transports.values():
             await transport.start()
-        self._producer = ProducerSide(self._context)
+        try:
+            self._producer = ProducerSide(self._context)
+        except zmq.ZMQError as exc:
+            await self._free(self._context)
+            self._context = None
+            raise LocalTransferError(f"cannot bind {settings.bind}: {exc}") from exc
         self._consumer = ConsumerSide(self._context)
         self.address = _advertised(self._producer.address, settings.advertise_host)
         self._ticking = loop.call_later(settings.tick_s, self._tick)
@@ -110,10 +116,7 @@ class TransferNode:
         await self._producing.close(CLOSE_TIMEOUT_S)
         if self._ticking is not None:
             self._ticking.cancel()
-        for transport in self._transports.values():
-            await transport.close()
-        context.workers.close()
-        context.zmq.destroy(linger=0)
+        await self._free(context)
 
     async def connect(self, address: str) -> None:
         """Say hello to a producer now, so that the first fetch need not. Raises `RemoteTransferError`."""
@@ -169,7 +172,7 @@ class TransferNode:
     def links(self) -> list[LinkStatus]:
         """Connections to producers, and how fast each was measured to be."""
         return [
-            LinkStatus(peer=link.peer[0], transport=link.transport.name, bytes_per_second=link.bytes_per_second)
+            LinkStatus(peer=link.peer[0], transport=link.transport.name, bytes_per_second=link.meter.bytes_per_second)
             for link in self._consuming.connections
             if link.is_ready() and link.peer is not None and link.transport is not None
         ]
@@ -197,6 +200,12 @@ class TransferNode:
         if self._consumer is None:
             raise NodeClosed("the node was not started")
         return self._consumer
+
+    async def _free(self, context: NodeContext) -> None:
+        for transport in self._transports.values():
+            await transport.close()
+        context.workers.close()
+        context.zmq.destroy(linger=0)
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._settings.tick_s, self._tick)

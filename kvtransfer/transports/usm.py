@@ -7,6 +7,7 @@ guessed. Containers that share no network namespace set `run_dir` to a folder th
 
 import asyncio
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -21,6 +22,8 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
 from kvtransfer.transports.memory import AnnounceOnly, HostInlet
 from kvtransfer.transports.port import NodeFacts
+
+logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 ANSWER = struct.Struct("<QQ")
@@ -49,12 +52,18 @@ class UsmTransport:
         if fd is None:
             return
         seal_size(fd)
-        self._read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        self._listener.bind(self._address)
-        self._listener.listen(64)
-        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.setblocking(False)
+            listener.bind(self._address)
+            listener.listen(64)
+            self._read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as exc:
+            listener.close()
+            logger.warning("shared memory is not offered: %s: %s", self._path or "socket", exc)
+            return
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     def offer(self, hello: Hello) -> Offer | None:
         if self._listener is None or hello.host.boot_id != self._facts.host.boot_id:

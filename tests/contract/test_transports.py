@@ -1,8 +1,10 @@
 """Every transport through the same transfers, both nodes in one process. For two: `test_transports_processes.py`."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ from kvtransfer import (
     UnknownTicket,
 )
 from kvtransfer.session.steps import Placement
-from tests.contract.transports_pair import LAYOUT, SETTINGS, Meddler, Pair, name, pair_of
+from tests.contract.transports_pair import LAYOUT, SETTINGS, Meddler, Pair, name, pair_of, running
 
 TRANSPORTS = ("memory", "usm", "zeromq")
 
@@ -383,6 +385,89 @@ def test_more_bytes_than_the_window_still_arrive(transport: str) -> None:
     run(test())
 
 
+def test_a_slow_consumer_slows_only_its_own_connection(transport: str) -> None:
+    async def test() -> None:
+        meddler, go_on = Meddler(), threading.Event()
+        settings = only(transport, inline_bytes=0, window_bytes=LAYOUT.block_bytes, copy_threads=1)
+        async with pair_of(settings, meddler=meddler) as pair, running("decode-1", settings, generation=33) as other:
+            meddler.before = lambda placement: _wait(go_on)
+            slow_ticket, quick_ticket = (
+                pair.ticket(),
+                msgspec.structs.replace(pair.ticket(), sink=other.instance, sink_generation=other.generation),
+            )
+            blocks = wanted(*((i, i) for i in range(8)))
+            for block in range(8):
+                pair.producer.fill(block, seed=block)
+            for ticket in (slow_ticket, quick_ticket):
+                pair.producer.node.open(ticket)
+                pair.producer.node.publish(ticket.ticket, blocks)
+                pair.producer.node.finish(ticket.ticket, b"")
+            slow = asyncio.create_task(pair.consumer.node.fetch(slow_ticket, blocks))
+            if transport != "memory":
+                await other.node.fetch(quick_ticket, blocks)
+                assert all(other.holds(i, seed=i) for i in range(8))
+            else:
+                pair.producer.node.cancel(quick_ticket.ticket)
+            assert not slow.done()
+            go_on.set()
+            await slow
+
+    run(test())
+
+
+def test_fetches_beside_one_that_demotes_their_transport_go_on() -> None:
+    async def test() -> None:
+        meddler = Meddler()
+        settings = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"), inline_bytes=0)
+        async with pair_of(settings, meddler=meddler) as pair:
+            beside = pair.ticket()
+            blocks = wanted(*((i, i) for i in range(40, 46)))
+            pair.producer.node.open(beside)
+            fetch = asyncio.create_task(pair.consumer.node.fetch(beside, blocks))
+            await asyncio.sleep(0.05)
+            meddler.after = lambda transport, _: "bad" if transport == "usm" else None  # type: ignore[assignment]
+            assert await handoff(pair, 3) == "zeromq"
+            for block in range(40, 46):
+                pair.producer.fill(block, seed=block)
+            pair.producer.node.publish(beside.ticket, blocks)
+            pair.producer.node.finish(beside.ticket, b"")
+            assert (await fetch).transport == "zeromq"
+            assert all(pair.consumer.holds(i, seed=i) for i in range(40, 46))
+
+    run(test())
+
+
+def test_shared_memory_may_be_handed_out_in_a_folder(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with pair_of(only("usm", run_dir=str(tmp_path))) as pair:
+            assert len(os.listdir(tmp_path)) == 2
+            assert await handoff(pair, 3) == "usm"
+        assert os.listdir(tmp_path) == []
+
+    run(test())
+
+
+def test_without_a_place_for_its_socket_a_node_falls_back_to_zeromq(tmp_path: Path) -> None:
+    async def test() -> None:
+        settings = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"), run_dir=str(tmp_path / "missing"))
+        async with pair_of(settings) as pair:
+            assert await handoff(pair, 3) == "zeromq"
+            assert "not offered" in " ".join(pair.consumer.node.explain_links()[pair.producer.instance])
+
+    run(test())
+
+
+def test_an_address_in_use_is_one_clear_error() -> None:
+    async def test() -> None:
+        async with running("prefill-0", SETTINGS) as first:
+            taken = msgspec.structs.replace(SETTINGS, bind=first.node.address)
+            with pytest.raises(LocalTransferError, match="cannot bind"):
+                async with running("prefill-1", taken):
+                    pass
+
+    run(test())
+
+
 def test_a_partial_fetch_takes_what_the_producer_has(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
@@ -458,6 +543,10 @@ def test_misuse_is_a_local_error(transport: str) -> None:
             await pair.producer.node.released(ticket.ticket)
 
     run(test())
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(5)
 
 
 async def handoff(pair: Pair, num_blocks: int, first: int = 0) -> str:

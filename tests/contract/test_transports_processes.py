@@ -182,6 +182,24 @@ def test_a_consumer_that_froze_briefly_finishes_its_fetch(transport: str) -> Non
     run(test())
 
 
+def test_a_busy_peer_is_not_taken_for_a_dead_one(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            ticket = to_here(source, here)
+            await source.ask("open", full=text(ticket))
+            fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0))))
+            await asyncio.sleep(0.1)
+            await source.ask("block", seconds=1.0)
+            assert not fetch.done() and here.tally.retries == []
+            await source.ask("publish", ticket=ticket.ticket, blocks=[(0, 0)])
+            await source.ask("finish", ticket=ticket.ticket)
+            await fetch
+            assert here.holds(0, seed=0)
+
+    run(test())
+
+
 def test_a_restarted_producer_under_the_same_address_is_not_taken_for_the_old_one(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)

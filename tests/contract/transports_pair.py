@@ -150,8 +150,8 @@ async def running(
     node = TransferNode(
         instance=identity, generation=number, layout=layout, memory=memory, settings=settings, ports=ports
     )
-    await node.start()
     try:
+        await node.start()
         yield Node(node, memory, tally, identity, number)
     finally:
         await node.close()

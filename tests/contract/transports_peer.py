@@ -9,11 +9,13 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 
 from contracts.identity import Generation, InstanceId, TicketId
 from contracts.messages import Ticket
@@ -98,6 +100,8 @@ async def obey(node: Node, command: dict[str, Any], fetches: dict[str, "asyncio.
             fetches[full.ticket] = asyncio.create_task(_fetch(node, full, command["blocks"]))
         case "fetched":
             return await fetches[ticket]
+        case "block":
+            time.sleep(command["seconds"])  # noqa: ASYNC251  (busy, not frozen: the loop stands still, the process lives)
         case "sessions":
             return node.node.num_sessions()
         case op:
@@ -122,5 +126,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())
     os._exit(0)
