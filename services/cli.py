@@ -1,4 +1,4 @@
-"""`baton serve | router | prefill | decode | unified`: finds the process asked for and imports nothing else.
+"""`baton serve | router | prefill | decode | unified | doctor`: finds the process asked for and imports nothing else.
 
 Above all layers: it hands `serve` the options of the other processes, which `services.local` must not import.
 """
@@ -16,6 +16,7 @@ COMMANDS = {
     "prefill": "an instance that reads prompts and hands their KV blocks on",
     "decode": "an instance that takes over the blocks and writes the answers",
     "unified": "an instance that does both",
+    "doctor": "what of this machine helps or hinders serving, with remedies",
 }
 
 

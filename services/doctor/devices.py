@@ -1,0 +1,89 @@
+"""Asks `device_probe` in a throw-away process, with a deadline, and judges what it says."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+
+import msgspec
+
+from services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
+from services.doctor.findings import Finding, note, ok, problem, warning
+
+SLOW_COPY = 4e9
+PROBE = (sys.executable, "-m", "services.doctor.device_probe")
+
+
+def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
+    if _version("torch") is None:
+        yield note("torch", "not installed: this machine can run a router", "instances need: pip install .[worker]")
+        return
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        yield problem(
+            "devices",
+            f"the driver did not answer within {timeout_s:g} s",
+            "reboot or reload the kernel module; see `dmesg`; show one card alone with ZE_AFFINITY_MASK=0",
+        )
+        return
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield problem(
+            "devices", f"torch cannot use this machine: {last}", "see `python -m services.doctor.device_probe`"
+        )
+        return
+    yield from judge(msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Facts))
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    features = ", ".join(name for name, is_there in facts.features.items() if is_there) or "none"
+    yield ok("torch", f"{facts.torch} with device {facts.kind}; features: {features}")
+    if facts.kind == "cpu":
+        yield note("devices", "torch sees no accelerator: instances run on the CPU", _cpu_remedy(facts.torch))
+        return
+    for device in facts.devices:
+        yield ok("devices", f"{facts.kind}:{device.index} {device.name}, {device.memory_bytes / 2**30:.1f} GiB")
+        yield _copy_speed(facts.kind, device)
+    for peer in facts.peers:
+        yield _peer(facts.kind, peer)
+
+
+def _copy_speed(kind: str, device: DeviceFacts) -> Finding:
+    slower = min(device.pinned_to_device, device.device_to_pinned)
+    text = (
+        f"{kind}:{device.index} {device.pinned_to_device / 1e9:.1f} GB/s in, "
+        f"{device.device_to_pinned / 1e9:.1f} GB/s out, pinned"
+    )
+    if slower >= SLOW_COPY:
+        return ok("copies", text)
+    return warning(
+        "copies", text, "check the slot's width (lspci -vv: LnkSta), ReBAR, and that memory really is pinned"
+    )
+
+
+def _peer(kind: str, peer: PeerFacts) -> Finding:
+    pair = f"{kind}:{peer.source} → {kind}:{peer.target}"
+    if not peer.is_intact:
+        return problem(
+            "peer copies",
+            f"{pair} arrived with other bytes than were sent",
+            "set CCL_TOPO_P2P_ACCESS=0 and keep --kv-transport at auto, usm or zeromq: they go through host memory",
+        )
+    said = {True: "direct", False: "through host memory", None: "path unknown"}[peer.can_access]
+    return ok("peer copies", f"{pair} {peer.bytes_per_second / 1e9:.1f} GB/s, verified ({said})")
+
+
+def _cpu_remedy(version: str) -> str:
+    if version.endswith("+cpu"):
+        return (
+            "this is torch's CPU build; on Arc install the XPU wheels: make setup TORCH_INDEX=<index of the XPU wheels>"
+        )
+    return "on Arc: install the compute runtime (libze1, libze-intel-gpu1) and the XPU wheels of torch"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,56 @@
+"""`baton doctor`: runs all checks and prints what they found. Status 0 without problems, 1 with one."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.common.configuration import environment, load_settings
+from services.common.version import VERSION
+from services.doctor.cards import check_cards, check_visible
+from services.doctor.devices import check_devices
+from services.doctor.findings import Finding, Report
+from services.doctor.limits import check_limits
+from services.doctor.network import check_network
+from services.doctor.settings import DoctorSettings
+
+MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
+
+
+def main(argv: Sequence[str]) -> int:
+    settings = load_settings(
+        DoctorSettings,
+        argv,
+        prefix="BATON__DOCTOR__",
+        program="baton doctor",
+        description="Checks this machine: driver, cards, torch, memory, limits, registry and peers.",
+    )
+    findings = asyncio.run(examine(settings, Path("/")))
+    report = Report(VERSION, all(finding.status != "problem" for finding in findings), findings)
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if settings.json else as_text(report))
+    return 0 if report.healthy else 1
+
+
+async def examine(settings: DoctorSettings, root: Path) -> list[Finding]:
+    findings = [*check_cards(root), *check_visible(root, environment()), *check_limits(root)]
+    if settings.device:
+        findings += await asyncio.to_thread(lambda: list(check_devices(settings.probe_timeout_s)))
+    findings += [finding async for finding in check_network(settings.registry, settings.peer)]
+    return findings
+
+
+def as_text(report: Report) -> str:
+    lines = []
+    for finding in report.findings:
+        lines.append(f"{MARKS[finding.status]}  {finding.check}: {finding.message}")
+        if finding.remedy:
+            lines.append(f"{'':9}→ {finding.remedy}")
+    problems = sum(finding.status == "problem" for finding in report.findings)
+    lines.append("no problems" if not problems else f"{problems} problem(s)")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
