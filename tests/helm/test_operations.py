@@ -1,0 +1,50 @@
+"""docs/operations.md names alerts, values, metrics and links that exist."""
+
+import re
+from typing import Any
+
+from services.cli import COMMANDS
+from tests.helm.chart import CHART, ROOT, of_kind, render, values_of, variant
+from tests.helm.promql import EXPRESSIONS, metrics_of
+
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", PAGE)
+
+
+def alerts() -> set[str]:
+    (rule,) = of_kind(render(variant("ha")), "PrometheusRule")
+    return {one["alert"] for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one}
+
+
+def test_every_alert_is_explained() -> None:
+    explained = set(re.findall(r"Baton[A-Z]\w+", PAGE)) | {"BatonTTFTBudgetBurnsSlow"}
+    assert explained == alerts()
+
+
+def test_every_values_key_that_is_named_exists() -> None:
+    values = values_of(CHART / "values.yaml")
+    for text in CODE:
+        path = re.fullmatch(r"((?:[a-z][A-Za-z]+\.)+[a-z][A-Za-z]+)(?:[:=].*)?", text)
+        if path and path[1].split(".")[0] in values:
+            node: Any = values
+            for key in path[1].split("."):
+                assert isinstance(node, dict) and key in node, text
+                node = node[key]
+
+
+def test_every_metric_that_is_named_is_used_by_a_dashboard_or_rule() -> None:
+    known = {name for text in EXPRESSIONS.values() for name in metrics_of(text)}
+    (rule,) = of_kind(render(variant("ha")), "PrometheusRule")
+    known |= {one["record"] for group in rule["spec"]["groups"] for one in group["rules"] if "record" in one}
+    named = {name for text in CODE if not text.startswith("baton ") for name in metrics_of(text)}
+    assert named and named <= known
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in ("operations.md", "sizing.md"):
+        for target in re.findall(r"\]\(([^)#]+)", (ROOT / "docs" / page).read_text()):
+            assert (ROOT / "docs" / target).exists(), target
+
+
+def test_every_command_is_one() -> None:
+    assert {words for words in re.findall(r"\bbaton (\w+)", " ".join(CODE) + "baton doctor")} <= set(COMMANDS)
