@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, wait_until
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 BLOCK = 16
@@ -59,8 +59,12 @@ def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) 
             assert served == expected_tokens(tmp_path, prompt, NEW_TOKENS), case
         cluster.wait_idle()
         assert cluster.metrics()["baton:handoff_seconds_count"] == len(PROMPTS)
-        (decode,) = cluster.instances("decode")
-        assert [link["transport"] for link in decode["links"]] == [transport]
+        wait_until(lambda: links_of(cluster) == [transport], timeout_s=5, what=f"a link over {transport} in /health")
+
+
+def links_of(cluster: Cluster) -> list[str]:
+    (decode,) = cluster.instances("decode")
+    return [str(link["transport"]) for link in decode["links"]]
 
 
 def test_tokens_are_the_same_when_a_small_cache_forces_preemption(llama: Path) -> None:
