@@ -9,6 +9,7 @@ from services.router.flight import Flight
 from services.router.job import FlightRules, Job
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
+from services.router.recent import RecentRequest, RecentRequests
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock
         self._flights: set[Flight] = set()
+        self.recent = RecentRequests()
 
     @property
     def num_flights(self) -> int:
@@ -77,6 +79,14 @@ class Dispatcher:
         self._flights.discard(flight)
         self._metrics.in_flight.set(len(self._flights))
         self._metrics.ended(flight)
+        self.recent.add(
+            RecentRequest(
+                prompt_tokens=len(flight.job.token_ids),
+                generated_tokens=sum(len(sequence.token_ids) for sequence in flight.sequences),
+                finish_reasons=[str(reason) for reason in flight.timeline.finish_reasons],
+                baton=flight.timeline.explain(flight.job.request_id, self._clock()),
+            )
+        )
         timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
         logger.info(
             "request ended",

@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 Asgi = Callable[[Scope, Receive, Send], Any]
 
-_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/ping", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
+)
 _LONGEST_REQUEST_ID = 200
 
 

@@ -1,5 +1,7 @@
 """Endpoints that need no model to run: what is served, how the cluster is, tokens and text."""
 
+from pathlib import Path
+
 import msgspec
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -12,6 +14,13 @@ from services.router.member import Member
 from services.router.openai_schema import DetokenizeRequest, TokenizeRequest
 from services.router.parsing import parse
 from services.router.responses import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+
+_PAGE = Path(__file__).parent / "page" / "index.html"
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+}
 
 
 class LinkHealth(msgspec.Struct, frozen=True):
@@ -103,6 +112,14 @@ def system_routes(frontend: Frontend) -> APIRouter:
     @router.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
         return Response(generate_latest(frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/", summary="A page that shows the cluster and chats with it", include_in_schema=False)
+    async def page() -> Response:
+        return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
+
+    @router.get("/recent", summary="Where the time of the last requests went, newest first")
+    async def recent() -> Response:
+        return _json(frontend.dispatcher.recent.all())
 
     @router.get("/v1/models", summary="Names under which the model is served")
     async def models() -> Response:
