@@ -192,6 +192,12 @@ def test_no_service_is_named_like_a_prefix_of_our_variables() -> None:
     assert names and not [name for name in names if name == "baton"]
 
 
+def test_the_longest_release_name_gives_names_that_kubernetes_accepts() -> None:
+    values = {"monitoring": {"serviceMonitor": {"enabled": True}}, "unified": {"replicas": 1}}
+    names = [o["metadata"]["name"] for o in objects(values, release="r" * 53)]
+    assert max(map(len, names)) <= 63
+
+
 def test_a_pool_may_turn_off_what_is_on_for_all() -> None:
     config = {role: named(render(variant("arc-xe")), "ConfigMap", role)["data"] for role in ("prefill", "decode")}
     assert config["prefill"]["BATON__PREFILL__ENABLE_PREFIX_CACHING"] == "true"
