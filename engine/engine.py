@@ -29,7 +29,7 @@ from engine.runner import Runner
 from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, State
-from engine.warm_up import exercise
+from engine.warm_up import compile_kernels, exercise
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ class Engine:
         self._runner = Runner(forward, self.kv, self.limits)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
+        if not device.is_host(self._device):
+            compile_kernels(self._runner, num_blocks, self.limits)
         if self._uses_graphs(config, forward):
             report("capturing graphs", 0.0)
             self._runner.capture_graphs(device.Capturing(self._device))
@@ -154,11 +156,13 @@ class Engine:
         started = time.monotonic()
         plan = self._scheduler.schedule(started)
         try:
-            sampled = self._runner.run(plan)
+            computing = self._runner.start(plan)
+            advanced = self._scheduler.advance(plan)
+            sampled = self._runner.finish(computing)
         except torch.OutOfMemoryError:
             logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
             return self._give_up(plan)
-        result = self._scheduler.apply(plan, sampled, time.monotonic())
+        result = self._scheduler.apply(plan, sampled, time.monotonic(), advanced=advanced)
         self._copy_blocks()
         self._meter.record(plan, time.monotonic() - started)
         result.events = self._pool.take_events()

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
@@ -71,7 +70,7 @@ class FusedForward:
         module = cast(Any, model.module)
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
-        self._head: Callable[[Tensor], Tensor] = module.lm_head
+        self._head = _linear(module.lm_head)
         self._layers = [_pack_layer(layer) for layer in module.model.layers]
         self._final_norm = _norm(module.model.norm)
         self._specs = model.specs
@@ -90,7 +89,7 @@ class FusedForward:
         hidden = self._kernels.rms_norm(residual, first.weight, first.eps)
         for number, layer in enumerate(self._layers):
             attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
-            output = linear(attended, layer.output.weight, layer.output.bias)
+            output = self._kernels.linear(attended, layer.output.weight, layer.output.bias)
             norm = layer.mlp_norm
             hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
             output = self._mlp(layer, hidden)
@@ -99,7 +98,7 @@ class FusedForward:
             if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
                 output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
             hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
-        return self._head(hidden)
+        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
 
     def _attend(
         self,
@@ -110,7 +109,7 @@ class FusedForward:
         cache: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
-        heads = linear(hidden, layer.qkv.weight, layer.qkv.bias).view(len(hidden), -1, self._head_dim)
+        heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias).view(len(hidden), -1, self._head_dim)
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -123,8 +122,8 @@ class FusedForward:
         if layer.gate_up is None or layer.down is None:
             mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
             return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
-        gate_up = linear(hidden, layer.gate_up.weight, layer.gate_up.bias)
-        return linear(self._kernels.silu_mul(gate_up), layer.down.weight, layer.down.bias)
+        gate_up = self._kernels.linear(hidden, layer.gate_up.weight, layer.gate_up.bias)
+        return self._kernels.linear(self._kernels.silu_mul(gate_up), layer.down.weight, layer.down.bias)
 
 
 def _pack_layer(layer: Any) -> _Layer:

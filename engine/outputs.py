@@ -6,13 +6,14 @@ Plain values; nothing here is shared with the engine's own state.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from contracts.events import BlockEvent
 from contracts.identity import BlockName, RequestId
 from contracts.messages import FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(Struct, frozen=True):
     """New tokens of one sequence; `position` is the index of the first among the generated tokens."""
 
     request_id: RequestId

@@ -42,6 +42,7 @@ class Roster:
         self._waiting: list[tuple[SortKey, int, Sequence]] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._copies: list[BlockCopy] = []
+        self._is_sorted = True
         self._next_order = 0
         self._next_epoch = 0
 
@@ -101,6 +102,13 @@ class Roster:
         sequence.slot = self._slots.pop()
         sequence.epoch = self.new_epoch()
         self.running.append(sequence)
+        self._is_sorted = False
+
+    def sort_running(self) -> None:
+        """The most important first."""
+        if not self._is_sorted:
+            self.running.sort(key=lambda s: s.key)
+            self._is_sorted = True
 
     def promote_ready(self) -> None:
         """Free slots go to those who already own blocks."""
@@ -173,6 +181,7 @@ class Roster:
             self.end(trunk)
             return
         trunk.index = next(iter(going))
+        self._is_sorted = False
         trunk.token_ids.append(going[trunk.index])
         if trunk.state is not State.RUNNING:
             self.run(trunk)

@@ -1,6 +1,7 @@
 """Runs a plan: inputs, model, tokens; from a captured graph where one fits. Decides nothing else."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from contracts.messages import TokenLogprobs
 from engine.block_tables import BlockTables
 from engine.forward import Forward
 from engine.graphs import Capture, DecodeGraphs
-from engine.inputs import InputBuilder
+from engine.inputs import InputBuilder, StepInputs
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
 from engine.roster import Limits
@@ -17,6 +18,16 @@ from engine.sampler import Sampler
 from engine.scheduler import Plan, Sampled
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step that the device is computing. `greedy`: the largest logits' tokens, where a graph found them."""
+
+    plan: Plan
+    logits: Tensor | None
+    greedy: Tensor | None
+    inputs: StepInputs | None
 
 
 class Runner:
@@ -35,20 +46,32 @@ class Runner:
         except RuntimeError as error:
             logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> Sampled:
+        return self.finish(self.start(plan))
+
+    @torch.inference_mode()
+    def start(self, plan: Plan) -> Started:
+        """Gives the device its work. What the host does before `finish` costs no time."""
         if not plan.chunks:
-            return Sampled([])
+            return Started(plan, None, None, None)
         if self._graphs.fits(plan):
             result = self._graphs.replay(plan)
-            return self._sampler.sample(result.logits, plan.rows, largest=result.greedy)
+            return Started(plan, result.logits, result.greedy, None)
         inputs = self._inputs.build(plan)
-        logits = self._forward(inputs, self._layers)
+        return Started(plan, self._forward(inputs, self._layers), None, inputs)
+
+    @torch.inference_mode()
+    def finish(self, started: Started) -> Sampled:
+        """Chooses the tokens: the one place where the host waits for the device."""
+        plan, logits, inputs = started.plan, started.logits, started.inputs
         sampled = Sampled([])
+        if logits is None:
+            return sampled
         if plan.rows:
-            chosen = logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
-            sampled = self._sampler.sample(chosen, plan.rows)
-        for chunk, first in inputs.prompt_at.items():
+            is_whole = inputs is None or len(inputs.sample_at) == len(logits)
+            chosen = logits if inputs is None or is_whole else logits[inputs.sample_at]
+            sampled = self._sampler.sample(chosen, plan.rows, largest=started.greedy)
+        for chunk, first in inputs.prompt_at.items() if inputs is not None else ():
             sampled.prompt_logprobs[chunk] = _prompt_logprobs(plan, chunk, logits[first:])
         return sampled
 

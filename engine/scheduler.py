@@ -8,6 +8,8 @@ A prompt enters only when all its blocks are there, so it never stops halfway.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from contracts.messages import TokenLogprobs
 from contracts.naming import block_names
 from engine.outputs import CompletedBlocks, FirstTokenInfo, NamedBlock, SequenceOutput, StepResult
@@ -18,8 +20,7 @@ PROMPT_LOGPROBS_CHUNK = 256
 """Rows of logits are `vocab_size` wide: requests that want all of them go in small chunks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True, gc=False):
     """Compute `length` tokens of a sequence from position `start` on."""
 
     sequence: Sequence
@@ -29,8 +30,7 @@ class Chunk:
     """The chunk reaches the sequence's end, so a token follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(Struct, frozen=True, gc=False):
     """One token to choose, from the logits of a chunk's last row."""
 
     chunk: int
@@ -84,35 +84,48 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         roster = self._roster
         roster.promote_ready()
-        roster.running.sort(key=lambda s: s.key)
+        roster.sort_running()
         chunks: list[Chunk] = []
         budget = roster.limits.max_num_batched_tokens
+        prompts: list[Sequence] = []
         for sequence in list(roster.running):
             # A victim always sorts after the one that needs its block: it has no chunk yet.
-            if sequence.num_remaining == 1 and sequence.state is State.RUNNING and self._grow(sequence):
+            if sequence.num_remaining > 1:
+                prompts.append(sequence)
+            elif sequence.state is State.RUNNING and self._grow(sequence):
                 chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
-                budget -= 1
-        for sequence in roster.running:
-            if budget > 0 and sequence.num_remaining > 1:
+        budget -= len(chunks)
+        for sequence in prompts:
+            if budget > 0 and sequence.state is State.RUNNING:
                 budget -= self._append_chunk(chunks, sequence, budget)
         while budget > 0 and (head := roster.head()) is not None and self._place(head, now):
             budget -= self._append_chunk(chunks, head, budget)
         return Plan(chunks, _sample_rows(chunks))
 
-    def apply(self, plan: Plan, sampled: Sampled, now: float) -> StepResult:
-        """Takes the step's results into the state. Everything in `plan` was computed."""
+    def advance(self, plan: Plan) -> StepResult:
+        """Takes into the state what is known before the tokens are: the device may still be computing them."""
         result = StepResult()
+        block_tokens = self._roster.limits.block_tokens
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.length
+            if sequence.num_computed // block_tokens > sequence.num_registered:
+                self._register_full_blocks(sequence)
+            if sequence.request.mode == "prefill":
+                self._publish(sequence, result)
+        return result
+
+    def apply(self, plan: Plan, sampled: Sampled, now: float, *, advanced: StepResult | None = None) -> StepResult:
+        """Takes the step's results into the state. Everything in `plan` was computed. `advanced`: what `advance`
+        returned, if it was called already."""
+        result = self.advance(plan) if advanced is None else advanced
         by_chunk: dict[int, list[int]] = {}
         for position, row in enumerate(plan.rows):
             by_chunk.setdefault(row.chunk, []).append(position)
         for number, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
-            sequence.num_computed += chunk.length
-            self._register_full_blocks(sequence)
             if sequence.request.wants_prompt_logprobs:
                 sequence.request.prompt_logprobs += sampled.prompt_logprobs.get(number, [])
-            if sequence.request.mode == "prefill":
-                self._publish(sequence, result)
             if chunk.is_last:
                 self._report_first(sequence.request, now, result)
                 self._extend(sequence, plan, by_chunk[number], sampled, result)
@@ -259,6 +272,8 @@ def _sample_rows(chunks: list[Chunk]) -> list[SampleRow]:
     for number, chunk in enumerate(chunks):
         if chunk.is_last:
             sequence = chunk.sequence
-            indexes = sequence.request.to_start or [sequence.index]
-            rows += [SampleRow(number, sequence, index) for index in indexes]
+            if sequence.request.to_start:
+                rows += [SampleRow(number, sequence, index) for index in sequence.request.to_start]
+            else:
+                rows.append(SampleRow(number, sequence, sequence.index))
     return rows

@@ -16,12 +16,22 @@ ANSWER_TOKENS = 4
 
 def exercise(runner: Runner, num_blocks: int, limits: Limits, num_tokens: int) -> Meter:
     """Computes prompts of `num_tokens` in all, and a few tokens after them, in blocks that nobody owns yet."""
+    longest = max(1, min(limits.max_model_len, (num_blocks - 1) * limits.block_tokens) - ANSWER_TOKENS)
+    return _compute(runner, num_blocks, limits, [min(num_tokens, longest)] * max(1, num_tokens // longest))
+
+
+def compile_kernels(runner: Runner, num_blocks: int, limits: Limits) -> None:
+    """Batches of every kind that kernels are compiled for: few and many prompts, of equal and different lengths."""
+    few, many = 2, 17
+    for lengths in ([2, 3], [2] * many, [2, 3] * (many // few + 1)):
+        _compute(runner, num_blocks, limits, lengths)
+
+
+def _compute(runner: Runner, num_blocks: int, limits: Limits, lengths: list[int]) -> Meter:
     roster = Roster(BlockPool(num_blocks, caching=False), limits, frozenset())
     scheduler, meter = Scheduler(roster), Meter()
-    longest = min(limits.max_model_len, (num_blocks - 1) * limits.block_tokens) - ANSWER_TOKENS
     sampling = SamplingParams(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0)
-    for number in range(max(1, num_tokens // max(1, longest))):
-        length = max(1, min(num_tokens, longest))
+    for number, length in enumerate(lengths):
         work = Work(
             request_id=RequestId(f"warm-up-{number}"),
             token_ids=[0] * length,

@@ -110,6 +110,9 @@ class CpuLayers:
         self._gate = library.baton_silu_mul
         self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return twin.linear(x, weight, bias)
+
     def rms_norm(
         self,
         x: Tensor,

@@ -50,7 +50,11 @@ class AttentionBackend(Protocol):
 
 
 class LayerKernels(Protocol):
-    """The steps between a layer's matrix products, each in one pass over memory. Modules and objects fit."""
+    """A layer's matrix products, and the steps between them in one pass over memory. Modules and objects fit."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [num_tokens, inputs], weight [outputs, inputs] -> [num_tokens, outputs]."""
+        ...
 
     def rms_norm(
         self,

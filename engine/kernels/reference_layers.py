@@ -5,6 +5,11 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See triton_linear.linear."""
+    return functional.linear(x, weight, bias)
+
+
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
 ) -> Tensor:

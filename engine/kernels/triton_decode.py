@@ -102,7 +102,7 @@ def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, window: tl
     return first, size, (span + size - 1) // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])  # they change with every batch
 def _decode_kernel(  # noqa: PLR0913
     output,
     partial,
@@ -244,7 +244,7 @@ def _attend_split(  # noqa: PLR0913
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(  # noqa: PLR0913
     output,
     partial,

@@ -78,7 +78,7 @@ def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
     return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded(head_dim)])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change with every batch
 def _prefill_kernel(  # noqa: PLR0913, PLR0915
     output,
     query,

@@ -1,0 +1,29 @@
+"""The product with one row against torch's own."""
+
+import pytest
+import torch
+from torch.nn.functional import linear as twin
+
+from engine.kernels import triton_layers
+from tests.contract.kernels.triton_batches import DEVICE
+
+
+@pytest.mark.parametrize("outputs", [1, 7, 40])
+@pytest.mark.parametrize("inputs", [24, 512, 1024, 2048, 4096, 2500, 8704])
+def test_one_row_equals_its_twin_whatever_the_sizes(outputs: int, inputs: int) -> None:
+    x, weight, bias = (torch.randn(size, device=DEVICE) for size in [(1, inputs), (outputs, inputs), (outputs,)])
+    for given in (bias, None):
+        result = triton_layers.linear(x, weight, given)
+        torch.testing.assert_close(result, twin(x, weight, given), rtol=1e-3, atol=1e-3)
+
+
+def test_a_bfloat16_row_is_summed_in_float32() -> None:
+    x = torch.full((1, 2048), 1.0, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.full((3, 2048), 1.0078125, dtype=torch.bfloat16, device=DEVICE)
+    assert triton_layers.linear(x, weight, None).tolist() == [[2064.0] * 3]
+
+
+def test_more_rows_and_strided_weights_are_left_to_torch() -> None:
+    x, weight = torch.randn(2, 24, device=DEVICE), torch.randn(24, 5, device=DEVICE).t()
+    torch.testing.assert_close(triton_layers.linear(x, weight, None), twin(x, weight))
+    torch.testing.assert_close(triton_layers.linear(x[:1], weight, None), twin(x[:1], weight))
