@@ -51,7 +51,7 @@ USER 10001:10001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ.get('HEALTH_URL', 'http://127.0.0.1:7004/health'), timeout=4)"]
 ENTRYPOINT ["baton"]
-CMD ["serve"]
+CMD ["--help"]
 
 FROM worker AS worker-cuda
 ARG TORCH=torch==2.13.0
@@ -63,7 +63,7 @@ USER 10001:10001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ.get('HEALTH_URL', 'http://127.0.0.1:7004/health'), timeout=4)"]
 ENTRYPOINT ["baton"]
-CMD ["serve"]
+CMD ["--help"]
 
 # The last target is what a plain `docker build .` makes.
 FROM worker AS worker-xpu
@@ -81,4 +81,4 @@ USER 10001:10001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ.get('HEALTH_URL', 'http://127.0.0.1:7004/health'), timeout=4)"]
 ENTRYPOINT ["baton"]
-CMD ["serve"]
+CMD ["--help"]
