@@ -29,7 +29,7 @@ demo: setup
 	@$(BIN)/python -m services.local.demo
 
 test: setup
-	@command -v redis-server >/dev/null || ./tools/install_redis.sh
+	@./tools/install_system_packages.sh
 	$(BIN)/python -m pytest -q
 
 check: setup

@@ -1,0 +1,6 @@
+"""The unit suite stays quick: fewer examples of each property than elsewhere."""
+
+from hypothesis import settings
+
+settings.register_profile("unit", max_examples=40, deadline=None)
+settings.load_profile("unit")
