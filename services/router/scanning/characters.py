@@ -71,8 +71,12 @@ def until(text: Characters, emit: Callable[[str], None], markers: Sequence[str])
     No marker may be the beginning of another.
     """
     held = ""
+    firsts = {marker[0] for marker in markers}
     while char := (yield from text.next()):
         text.mark()
+        if not held and char not in firsts:
+            emit(char)
+            continue
         held += char
         while held and not any(marker.startswith(held) for marker in markers):
             emit(held[0])

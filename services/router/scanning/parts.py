@@ -1,7 +1,7 @@
 """What generated text consists of: content, reasoning and calls of tools. Knows no format and no HTTP."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from services.router.scanning.characters import Characters, Scan
@@ -29,12 +29,29 @@ class Call:
 Part: TypeAlias = Content | Reasoning | Call
 
 
+@dataclass(slots=True)
+class _Open:
+    """A part that may still grow. `index` and `name` are those of a call."""
+
+    kind: type[Content] | type[Reasoning] | type[Call]
+    index: int = 0
+    name: str | None = None
+    texts: list[str] = field(default_factory=list)
+
+    def close(self) -> Part:
+        text = "".join(self.texts)
+        return Call(self.index, self.name, text) if self.kind is Call else self._plain(text)
+
+    def _plain(self, text: str) -> Part:
+        return Content(text) if self.kind is Content else Reasoning(text)
+
+
 class Parts:
     """Collects parts. White space and markup around calls vanish with them, but stay in a text without calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self._parts: list[Part] = []
+        self._open: list[_Open] = []
         self._held = ""
         self._held_reasoning = ""
         self._has_reasoning = False
@@ -44,7 +61,7 @@ class Parts:
             if char.isspace():
                 self._held += char
             else:
-                self._append_content(self._held + char)
+                self._append(Content, self._held + char)
                 self._held = ""
 
     def markup(self, text: str) -> None:
@@ -56,45 +73,33 @@ class Parts:
             if char.isspace():
                 self._held_reasoning += char if self._has_reasoning else ""
             else:
-                self._append_reasoning(self._held_reasoning + char)
+                self._append(Reasoning, self._held_reasoning + char)
                 self._held_reasoning = ""
                 self._has_reasoning = True
 
     def begin(self, name: str) -> None:
         self._held = ""
-        self._parts.append(Call(self.num_calls, name, ""))
+        self._open.append(_Open(Call, self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """Of the call that began last."""
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, Call):
-            self._parts[-1] = replace(last, arguments=last.arguments + text)
-        else:
-            self._parts.append(Call(self.num_calls - 1, None, text))
+        if text:
+            self._append(Call, text)
 
     def finish(self) -> None:
         if self._held and not self.num_calls:
-            self._append_content(self._held)
+            self._append(Content, self._held)
         self._held = ""
 
     def take(self) -> list[Part]:
-        taken, self._parts = self._parts, []
-        return taken
+        taken, self._open = self._open, []
+        return [part.close() for part in taken]
 
-    def _append_content(self, text: str) -> None:
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, Content):
-            self._parts[-1] = Content(last.text + text)
-        else:
-            self._parts.append(Content(text))
-
-    def _append_reasoning(self, text: str) -> None:
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, Reasoning):
-            self._parts[-1] = Reasoning(last.text + text)
-        else:
-            self._parts.append(Reasoning(text))
+    def _append(self, kind: type[Content] | type[Reasoning] | type[Call], text: str) -> None:
+        if not self._open or self._open[-1].kind is not kind:
+            self._open.append(_Open(kind, self.num_calls - 1))
+        self._open[-1].texts.append(text)
 
 
 ScanText = Callable[[Characters, Parts], Scan[None]]
@@ -133,10 +138,13 @@ def merged(parts: Sequence[Part]) -> list[Part]:
     """One part of content, one of reasoning, one of each call."""
     content = "".join(part.text for part in parts if isinstance(part, Content))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    calls: dict[int, Call] = {}
+    calls: dict[int, list[Call]] = {}
     for part in parts:
         if isinstance(part, Call):
-            known = calls.get(part.index)
-            calls[part.index] = part if known is None else replace(known, arguments=known.arguments + part.arguments)
+            calls.setdefault(part.index, []).append(part)
     texts: list[Part] = [Reasoning(reasoning)] if reasoning else []
-    return [*texts, *([Content(content)] if content else []), *calls.values()]
+    return [*texts, *([Content(content)] if content else []), *map(_one, calls.values())]
+
+
+def _one(pieces: Sequence[Call]) -> Call:
+    return replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
