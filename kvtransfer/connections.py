@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import zmq
 
@@ -47,7 +48,7 @@ class Connections:
         if link is not None and link.is_up and link.peer is not None and link.peer[1] != generation:
             link.lose("another generation is expected there")
             link = None
-        if link is None or not link.is_up:
+        if link is None or not link.is_up or link.peer is None:  # none, lost, or still being opened for another fetch
             link = await self.open(address, timeout_s)
         if link.peer is None or link.peer[1] != generation:
             raise PeerLost(f"another generation answers at {address}")
@@ -63,7 +64,7 @@ class Connections:
         if task is None:
             task = self._context.loop.create_task(self._open(address, timeout_s))
             self._opening[address] = task
-            task.add_done_callback(lambda _: self._opening.pop(address, None))
+            task.add_done_callback(partial(self._opened, address))
         return await asyncio.shield(task)
 
     async def warm(self, address: str) -> None:
@@ -95,6 +96,11 @@ class Connections:
         self._links[address] = link
         await link.open(timeout_s)
         return link
+
+    def _opened(self, address: str, task: "asyncio.Task[ConsumerLink]") -> None:
+        self._opening.pop(address, None)
+        if not task.cancelled():
+            task.exception()  # all who waited may have given up: then nobody else looks at it
 
     def _lost(self, link: ConsumerLink, reason: str, dead: bool) -> None:
         if self._links.get(link.address) is link:

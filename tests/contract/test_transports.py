@@ -94,6 +94,22 @@ def test_a_chunk_travels_while_the_next_one_is_computed(transport: str) -> None:
     run(test())
 
 
+def test_the_first_fetches_over_a_new_connection_may_come_all_at_once(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            tickets = [pair.ticket() for _ in range(8)]
+            pair.producer.fill(0, seed=3)
+            for ticket in tickets:
+                pair.producer.node.open(ticket)
+                pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+                pair.producer.node.finish(ticket.ticket, b"")
+            fetch = pair.consumer.node.fetch
+            await asyncio.gather(*(fetch(ticket, wanted((0, place))) for place, ticket in enumerate(tickets)))
+            assert all(pair.consumer.holds(place, seed=3) for place in range(8))
+
+    run(test())
+
+
 def test_only_wanted_blocks_travel(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
