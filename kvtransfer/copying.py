@@ -14,8 +14,8 @@ from kvtransfer.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-REPORT_BYTES = 4 << 20
-"""Credit is returned at least this often."""
+REPORT_BYTES = 2 << 20
+"""What arrived is told, and credit returned, at least this often."""
 
 
 @dataclass(slots=True)
@@ -124,12 +124,10 @@ class Receipt:
                 return
 
     def _is_news(self) -> bool:
-        """Placements that ended, or credit worth a message; each costs the loop a wake-up."""
-        result = self._result
+        """Trouble, the parcel's end, or enough to be worth waking the loop."""
         is_whole = self._position * self._block_bytes >= self._num_bytes
-        return bool(result.copied or result.damaged or result.abandoned) or (
-            self._credit > 0 and (is_whole or self._credit >= REPORT_BYTES)
-        )
+        has_trouble = bool(self._result.damaged or self._result.abandoned)
+        return has_trouble or self._credit >= REPORT_BYTES or (is_whole and self._credit > 0)
 
     def _is_left_alone(self) -> bool:
         """The last thing this thread does here: from then on another may run."""
@@ -153,14 +151,22 @@ class Receipt:
             self._abandon(f"{type(exc).__name__}: {exc}")
 
     def _take(self, frame: Buffer) -> None:
-        """Blocks whose placement is not (or no longer) wanted are skipped, byte by byte."""
+        """A frame may end one block and begin the next."""
+        rest = memoryview(frame)
+        while len(rest):
+            step = min(self._block_bytes - self._in_block, len(rest))
+            self._take_of_block(rest[:step])
+            rest = rest[step:]
+
+    def _take_of_block(self, part: memoryview) -> None:
+        """Blocks whose placement is not (or no longer) wanted are skipped."""
         placement = self._open.get(self._position)
         if placement is not None:
             if self._in_block == 0:
                 self._intake = self._inlet.intake(placement)
             if self._intake is not None:
-                self._intake.take(frame)
-        self._in_block += len(frame)
+                self._intake.take(part)
+        self._in_block += len(part)
         if self._in_block < self._block_bytes:
             return
         if placement is not None and self._intake is not None:

@@ -46,13 +46,15 @@ class SendQueue:
         """The next parcel if the window has room. Tickets take turns."""
         if not self._tickets:
             return None
-        room = self._batch
-        if self._window is not None:
-            fitting = (self._window - self._travelling) // self._block_bytes
-            room = min(room, fitting if self._travelling else max(fitting, 1))
-        if room <= 0:
-            return None
         ticket, queue = next(iter(self._tickets.items()))
+        room = self._batch
+        if self._window is not None and self._travelling:
+            fitting = (self._window - self._travelling) // self._block_bytes
+            if fitting < min(len(queue), (self._batch + 1) // 2):
+                return None  # a small parcel now would cost as much as a full one a moment later
+            room = min(room, fitting)
+        elif self._window is not None:
+            room = min(room, max(self._window // self._block_bytes, 1))
         attempt = queue[0][0]
         blocks: list[tuple[int, int]] = []
         while queue and queue[0][0] == attempt and len(blocks) < room:

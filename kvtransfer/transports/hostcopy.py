@@ -25,10 +25,11 @@ class HostBlocks:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
         return self._address + block * self.block_bytes
 
-    def view(self, block: int) -> memoryview:
-        if not 0 <= block < self.num_blocks:
+    def view(self, block: int, count: int = 1) -> memoryview:
+        """`count` neighbours, from `block` on."""
+        if not 0 <= block <= self.num_blocks - count:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
-        return self._view[block * self.block_bytes : (block + 1) * self.block_bytes]
+        return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
         return xxh3_64_intdigest(self.view(block))

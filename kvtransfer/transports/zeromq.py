@@ -3,7 +3,7 @@
 Larger frames are slower: each would be a fresh mapping with page faults. Nothing is joined.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import keep_freed_memory
@@ -20,20 +20,22 @@ class FrameOutlet:
         self._inline_bytes = settings.inline_bytes
 
     def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
-        """Few bytes travel with their announcement, more of them in groups of at least one frame's size."""
-        size, step = self._blocks.block_bytes, self._frame_bytes
-        groups: list[list[Buffer]] = [[]]
-        room = self._inline_bytes if len(pieces) * size <= self._inline_bytes else 0
-        for piece in pieces:
-            block = self._blocks.view(piece.source)
-            for offset in range(0, size, step):
-                frame = block[offset : offset + step]
-                if room <= 0:
-                    groups.append([])
-                    room = step
-                groups[-1].append(frame)
-                room -= len(frame)
-        announce(groups)
+        """Few bytes travel with their announcement, more of them a frame at a time behind it."""
+        if len(pieces) * self._blocks.block_bytes <= self._inline_bytes:
+            announce([[self._blocks.view(piece.source) for piece in pieces]])
+        else:
+            announce([[], *([frame] for frame in self._frames(pieces))])
+
+    def _frames(self, pieces: Sequence[Piece]) -> Iterator[Buffer]:
+        """Neighbours in memory share frames: small blocks need not mean small frames."""
+        step = self._frame_bytes
+        first = 0
+        for last, piece in enumerate(pieces):
+            if last + 1 < len(pieces) and pieces[last + 1].source == piece.source + 1:
+                continue
+            run = self._blocks.view(pieces[first].source, last + 1 - first)
+            yield from (run[offset : offset + step] for offset in range(0, len(run), step))
+            first = last + 1
 
     def close(self) -> None:
         return

@@ -32,6 +32,17 @@ def test_the_window_holds_back_until_credit_comes() -> None:
     assert parcel is not None and len(parcel.blocks) == 2
 
 
+def test_credit_is_gathered_until_a_parcel_is_worth_sending() -> None:
+    one = queue(window_bytes=80, batch_bytes=80)
+    one.add(A, 1, [(i, i) for i in range(12)])
+    assert one.take() is not None
+    one.credit(20)
+    assert one.take() is None
+    one.credit(20)
+    parcel = one.take()
+    assert parcel is not None and len(parcel.blocks) == 4
+
+
 def test_a_block_larger_than_the_window_travels_alone() -> None:
     one = queue(window_bytes=5)
     one.add(A, 1, [(0, 0), (1, 1)])
