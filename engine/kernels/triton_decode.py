@@ -86,7 +86,7 @@ def decode(
             split_limit=tiles.max_splits,
             window=window,
             sunk=spec.sinks is not None,
-            num_warps=4,
+            num_warps=1,
         )
 
 
