@@ -132,8 +132,8 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
 class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=True):
     """Sent once by the decode instance when all blocks have arrived.
 
-    `handoff_s` runs from the fetch's start to its end; `exposed_s` from the moment prefill had finished computing to the
-    fetch's end: what the overlap could not hide. `reused_blocks` were here already and never travelled.
+    `handoff_s` runs from the fetch's start to its end; `exposed_s` from the moment prefill had finished computing to
+    the fetch's end: what the overlap could not hide. `reused_blocks` were here already and never travelled.
     """
 
     request_id: RequestId

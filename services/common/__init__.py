@@ -1,1 +1,1 @@
-"""What every process needs: settings, logs, registry, messages, events, lifecycle, HTTP. Never torch, engine or kvtransfer."""
+"""What every process needs: settings, logs, registry, messages, events, lifecycle, HTTP. Never torch or kvtransfer."""
