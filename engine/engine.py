@@ -29,6 +29,7 @@ from engine.runner import Runner
 from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, State
+from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Engine:
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster)
         self._reservations = Reservations(self._roster)
+        self._travel = Travel(self.kv)
         report("ready", 1.0)
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
@@ -116,8 +118,8 @@ class Engine:
         return self._reservations.reserve(work, time.monotonic())
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
-        """These missing blocks hold their verified content now."""
-        self._reservations.mark_received(request_id, names)
+        """These missing blocks hold their verified content now, where `kv.host_view` shows them."""
+        self._travel.arrived(self._reservations.mark_received(request_id, names))
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
         """All blocks are there: each sequence goes on after its first token, which is not reported again."""
@@ -126,11 +128,16 @@ class Engine:
 
     def admit_locally(self, request_id: RequestId) -> None:
         """The handoff failed: compute the prompt here, from the blocks that have arrived."""
+        self._travel.give_back(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         """Frees at once, in any state. No copy may touch the request's blocks any more."""
+        missing = self._reservations.missing_blocks(request_id)
         self._roster.cancel(request_id, sequence)
+        if request_id not in self._roster.requests:
+            self._travel.give_back(missing)
+            self._travel.end(request_id)
 
     def release(self, request_id: RequestId) -> None:
         """The blocks of a held request have been fetched, or never will be."""
@@ -140,6 +147,7 @@ class Engine:
         if request.sequences[0].state is not State.HELD:
             raise UsageError(f"request {request_id} is not held")
         self._roster.end_request(request)
+        self._travel.end(request_id)
 
     def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
         """The longest cached prefix of `names`, kept in place until `unpin`."""
@@ -164,6 +172,7 @@ class Engine:
             return self._give_up(plan)
         result = self._scheduler.apply(plan, sampled, time.monotonic(), advanced=advanced)
         self._copy_blocks()
+        self._travel.publish(result.completed)
         self._meter.record(plan, time.monotonic() - started)
         result.events = self._pool.take_events()
         return result
@@ -198,6 +207,7 @@ class Engine:
 
     def check_invariants(self) -> None:
         self._roster.check_invariants()
+        self._travel.check_invariants()
 
     def close(self) -> None:
         self.kv.close()
@@ -215,6 +225,7 @@ class Engine:
         result = StepResult()
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._roster.end_request(request)
+            self._travel.end(request.work.request_id)
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
         result.events = self._pool.take_events()

@@ -1,12 +1,13 @@
 """The memory of the KV cache: one block-major tensor. Knows nothing of who owns which block.
 
 On hosts it lies in a memfd, so that another process on this machine can map it and copy blocks straight out of
-it; nothing is left behind when this process dies.
+it; nothing is left behind when this process dies. On devices a memfd of the same shape is its mirror: blocks that
+travel are copied there and back, and only those take host memory, since the rest of the file is a hole.
 """
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,28 +19,33 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class KVCache:
-    """`tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]."""
+    """`tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim].
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, *, mirrored: bool | None = None
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
         self.device = device
-        self.shared_fd: int | None = None
-        self.host_view: memoryview | None = None
-        self._mapping: mmap.mmap | None = None
+        self.is_mirrored = not devices.is_host(device) if mirrored is None else mirrored
+        size = num_blocks * self.block_bytes
+        self.shared_fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.shared_fd, size)
+        self._mapping = mmap.mmap(self.shared_fd, size)
+        self.host_view: memoryview | None = memoryview(self._mapping)
+        host_bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._host_blocks = host_bytes.view(num_blocks, self.block_bytes)
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
         dtype = DTYPES[layout.dtype]
-        if devices.is_host(device):
-            size = num_blocks * self.block_bytes
-            self.shared_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
-            os.ftruncate(self.shared_fd, size)
-            self._mapping = mmap.mmap(self.shared_fd, size)
-            self.host_view = memoryview(self._mapping)
-            self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
-        else:
+        if self.is_mirrored:
             # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self.tensor = host_bytes.view(dtype).view(shape)
 
     @property
     def device_tensor(self) -> Tensor:
@@ -56,6 +62,26 @@ class KVCache:
         target = torch.tensor(targets, device=self.device)
         self.tensor[target] = self.tensor[source]
 
+    def to_host(self, blocks: Iterable[int]) -> None:
+        """The mirror holds what these blocks hold now."""
+        if self.is_mirrored:
+            device_blocks = self.device_tensor
+            for block in blocks:
+                self._host_blocks[block].copy_(device_blocks[block])
+
+    def from_host(self, blocks: Iterable[int]) -> None:
+        """These blocks hold what the mirror holds."""
+        if self.is_mirrored:
+            device_blocks = self.device_tensor
+            for block in blocks:
+                device_blocks[block].copy_(self._host_blocks[block])
+
+    def forget_host(self, blocks: Iterable[int]) -> None:
+        """The mirror gives these blocks' host memory back. Nobody may be reading or writing them there."""
+        if self.is_mirrored and self.block_bytes % mmap.PAGESIZE == 0:
+            for block in blocks:
+                self._mapping.madvise(mmap.MADV_REMOVE, block * self.block_bytes, self.block_bytes)
+
     def close(self) -> None:
         """Gives up the descriptor. The memory goes with the last tensor that looks at it."""
         if self.shared_fd is not None:
@@ -64,4 +90,4 @@ class KVCache:
         if self.host_view is not None:
             self.host_view.release()
             self.host_view = None
-        self.tensor = torch.empty(0)
+        self.tensor = self._host_blocks = torch.empty(0)

@@ -41,15 +41,24 @@ class Reservations:
         trunk.request.missing = dict(missing)
         return Reservation(work.request_id, names, len(cached), missing)
 
-    def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
+    def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> list[int]:
+        """The blocks of that name."""
+        blocks: list[int] = []
         trunk = self._reserved(request_id)
         full = set(trunk.names)
         for name in names:
             block = trunk.request.missing.pop(name, None)
             if block is None:
                 raise UsageError(f"request {request_id}: block {name.hex()} is not missing")
+            blocks.append(block)
             if name in full:
                 self._roster.pool.register([name], [block])
+        return blocks
+
+    def missing_blocks(self, request_id: RequestId) -> list[int]:
+        """Reserved blocks that have not been received; none for a request without a reservation."""
+        request = self._roster.requests.get(request_id)
+        return list(request.missing.values()) if request is not None else []
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
         """All blocks are there: the sequences go on after their first tokens. Those that these tokens end, that were

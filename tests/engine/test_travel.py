@@ -1,0 +1,71 @@
+"""Handoffs between engines whose cache is not host memory: here CPU engines that must use the mirror all the same."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from contracts.identity import RequestId
+from engine import Engine, KVCache
+from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.tiny_models import write_tiny_model
+
+PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]
+TOKENS = {"max_tokens": 9, "ignore_eos": True}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    # Blocks of 16 tokens are then 16 KiB, whole pages, so that host memory really goes back.
+    return write_tiny_model(tmp_path, "llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.engine.KVCache", partial(KVCache, mirrored=True))
+
+
+def host_bytes(engine: Engine) -> int:
+    """Memory that the mirror's file takes."""
+    assert engine.kv.shared_fd is not None
+    return os.fstat(engine.kv.shared_fd).st_blocks * 512
+
+
+@pytest.mark.usefixtures("mirrored")
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_handoff_through_the_mirror_changes_no_token(folder: Path, sequences: int) -> None:
+    with make_engine(folder) as alone, make_engine(folder) as source, make_engine(folder) as sink:
+        alone.add(make_work(alone, "alone", PROMPT, sequences=sequences, **TOKENS))
+        expected = {("w", index): tokens for (_, index), tokens in run(alone).items()}
+        assert hand_over(source, sink, make_work(source, "w", PROMPT, sequences=sequences, **TOKENS)) == expected
+        assert host_bytes(source) == host_bytes(sink) == 0, "host memory was not given back"
+
+
+@pytest.mark.usefixtures("mirrored")
+def test_a_prefix_that_two_held_requests_share_stays_until_both_end(folder: Path) -> None:
+    with make_engine(folder) as source:
+        for name in ("a", "b"):
+            source.add(make_work(source, name, PROMPT, **TOKENS), mode="prefill")
+            run(source)
+        shared = host_bytes(source)
+        block = bytes(source.kv.host_view[source.kv.block_bytes : 2 * source.kv.block_bytes])  # type: ignore[index]
+        source.cancel(RequestId("a"))
+        source.check_invariants()
+        assert 0 < host_bytes(source) < shared  # only its own last block went
+        assert bytes(source.kv.host_view[source.kv.block_bytes : 2 * source.kv.block_bytes]) == block  # type: ignore[index]
+        source.release(RequestId("b"))
+        source.check_invariants()
+        assert host_bytes(source) == 0
+
+
+@pytest.mark.usefixtures("mirrored")
+def test_a_cancelled_reservation_gives_its_host_memory_back(folder: Path) -> None:
+    with make_engine(folder) as sink:
+        reservation = sink.reserve(make_work(sink, "w", PROMPT, **TOKENS))
+        assert reservation is not None and sink.kv.host_view is not None
+        for _, block in reservation.missing:
+            sink.kv.host_view[block * sink.kv.block_bytes] = 1
+        assert host_bytes(sink) > 0
+        sink.cancel(RequestId("w"))
+        assert host_bytes(sink) == 0
