@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from contracts.identity import BlockName
 from contracts.messages import Ticket
-from kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Outcome, Ready, Release
+from kvtransfer.frames import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
 from kvtransfer.session.steps import (
     Arrived,
     Ask,
@@ -26,6 +26,14 @@ from kvtransfer.session.table import CONSUMER, ConsumerState, ConsumerTrigger
 
 State, Trigger = ConsumerState, ConsumerTrigger
 LIVE = (State.LINKING, State.REQUESTED, State.STREAMING, State.DRAINING)
+
+FAULT_OF: dict[FailCode, Fault] = {
+    "unknown": Fault.REFUSED,
+    "busy": Fault.REFUSED,
+    "wrong_peer": Fault.REFUSED,
+    "expired": Fault.TIMEOUT,
+}
+"""A deadline is a deadline, whichever end's clock sees it first."""
 
 
 class ConsumerSession:
@@ -85,8 +93,7 @@ class ConsumerSession:
         if self.state not in LIVE or message.attempt != self.attempt or self.state is State.LINKING:
             return []
         if isinstance(message, Fail):
-            refused = message.code in ("unknown", "busy", "wrong_peer")
-            return self._fail(Fault.REFUSED if refused else Fault.SOURCE_FAILED, message.reason)
+            return self._fail(FAULT_OF.get(message.code, Fault.SOURCE_FAILED), message.reason)
         if self._move(Trigger.ACCEPTED):
             self._lease_until = max(self._lease_until, self._sent_at + self._limits.lease_s)
         match message:

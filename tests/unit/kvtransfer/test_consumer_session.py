@@ -168,7 +168,8 @@ def test_only_confirmed_renewals_extend_the_lease() -> None:
 
 
 def test_refusals_and_failures_name_their_reason() -> None:
-    for code, fault in (("busy", Fault.REFUSED), ("failed", Fault.SOURCE_FAILED), ("cancelled", Fault.SOURCE_FAILED)):
+    faults = {"busy": Fault.REFUSED, "failed": Fault.SOURCE_FAILED, "cancelled": Fault.SOURCE_FAILED}
+    for code, fault in (faults | {"expired": Fault.TIMEOUT}).items():
         steps = streaming().handle(Fail(TICKET.ticket, 1, code, "because"), 0.0)  # type: ignore[arg-type]
         assert steps[-1] == Give(fault, "because")
 
