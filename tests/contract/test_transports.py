@@ -259,7 +259,7 @@ def test_a_ticket_that_nobody_fetches_is_released(transport: str) -> None:
             ticket = pair.ticket(timeout_s=0.1)
             pair.producer.node.open(ticket)
             assert await pair.producer.node.released(ticket.ticket) == "expired"
-            with pytest.raises(SourceFailed):
+            with pytest.raises(TransferTimeout):
                 await pair.consumer.node.fetch(ticket, [])
 
     run(test())
