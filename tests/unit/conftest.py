@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("unit", max_examples=40, deadline=None)
+settings.register_profile("unit", max_examples=25, deadline=None)
 settings.load_profile("unit")
