@@ -66,7 +66,7 @@ anything = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=5))).m
 
 
 @pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=anything, prompt=st.sampled_from([ASKS, OPEN, OVER, ""]), places=st.lists(st.integers(0, 100)))
 def test_any_text_in_any_pieces_is_read_alike(name: str, text: str, prompt: str, places: list[int]) -> None:
     assert read(name, prompt, cut(text, places)) == read(name, prompt, [text])

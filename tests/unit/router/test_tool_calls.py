@@ -202,7 +202,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=anything, places=st.lists(st.integers(0, 400)))
 def test_any_text_in_any_pieces_is_read_alike(name: str, text: str, places: list[int]) -> None:
     whole = merged(read(name, [text]))
