@@ -16,7 +16,7 @@ from contracts.instance import Role
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-Transport = Literal["auto", "memory", "usm", "zeromq"]
+Transport = Literal["auto", "usm", "zeromq"]
 Checksum = Literal["full", "sampled", "off"]
 Fallback = Literal["fail", "local"]
 LogLevel = Literal["debug", "info", "warning", "error"]
