@@ -1,7 +1,13 @@
-"""Token ids in, KV and token ids out. Import from here; modules below are the engine's own."""
+"""Token ids in, KV and token ids out. Import from here; modules below are the engine's own.
+
+`Engine` and `KVCache` bring torch with them, so they are imported when first asked for: values, errors and the pure
+cores of the engine load in milliseconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -11,7 +17,6 @@ from engine.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from engine.kv_cache import KVCache
 from engine.outputs import (
     CompletedBlocks,
     EngineStats,
@@ -23,6 +28,12 @@ from engine.outputs import (
     StepResult,
 )
 from engine.sequence import Mode
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.kv_cache import KVCache
+
+_LATE = {"Engine": "engine.engine", "KVCache": "engine.kv_cache"}
 
 __all__ = [
     "CapacityError",
@@ -45,3 +56,9 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)

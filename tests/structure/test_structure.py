@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bench", "contracts", "engine", "kvtransfer", "services")
 MAX_LINES = 400
@@ -61,6 +63,7 @@ def test_nobody_but_settings_reads_the_environment() -> None:
     assert not found
 
 
-def test_the_router_never_loads_torch() -> None:
-    code = "import sys, services.router.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+@pytest.mark.parametrize("module", ["services.router.main", "services.cli", "engine.scheduler", "kvtransfer.session"])
+def test_what_decides_never_loads_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
