@@ -3,41 +3,36 @@
 Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
 """
 
-import json
 import logging
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from engine import attention, device, rotary
 from engine.attention import AttentionProbe
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelError, UnsupportedModelError
+from engine.errors import ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.kernels import AttentionSpec
 from engine.model import LoadedModel, Progress
+from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
 
 logger = logging.getLogger(__name__)
 
-HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
-
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 
 
 def load_model(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel:
     """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder = Path(config.model)
-    hf_config = _read_config(folder, config)
+    hf_config = read_config(folder, config)
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
     _refuse_unsupported(name, hf_config, text_config)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
-    max_model_len = _max_model_len(config, text_config)
+    max_model_len = max_model_len_of(config, text_config)
     attention.register()
     progress("loading weights", 0.0)
     if config.load_format == "dummy":
@@ -67,24 +62,6 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
     )
 
 
-def _read_config(folder: Path, config: EngineConfig) -> HfConfig:
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no config.json; it is not a model in Hugging Face's format")
-    try:
-        json.loads(path.read_text())
-    except ValueError as exc:
-        raise ModelError(f"{path} is not valid JSON: {exc}") from exc
-    if config.load_format == "auto" and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
-    except LOAD_ERRORS as exc:
-        raise ModelError(f"{path} cannot be used: {_first_line(exc)}") from exc
-
-
 def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
@@ -95,20 +72,6 @@ def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -
         )
     if getattr(text_config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
-
-
-def _max_model_len(config: EngineConfig, text_config: HfConfig) -> int:
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is None:
-        if config.max_model_len is None:
-            raise ConfigError("the model's config names no max_position_embeddings; set max_model_len")
-        return config.max_model_len
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len ({config.max_model_len}) is more than the model was made for"
-            f" (max_position_embeddings = {longest})"
-        )
-    return config.max_model_len or int(longest)
 
 
 def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:
@@ -122,7 +85,7 @@ def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, t
                 trust_remote_code=config.trust_remote_code,
             )
     except LOAD_ERRORS as exc:
-        raise ModelError(f"{config.model} cannot be built: {_first_line(exc)}") from exc
+        raise ModelError(f"{config.model} cannot be built: {first_line(exc)}") from exc
     return module
 
 
@@ -138,25 +101,14 @@ def _load_weights(folder: Path, config: EngineConfig, dtype: torch.dtype) -> nn.
             output_loading_info=True,
         )
     except LOAD_ERRORS as exc:
-        culprit = _broken_file(folder) or folder
-        raise ModelError(f"the weights in {culprit} cannot be loaded: {_first_line(exc)}") from exc
+        culprit = broken_file(folder) or folder
+        raise ModelError(f"the weights in {culprit} cannot be loaded: {first_line(exc)}") from exc
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
     if mismatched := sorted(map(str, report["mismatched_keys"])):
         raise ModelError(f"{len(mismatched)} weights in {folder} do not fit its config, such as {mismatched[0]}")
     loaded: nn.Module = module
     return loaded
-
-
-def _broken_file(folder: Path) -> Path | None:
-    """The first weights file that cannot even be opened: cut short, or something else under that name."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError):
-            return file
-    return None
 
 
 @torch.inference_mode()
@@ -174,7 +126,7 @@ def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe
     except UnsupportedModelError as exc:
         raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
-        raise UnsupportedModelError(f"{name} cannot run on paged attention: {_first_line(exc)}") from exc
+        raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}") from exc
     return probe
 
 
@@ -202,8 +154,3 @@ def _eos_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return frozenset(ids)
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = str(exc).strip().splitlines()
-    return f"{type(exc).__name__}: {lines[0] if lines else ''}"
