@@ -65,8 +65,10 @@ class Connector(Protocol):
 
 
 class Cluster:
-    def __init__(self, view: View, connector: Connector, *, clock: Callable[[], float]) -> None:
+    def __init__(self, view: View, connector: Connector, *, clock: Callable[[], float], first_turn: int = 0) -> None:
+        """`first_turn`: where policies that take turns begin; routers of one cluster should not begin alike."""
         self._view = view
+        self._turn = first_turn
         self._connector = connector
         self._clock = clock
         self._members: dict[InstanceId, Member] = {}
@@ -112,8 +114,9 @@ class Cluster:
         self.index.expire(now)
         takers = [member for member in self._members.values() if member.takes_work]
         matches = {layout: self.index.match(names(layout)) for layout in {m.record.layout for m in takers}}
+        self._turn += 1
         return ClusterView(
-            [m.candidate(matches[m.record.layout].get(m.record.instance, _NO_MATCH), now) for m in takers]
+            [m.candidate(matches[m.record.layout].get(m.record.instance, _NO_MATCH), now) for m in takers], self._turn
         )
 
     def _refresh(self) -> None:

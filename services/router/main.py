@@ -1,6 +1,7 @@
 """`baton router`: the whole wiring of the process, top to bottom."""
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     model = ServedModel.from_settings(settings)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s)
-    cluster = Cluster(registry_view(settings.registry), connector, clock=time.monotonic)
+    cluster = Cluster(
+        registry_view(settings.registry), connector, clock=time.monotonic, first_turn=secrets.randbits(32)
+    )
     dispatcher = Dispatcher(
         cluster,
         rules=flight_rules(settings),
@@ -88,7 +91,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
 
 def flight_rules(settings: RouterSettings) -> FlightRules:
     return FlightRules(
-        policy=PlacementPolicy(disaggregation_min_tokens=settings.disaggregation_min_tokens),
+        policy=PlacementPolicy(
+            disaggregation_min_tokens=settings.disaggregation_min_tokens, name=settings.placement_policy
+        ),
         request_timeout_s=settings.request_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,
         max_replays=settings.max_replays,

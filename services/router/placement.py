@@ -3,10 +3,10 @@
 The prefill instance is the one with the smallest predicted time to first token: tokens queued there plus tokens not
 cached there, over its measured rate. So a cached prefix attracts work until the queue it causes costs more than
 computing elsewhere. The decode instance is the least busy one with room; blocks that it already has count only as bytes
-not moved.
+not moved. That is the policy `prefix`; the others are there to compare with.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -17,6 +17,7 @@ from contracts.layout import KVLayout
 
 Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
 Reason = Literal["empty_pool", "never_fits"]
+PolicyName = Literal["prefix", "least_loaded", "round_robin", "random"]
 
 HOST_TIER_CREDIT = 0.75
 """Share of a token's compute time that a block in the host tier saves: it must still be copied in."""
@@ -62,14 +63,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Instances that take new work now."""
+    """Instances that take new work now. `turn` grows by one with each view: whose turn it is."""
 
     candidates: Sequence[Candidate]
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
+    """`least_loaded` looks at queues alone, `round_robin` and `random` at nothing."""
+
     disaggregation_min_tokens: int = 32
+    name: PolicyName = "prefix"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +108,15 @@ class NoCapacity:
 def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
     """`cluster` is a snapshot for this demand at one moment; loads in it have been aged to that moment."""
     trusted = [c for c in cluster.candidates if c.instance not in demand.avoid]
-    placed = _place(demand, trusted, policy)
+    placed = _place(demand, ClusterView(trusted, cluster.turn), policy)
     if isinstance(placed, NoCapacity) and demand.avoid:
         # Better an instance that failed once than none.
-        return _place(demand, cluster.candidates, policy)
+        return _place(demand, cluster, policy)
     return placed
 
 
-def _place(demand: Demand, candidates: Sequence[Candidate], policy: PlacementPolicy) -> Placement | NoCapacity:
+def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
+    candidates = cluster.candidates
     fitting = [c for c in candidates if ceil((demand.num_tokens + 1) / c.layout.block_tokens) <= c.total_blocks]
     if candidates and not fitting:
         largest = max(c.total_blocks * c.layout.block_tokens for c in candidates)
@@ -121,18 +127,20 @@ def _place(demand: Demand, candidates: Sequence[Candidate], policy: PlacementPol
     options = [
         option
         for layout in dict.fromkeys(c.layout for c in fitting)
-        if (option := _place_in_group(demand, [c for c in fitting if c.layout == layout], policy)) is not None
+        if (option := _place_in_group(demand, [c for c in fitting if c.layout == layout], policy, cluster.turn))
+        is not None
     ]
     if not options:
         return NoCapacity("empty_pool", _missing(candidates))
     return min(options, key=lambda option: option.predicted_ttft_s)
 
 
-def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Placement | None:
+def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
     """Instances of one layout: only these may exchange blocks."""
-    prefill = _quickest(demand, (c for c in group if c.role == "prefill"))
-    decode = _least_busy(demand, (c for c in group if c.role == "decode"))
-    unified = _quickest(demand, (c for c in group if c.role == "unified"))
+    pick_reader, pick_writer = _PICKS[policy.name]
+    prefill = pick_reader(demand, [c for c in group if c.role == "prefill"], turn)
+    decode = pick_writer(demand, [c for c in group if c.role == "decode"], turn)
+    unified = pick_reader(demand, [c for c in group if c.role == "unified"], turn)
     split = _split(demand, prefill, decode, policy)
     if unified is None:
         return split
@@ -159,7 +167,7 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand) -> Placemen
     return Placement(decision=decision, decode=candidate, predicted_ttft_s=ttft_s)
 
 
-def _quickest(demand: Demand, candidates: Iterable[Candidate]) -> Candidate | None:
+def _quickest(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
     return min(
         candidates,
         key=lambda c: (c.time_to_first_token_s(demand.num_tokens), c.active_sequences, -c.free_blocks, c.instance),
@@ -167,7 +175,7 @@ def _quickest(demand: Demand, candidates: Iterable[Candidate]) -> Candidate | No
     )
 
 
-def _least_busy(demand: Demand, candidates: Iterable[Candidate]) -> Candidate | None:
+def _roomiest(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
     def cost(c: Candidate) -> tuple[bool, float, int, InstanceId]:
         missing = ceil(max(0, demand.num_tokens - c.cached_tokens) / c.layout.block_tokens)
         # A cached prefix weighs less than one running sequence: on single-turn traffic it must not starve the others.
@@ -175,6 +183,41 @@ def _least_busy(demand: Demand, candidates: Iterable[Candidate]) -> Candidate | 
         return (missing > c.free_blocks, c.active_sequences + min(1.0, moved) * 0.9, -c.free_blocks, c.instance)
 
     return min(candidates, key=cost, default=None)
+
+
+def _least_loaded(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
+    return min(
+        candidates, key=lambda c: (c.queued_tokens, c.active_sequences, -c.free_blocks, c.instance), default=None
+    )
+
+
+def _next_in_turn(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+    return sorted(candidates, key=lambda c: c.instance)[turn % len(candidates)] if candidates else None
+
+
+def _at_random(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+    # A hash of the turn instead of a generator: `place` stays pure. Prefill and decode are drawn independently.
+    is_decode = bool(candidates) and candidates[0].role == "decode"
+    return _next_in_turn(demand, candidates, _mixed(turn * 2 + is_decode) * len(candidates) >> 64)
+
+
+def _mixed(number: int) -> int:
+    """64 well-spread bits (the finaliser of SplitMix64, Steele, Lea and Flood 2014)."""
+    mask = (1 << 64) - 1
+    mixed = (number * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return mixed ^ (mixed >> 31)
+
+
+_Pick = Callable[[Demand, Sequence[Candidate], int], Candidate | None]
+_PICKS: dict[PolicyName, tuple[_Pick, _Pick]] = {
+    "prefix": (_quickest, _roomiest),
+    "least_loaded": (_least_loaded, _least_loaded),
+    "round_robin": (_next_in_turn, _next_in_turn),
+    "random": (_at_random, _at_random),
+}
+"""Who reads the prompt, and who writes the answer, of instances with one role and layout."""
 
 
 def _missing(candidates: Sequence[Candidate]) -> str:

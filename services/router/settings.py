@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from services.router.placement import PolicyName
+
 ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]
 
@@ -89,13 +91,20 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(description="longest time from placement until decode has the prompt's blocks", gt=0)
     ] = 120.0
 
+    placement_policy: Annotated[
+        PolicyName,
+        Meta(
+            description="who serves a request: prefix predicts the time to first token from cached prefixes and "
+            "queues; the others are for comparison",
+            extra={"group": "placement"},
+        ),
+    ] = "prefix"
     disaggregation_min_tokens: Annotated[
         int,
         Meta(
             description="prompts with fewer tokens that decode has not cached are served by decode alone; "
             "0 always hands off",
             ge=0,
-            extra={"group": "placement"},
         ),
     ] = 32
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3

@@ -1,5 +1,6 @@
 """Who serves a request, as tables of clusters."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,16 @@ import msgspec
 
 from contracts.identity import InstanceId
 from contracts.instance import Role
-from services.router.placement import Candidate, ClusterView, Demand, NoCapacity, Placement, PlacementPolicy, place
+from services.router.placement import (
+    Candidate,
+    ClusterView,
+    Demand,
+    NoCapacity,
+    Placement,
+    PlacementPolicy,
+    PolicyName,
+    place,
+)
 from tests.unit.router.fakes import LAYOUT
 
 ALWAYS = PlacementPolicy(disaggregation_min_tokens=0)
@@ -144,3 +154,33 @@ def test_the_prediction_is_queue_plus_what_is_not_cached() -> None:
     placement = place(LONG, ClusterView([replace(P0, queued_tokens=100, cached_tokens=300), D0]), ALWAYS)
     assert isinstance(placement, Placement)
     assert placement.predicted_ttft_s == 0.2
+
+
+def picks(policy: PolicyName, turns: range) -> list[str]:
+    """Prefill instances chosen among three, of which one has the prefix and one an empty queue."""
+    cluster = [
+        replace(P0, cached_tokens=300, queued_tokens=50),
+        P1,
+        candidate("p2", "prefill", queued_tokens=500),
+        D0,
+    ]
+    chosen_policy = PlacementPolicy(disaggregation_min_tokens=0, name=policy)
+    placements = [place(LONG, ClusterView(cluster, turn), chosen_policy) for turn in turns]
+    return [p.prefill.instance for p in placements if isinstance(p, Placement) and p.prefill is not None]
+
+
+def test_least_loaded_sees_queues_and_no_caches() -> None:
+    assert picks("prefix", range(2)) == ["p0", "p0"]
+    assert picks("least_loaded", range(2)) == ["p1", "p1"]
+
+
+def test_round_robin_takes_turns() -> None:
+    assert picks("round_robin", range(3, 7)) == ["p0", "p1", "p2", "p0"]
+
+
+def test_random_is_even_and_repeatable() -> None:
+    drawn = picks("random", range(3000))
+    assert drawn == picks("random", range(3000))
+    assert all(900 < drawn.count(name) < 1100 for name in ("p0", "p1", "p2"))
+    pairs = set(itertools.pairwise(drawn))
+    assert len(pairs) == 9
