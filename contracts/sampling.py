@@ -26,6 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] = []
+    """Tokens of what must not be written. vLLM's name."""
+    grammar: str | None = None
+    """What the answer must follow, as llguidance writes it (JSON or its dialect of Lark). The router has checked it."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None

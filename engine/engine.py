@@ -6,6 +6,7 @@ Knows nothing of networks, transports or text. `step` is the whole life of it: s
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -16,10 +17,13 @@ from contracts.messages import Work
 from engine import capacity, device
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.constraints import ConstraintBuilder
 from engine.errors import RequestError, UsageError
 from engine.forward import Forward, choose_forward
+from engine.grammar import Grammars
 from engine.kernels import attention_backend, layer_kernels
 from engine.kv_cache import KVCache
+from engine.masks import Masking
 from engine.meter import Meter
 from engine.model import LoadedModel, Progress
 from engine.outputs import EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
@@ -28,7 +32,7 @@ from engine.roster import Limits, Roster
 from engine.runner import Runner
 from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
-from engine.sequence import Mode, State
+from engine.sequence import Mode, Request, State
 from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise
 
@@ -74,13 +78,15 @@ class Engine:
 
     def _start(self, config: EngineConfig, model: LoadedModel, report: Progress) -> None:
         report("sizing the KV cache", 0.0)
+        grammars = Grammars(Path(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         backend = attention_backend(self._device, model.dtype)
         forward = choose_forward(model, backend, layer_kernels(self._device, model.dtype))
         usable = self._count_blocks(config, forward)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         num_blocks = usable + 1
         self.kv = KVCache(self.layout, num_blocks, self._device)
-        self._runner = Runner(forward, self.kv, self.limits)
+        self._runner = Runner(forward, self.kv, self.limits, self._masking)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
         if not device.is_host(self._device):
@@ -171,6 +177,8 @@ class Engine:
             logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
             return self._give_up(plan)
         result = self._scheduler.apply(plan, sampled, time.monotonic(), advanced=advanced)
+        for row, message in sampled.failed.items():
+            self._fail(plan.rows[row].sequence.request, message, result)
         self._copy_blocks()
         self._travel.publish(result.completed)
         self._meter.record(plan, time.monotonic() - started)
@@ -210,6 +218,7 @@ class Engine:
         self._travel.check_invariants()
 
     def close(self) -> None:
+        self._masking.close()
         self.kv.close()
 
     def __enter__(self) -> "Engine":
@@ -231,8 +240,21 @@ class Engine:
         result.events = self._pool.take_events()
         return result
 
+    def _fail(self, request: Request, message: str, result: StepResult) -> None:
+        """No token could be chosen for it, so what the step says of it is void."""
+        request_id = request.work.request_id
+        if all(failed.request_id != request_id for failed in result.failed):
+            result.failed.append(FailedRequest(request_id, message, "invalid"))
+        result.tokens = [output for output in result.tokens if output.request_id != request_id]
+        result.held = [held for held in result.held if held != request_id]
+        result.completed = [done for done in result.completed if done.request_id != request_id]
+        self._roster.end_request(request)
+        self._travel.end(request_id)
+
     def _check(self, work: Work) -> None:
         check_work(work, self.limits, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
+        if work.sampling.grammar is not None:
+            self._masking.prepare(work.sampling.grammar)
 
     def _copy_blocks(self) -> None:
         """At once: a block that is freed before its copy was made could be filled by another request."""
@@ -257,7 +279,7 @@ class Engine:
         num_blocks = 2 + -(-tokens // self.layout.block_tokens) + self.limits.max_num_seqs
         cache = KVCache(self.layout, num_blocks, self._device)
         before = device.reset_peak(self._device)
-        runner = Runner(forward, cache, self.limits)
+        runner = Runner(forward, cache, self.limits, self._masking)
         exercise(runner, num_blocks, self.limits, tokens)
         used = device.peak_bytes(self._device) - before
         cache.close()

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from contracts.events import BlockEvent
 from contracts.identity import BlockName, RequestId
-from contracts.messages import FinishReason, TokenLogprobs
+from contracts.messages import ErrorCode, FinishReason, TokenLogprobs
 
 
 class SequenceOutput(Struct, frozen=True):
@@ -55,6 +55,7 @@ class CompletedBlocks:
 class FailedRequest(NamedTuple):
     request_id: RequestId
     message: str
+    code: ErrorCode = "internal"
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Chooses tokens from logits, a batch at a time. What is asked for is in each request's SamplingParams.
 
-Order, as in vLLM: allowed tokens, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p; then the inverse
-of the cumulative probability, in vocabulary order, at the token's own random number. No row sees another.
+Order, as in vLLM: what is allowed at all (`masks`), logit_bias, penalties, temperature, min_p, top_k, top_p; then the
+inverse of the cumulative probability, in vocabulary order, at the token's own random number. No row sees another.
 """
 
 from collections.abc import Sequence as Rows
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.logprobs import row_logprobs
+from engine.masks import Masks
 from engine.penalties import Penalties
 from engine.sampling import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
 from engine.scheduler import Sampled, SampleRow
@@ -23,13 +24,15 @@ class Sampler:
         self._device = device
         self._penalties = Penalties(device)
 
-    def sample(self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None, masks: Masks | None = None
+    ) -> Sampled:
         """logits [num_rows, vocab_size], of any floating dtype. `largest`: their argmax, if it is there already."""
         params = [row.sequence.request.work.sampling for row in rows]
-        if all(is_plain_greedy(p) for p in params) and not any(_is_too_short(row) for row in rows):
+        if masks is None and all(is_plain_greedy(p) for p in params):
             return Sampled((logits.argmax(dim=-1) if largest is None else largest).tolist())
         raw = logits.float()
-        scores = self._adjusted(raw, rows)
+        scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         tokens = scores.argmax(dim=-1)
         if random:
@@ -39,24 +42,16 @@ class Sampler:
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         return Sampled(chosen, row_logprobs(raw, chosen, wanted) if wanted else None)
 
-    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow]) -> Tensor:
+    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: Masks | None) -> Tensor:
         """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
         scores = raw.clone()
-        forbidden: list[tuple[int, int]] = []
-        biased: list[tuple[int, int, float]] = []
-        for i, row in enumerate(rows):
-            sampling = row.sequence.request.work.sampling
-            if sampling.allowed_token_ids is not None:
-                allowed = torch.tensor(sampling.allowed_token_ids, device=self._device)
-                kept = scores[i, allowed]
-                scores[i] = float("-inf")
-                scores[i, allowed] = kept
-            if _is_too_short(row):
-                forbidden += [(i, t) for t in row.sequence.request.stop_ids if 0 <= t < raw.shape[1]]
-            biased += [(i, token, bias) for token, bias in sampling.logit_bias.items()]
-        if forbidden:
-            where = torch.tensor(forbidden, device=self._device).unbind(1)
-            scores[where] = float("-inf")
+        if masks is not None:
+            masks.apply(scores)
+        biased = [
+            (i, token, bias)
+            for i, row in enumerate(rows)
+            for token, bias in row.sequence.request.work.sampling.logit_bias.items()
+        ]
         if biased:
             row_index = torch.tensor([b[0] for b in biased], device=self._device)
             token_index = torch.tensor([b[1] for b in biased], device=self._device)
@@ -122,7 +117,3 @@ def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = points[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True)[:, 0]
-
-
-def _is_too_short(row: SampleRow) -> bool:
-    return row.sequence.num_generated < row.sequence.request.work.sampling.min_tokens

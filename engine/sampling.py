@@ -4,6 +4,8 @@ A token's random number is a function of (seed, sequence index, position) alone,
 instance, in any batch, and after a replay.
 """
 
+from itertools import chain
+
 from contracts.messages import Work
 from contracts.sampling import SamplingParams
 from engine.errors import RequestError
@@ -21,12 +23,11 @@ def uniform(seed: int, sequence: int, position: int) -> float:
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """The token is the largest logit, and nobody wants to know more. `min_tokens` is looked at apart."""
+    """The token is the largest logit of those allowed, and nobody wants to know more."""
     return (
         sampling.temperature < GREEDY_BELOW
         and not has_penalties(sampling)
         and not sampling.logit_bias
-        and sampling.allowed_token_ids is None
         and sampling.logprobs is None
     )
 
@@ -76,9 +77,11 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int, max_logprobs: 
         raise RequestError("invalid", "top_p is 0; it must lie in (0, 1]")
     if sampling.top_k < -1:
         raise RequestError("invalid", f"top_k is {sampling.top_k}; it must be -1 (all), 0 (all) or positive")
-    named = [*sampling.logit_bias, *(sampling.allowed_token_ids or [])]
+    named = [*sampling.logit_bias, *(sampling.allowed_token_ids or []), *chain.from_iterable(sampling.bad_words)]
     if any(not 0 <= token < vocab_size for token in named):
-        raise RequestError("invalid", f"logit_bias and allowed_token_ids must lie in 0..{vocab_size - 1}")
+        raise RequestError("invalid", f"logit_bias, allowed_token_ids and bad_words must lie in 0..{vocab_size - 1}")
+    if [] in sampling.bad_words:
+        raise RequestError("invalid", "bad_words: an empty word would exclude every token")
     if sampling.allowed_token_ids == []:
         raise RequestError("invalid", "allowed_token_ids is empty: no token could be chosen")
 

@@ -52,6 +52,8 @@ class Sampled:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By chunk: the log-probability of the token after each of its rows, the prompt's last excepted."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """By row of the plan: why no token could be chosen for it. What stands in `token_ids` there means nothing."""
 
 
 class _Blocked(NamedTuple):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from contracts.messages import ErrorCode
 from engine.outputs import CompletedBlocks, SequenceOutput
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
@@ -27,9 +28,9 @@ class Writing:
         if not self._end.done():
             self._end.set_result(None)
 
-    def failed(self, message: str) -> None:
+    def failed(self, code: ErrorCode, message: str) -> None:
         if not self._end.done():
-            self._end.set_exception(RequestFailed("internal", message))
+            self._end.set_exception(RequestFailed(code, message))
 
     @property
     def is_over(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from contracts.identity import RequestId
-from contracts.messages import Failed, HandoffReport, PrefillReport, Tokens, Work
+from contracts.messages import ErrorCode, Failed, HandoffReport, PrefillReport, Tokens, Work
 from engine.outputs import CompletedBlocks, FirstTokenInfo, SequenceOutput
 from services.common.rpc import RouterId
 from services.instance.ports import StepResult
@@ -29,7 +29,7 @@ class Progress(Protocol):
     def ended(self) -> None:
         """No sequence is left."""
 
-    def failed(self, message: str) -> None: ...
+    def failed(self, code: ErrorCode, message: str) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -124,9 +124,9 @@ class RequestTable:
         for output in result.tokens:
             if output.finish_reason is not None and (request := self._by_id.get(output.request_id)) is not None:
                 request.end_sequence(output.sequence)
-        for inner, message in result.failed:
+        for inner, message, code in result.failed:
             if progress := self._progress(inner):
-                progress.failed(message)
+                progress.failed(code, message)
 
     def _progress(self, inner: RequestId) -> Progress | None:
         request = self._by_id.get(inner)

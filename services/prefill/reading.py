@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from contracts.messages import Ticket
+from contracts.messages import ErrorCode, Ticket
 from engine.outputs import CompletedBlocks, SequenceOutput
 from kvtransfer.errors import LocalTransferError
 from services.instance.errors import RequestFailed
@@ -40,9 +40,9 @@ class Reading:
     def ended(self) -> None:
         """A sequence that ends with its first token changes nothing: the prompt's blocks are held all the same."""
 
-    def failed(self, message: str) -> None:
+    def failed(self, code: ErrorCode, message: str) -> None:
         if not self.end.done():
-            self.end.set_exception(RequestFailed("internal", message))
+            self.end.set_exception(RequestFailed(code, message))
 
 
 class HandedReading(Reading):

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -6,6 +7,9 @@ import torch
 from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from contracts.sampling import SamplingParams
+from engine.constraints import ConstraintBuilder
+from engine.grammar import Grammars
+from engine.masks import Masking
 from engine.sampler import Sampler, invert_cumulative, keep_most_likely
 from engine.scheduler import SampleRow
 from engine.sequence import Request, Sequence
@@ -27,7 +31,13 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
 
 
 def sample(logits: torch.Tensor, *rows: SampleRow) -> list[int]:
-    return Sampler(torch.device("cpu")).sample(logits, rows).token_ids
+    device = torch.device("cpu")
+    grammars = Grammars(Path("nowhere"), vocab_size=VOCAB, eos_ids=frozenset())
+    masking = Masking(ConstraintBuilder(grammars, vocab_size=VOCAB), device)
+    constraints = masking.begin(rows)
+    masks = None if constraints is None else masking.send(constraints.result())
+    masking.close()
+    return Sampler(device).sample(logits, rows, masks=masks).token_ids
 
 
 @pytest.fixture
@@ -141,6 +151,25 @@ def test_stop_tokens_wait_for_min_tokens(logits: torch.Tensor) -> None:
     rules: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [best], "min_tokens": 2}
     assert sample(logits, make_row([1], [0], **rules)) != [best]
     assert sample(logits, make_row([1], [0, 0], **rules)) == [best]
+
+
+def test_stop_tokens_do_not_wait_when_nothing_else_is_allowed(logits: torch.Tensor) -> None:
+    assert sample(logits, make_row([1], temperature=0.0, allowed_token_ids=[3], stop_token_ids=[3], min_tokens=2)) == [
+        3
+    ]
+
+
+def test_only_rows_with_rules_are_masked(logits: torch.Tensor) -> None:
+    best = int(logits.argmax())
+    free, bound = make_row([1], temperature=0.0), make_row([1], temperature=0.0, allowed_token_ids=[3])
+    assert sample(logits.expand(3, VOCAB), bound, free, bound) == [3, best, 3]
+
+
+def test_a_bad_word_is_never_completed(logits: torch.Tensor) -> None:
+    best, second = logits[0].topk(2).indices.tolist()
+    words: dict[str, Any] = {"temperature": 0.0, "bad_words": [[5, best], [second]]}
+    assert sample(logits, make_row([5], **words)) == [best], "the prompt does not count"
+    assert sample(logits, make_row([1], [7, 5], **words)) not in ([best], [second])
 
 
 def test_logprobs_are_of_the_raw_logits_with_ranks(logits: torch.Tensor) -> None:

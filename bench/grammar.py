@@ -1,0 +1,191 @@
+"""Grammars that constrain tokens: llguidance (Baton's) beside xgrammar: time to be ready, and to make each mask.
+
+    python -m bench.grammar --model FOLDER [--peer xgrammar] [--json]
+
+The vocabulary is the folder's. Each case is walked along one valid text, token by token, as a request would be.
+"""
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from bench.report import Row, show
+from services.router.tokenization import TextTokenizer
+
+DEFAULT_MODEL = Path(__file__).parent.parent / "services/local/demo_model"
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`kind` is what `grammar` is: a JSON schema or a regular expression. `text` fits it."""
+
+    name: str
+    kind: str
+    grammar: str
+    text: str
+
+
+class Library(Protocol):
+    def compile(self, case: Case) -> object: ...
+
+    def matcher(self, compiled: object) -> tuple[Callable[[], None], Callable[[int], bool]]:
+        """What makes the next token's mask, and what takes a token."""
+        ...
+
+
+class LLGuidance:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        import llguidance
+        import numpy as np
+
+        self._library = llguidance.LLMatcher
+        eos = tokenizer.backend.token_to_id(tokenizer.special_tokens["eos_token"])
+        self._tokenizer = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=eos)
+        self._mask = np.zeros((self._tokenizer.vocab_size + 31) // 32, dtype=np.int32)
+
+    def compile(self, case: Case) -> object:
+        if case.kind == "json":
+            grammar = self._library.grammar_from_json_schema(case.grammar)
+        else:
+            grammar = self._library.grammar_from_regex(case.grammar)
+        return self._library(self._tokenizer, grammar, log_level=0)
+
+    def matcher(self, compiled: Any) -> tuple[Callable[[], None], Callable[[int], bool]]:
+        copy, address, size = compiled.deep_copy(), self._mask.ctypes.data, self._mask.nbytes
+        return lambda: copy.unsafe_compute_mask_ptr(address, size), copy.consume_token
+
+
+class XGrammar:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._library: Any = importlib.import_module("xgrammar")
+        backend = tokenizer.backend
+        vocab = sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        eos = backend.token_to_id(tokenizer.special_tokens["eos_token"])
+        info = self._library.TokenizerInfo(
+            [token for token, _ in vocab], self._library.VocabType.BYTE_LEVEL, stop_token_ids=[eos]
+        )
+        self._compiler = self._library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._mask = self._library.allocate_token_bitmask(1, info.vocab_size)
+
+    def compile(self, case: Case) -> object:
+        make = {"json": self._compiler.compile_json_schema, "regex": self._compiler.compile_regex}[case.kind]
+        return make(case.grammar)
+
+    def matcher(self, compiled: object) -> tuple[Callable[[], None], Callable[[int], bool]]:
+        matcher = self._library.GrammarMatcher(compiled)
+        return lambda: matcher.fill_next_token_bitmask(self._mask), matcher.accept_token
+
+
+LIBRARIES: dict[str, Callable[[TextTokenizer], Library]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
+
+
+def cases() -> list[Case]:
+    person = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 60},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "email": {"type": "string", "pattern": "^[a-z.]+@[a-z]+\\.(com|org)$"},
+            "kind": {"enum": ["admin", "user", "guest"]},
+        },
+        "required": ["name", "age", "email", "kind"],
+        "additionalProperties": False,
+    }
+    team = {
+        "$defs": {"person": person},
+        "type": "object",
+        "properties": {
+            "title": {"type": "string"},
+            "people": {"type": "array", "items": {"$ref": "#/$defs/person"}, "minItems": 1},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 50},
+            "leader": {"anyOf": [{"$ref": "#/$defs/person"}, {"type": "null"}]},
+        },
+        "required": ["title", "people", "leader"],
+        "additionalProperties": False,
+    }
+    wide = {
+        "type": "object",
+        "properties": {f"field_{i}": {"type": ["string", "number", "null"]} for i in range(120)},
+        "required": [f"field_{i}" for i in range(120)],
+        "additionalProperties": False,
+    }
+    one = {"name": "Zoë van der Berg", "age": 41, "email": "zoe.berg@example.org", "kind": "user"}
+    whole = {"title": "Quarterly plan: “north”", "people": [one] * 4, "tags": ["a", "planning 2025"], "leader": None}
+    values = {f"field_{i}": [None, i * 1.5, f"value number {i}"][i % 3] for i in range(120)}
+    words = [f"option-{i:04d}-{i * 7919 % 1000}" for i in range(500)]
+    return [
+        Case("any object", "json", '{"type": "object"}', json.dumps(whole, ensure_ascii=False)),
+        Case("flat object", "json", json.dumps(person), json.dumps(one, ensure_ascii=False)),
+        Case("nested, references", "json", json.dumps(team), json.dumps(whole, ensure_ascii=False)),
+        Case("120 fields", "json", json.dumps(wide), json.dumps(values)),
+        Case("choice of 500", "regex", "|".join(words), words[321]),
+        Case(
+            "date and time",
+            "regex",
+            r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)",
+            "2025-11-20T16:30:00.125Z",
+        ),
+        Case("prose of 600", "regex", r"[A-Z][a-z ,]{20,600}\.", "The " + "quick brown fox, " * 16 + "done."),
+    ]
+
+
+def measure(name: str, tokenizer: TextTokenizer) -> list[Row]:
+    started = time.perf_counter()
+    library = LIBRARIES[name](tokenizer)
+    rows = [Row(name, "tokenizer ready", (time.perf_counter() - started) * 1e3, "ms")]
+    for case in cases():
+        rows += _measure_case(name, library, tokenizer.backend, case)
+    return rows
+
+
+def _measure_case(name: str, library: Library, tokenizer: Tokenizer, case: Case) -> list[Row]:
+    token_ids = tokenizer.encode(case.text, add_special_tokens=False).ids
+    compiles: list[float] = []
+    masks: list[float] = []
+    takes: list[float] = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        compiled = library.compile(case)
+        compiles.append(time.perf_counter() - started)
+        fill, take = library.matcher(compiled)
+        for token_id in token_ids:
+            started = time.perf_counter()
+            fill()
+            filled = time.perf_counter()
+            if not take(token_id):
+                raise SystemExit(f"{name}: {case.name}: token {tokenizer.id_to_token(token_id)!r} is refused")
+            masks.append(filled - started)
+            takes.append(time.perf_counter() - filled)
+    return [
+        Row(name, f"{case.name}: compile", median(compiles) * 1e3, "ms"),
+        Row(name, f"{case.name}: mask, median of {len(token_ids)} tokens", median(masks) * 1e6, "µs"),
+        Row(name, f"{case.name}: mask, 99 of 100", quantiles(masks, n=100)[98] * 1e6, "µs"),
+        Row(name, f"{case.name}: mask, longest", max(masks) * 1e6, "µs"),
+        Row(name, f"{case.name}: take a token", median(takes) * 1e6, "µs"),
+    ]
+
+
+def run(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="baton-bench grammar", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder with tokenizer.json")
+    parser.add_argument("--peer", choices=["xgrammar"], help="measure it too (it must be installed)")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    options = parser.parse_args(arguments)
+    tokenizer = TextTokenizer.from_folder(options.model)
+    names = ["llguidance", *([options.peer] if options.peer else [])]
+    show([row for name in names for row in measure(name, tokenizer)], as_json=options.json)
+
+
+if __name__ == "__main__":
+    import sys
+
+    run(sys.argv[1:])

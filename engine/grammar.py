@@ -1,0 +1,105 @@
+"""Grammars that an answer must follow, by llguidance: which tokens of this model's vocabulary may come next.
+
+A grammar's state is a function of the grammar and the generated tokens, so it can be built anywhere at any time: after
+a handoff, a preemption or a replay it is made again by taking the tokens that are there. Used by one thread at a time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from engine.errors import RequestError
+
+Bits = NDArray[np.uint8]
+"""Bit j of byte i is token 8i + j."""
+
+CACHED_GRAMMARS = 256
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar. The end of sequence ends the rule: whatever follows it is free."""
+
+    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int]) -> None:
+        self.matcher = matcher
+        self.is_over = False
+        self._eos_ids = eos_ids
+        self._num_taken = 0
+
+    def take(self, generated: Sequence[int]) -> None:
+        """`generated` are all tokens of the sequence after its prompt. Raises `RequestError`."""
+        for token in generated[self._num_taken :]:
+            if self.is_over:
+                break
+            if token in self._eos_ids and self.matcher.is_accepting():
+                self.is_over = True
+            elif not self.matcher.consume_token(token):
+                self.check()
+                raise RequestError("invalid", f"structured output: token {token} does not follow the grammar")
+        self._num_taken = len(generated)
+
+    def check(self) -> None:
+        """Raises `RequestError` when the grammar cannot be followed any more: it grew too complex."""
+        if self.matcher.is_error():
+            raise RequestError("invalid", f"structured output: {_first_line(self.matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles grammars for one model's vocabulary and keeps those used last."""
+
+    def __init__(self, folder: Path, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @cached_property
+    def vocabulary(self) -> LLTokenizer:
+        """Takes a second for 100,000 tokens. Raises `RequestError`."""
+        try:
+            tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        except Exception as exc:  # the library raises nothing narrower
+            raise RequestError("invalid", f"structured output needs the model's tokenizer.json: {exc}") from exc
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        size = max(self._vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        if not self._eos_ids:
+            raise RequestError("invalid", "structured output needs a model that names its end of sequence")
+        try:
+            return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._eos_ids))
+        except ValueError as exc:
+            raise RequestError("invalid", f"structured output does not know this tokenizer: {exc}") from exc
+
+    def start(self, grammar: str) -> GrammarState:
+        """Before the first token. Raises `RequestError`."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = LLMatcher(self.vocabulary, grammar, log_level=0)
+            if compiled.is_error():
+                raise RequestError("invalid", f"structured output: {_first_line(compiled.get_error())}")
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return GrammarState(compiled.deep_copy(), self._eos_ids)
+
+    def allowed(self, states: Sequence[GrammarState]) -> NDArray[np.uint8]:
+        """Bits of the next token for each state [states, bytes], several at once where there are cores."""
+        width = (self.vocabulary.vocab_size + 31) // 32 * 4
+        bits = np.empty((len(states), width), dtype=np.uint8)
+        matchers = [(state.matcher, row) for row, state in enumerate(states)]
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, width, len(states))
+        return bits
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+
+def _first_line(message: str) -> str:
+    return message.strip().split("\n", 1)[0]
