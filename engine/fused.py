@@ -2,7 +2,7 @@
 
 A layer is norm, QKV in one product, rotary and KV store, attention, output, residual and norm, gate and up in one
 product, activation, down. Calling modules instead costs more than the products themselves at small batches.
-Layers whose MLP has another shape (mixtures of experts) keep transformers' module for it.
+A mixture of experts is grouped products; an MLP of any other shape stays transformers' module.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
+from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
 
 LAYERS = {
+    "GptOssDecoderLayer",
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
     "MixtralDecoderLayer",
@@ -50,8 +52,9 @@ class _Layer:
     mlp_norm: _Norm
     gate_up: _Linear | None
     down: _Linear | None
+    mixture: Mixture | None
     mlp: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
-    """Used where `gate_up` is None."""
+    """Used where `gate_up` and `mixture` are None."""
 
 
 def fits(module: nn.Module) -> bool:
@@ -70,6 +73,8 @@ class FusedForward:
         module = cast(Any, model.module)
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
+        # gpt-oss names each pair's angle once; everybody else twice, for both halves
+        self._has_half_rotations = type(module.model.rotary_emb).__name__ == "GptOssRotaryEmbedding"
         self._head = _linear(module.lm_head)
         self._layers = [_pack_layer(layer) for layer in module.model.layers]
         self._final_norm = _norm(module.model.norm)
@@ -77,14 +82,16 @@ class FusedForward:
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels = backend, kernels
         self._like = torch.empty(0, device=self._final_norm.weight.device)
-        # transformers' mixtures of experts read back how many tokens went where
-        self.is_capturable = all(layer.gate_up is not None for layer in self._layers)
+        # A module of transformers may read values back, as its mixtures of experts do.
+        self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
         # In float32, whatever the model's dtype: the kernels compute in it.
         cos, sin = self._rotary(self._like, inputs.position_ids[None])
         rotation = cos[0], sin[0]
+        if self._has_half_rotations:
+            rotation = torch.cat([cos[0], cos[0]], dim=-1), torch.cat([sin[0], sin[0]], dim=-1)
         first = self._layers[0].input_norm
         hidden = self._kernels.rms_norm(residual, first.weight, first.eps)
         for number, layer in enumerate(self._layers):
@@ -119,6 +126,8 @@ class FusedForward:
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
 
     def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        if layer.mixture is not None:
+            return layer.mixture(hidden, self._kernels)
         if layer.gate_up is None or layer.down is None:
             mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
             return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
@@ -147,6 +156,7 @@ def _pack_layer(layer: Any) -> _Layer:
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=gate_up,
         down=_linear(mlp.down_proj) if gate_up is not None else None,
+        mixture=pack_mixture(mlp) if gate_up is None else None,
         mlp=mlp,
     )
 

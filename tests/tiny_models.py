@@ -68,6 +68,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "eos_token_id": EOS_ID,
     },
     "mixtral": {**_MOE, "model_type": "mixtral", "num_local_experts": 4},
+    "gpt_oss": {
+        **_MOE,
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3_moe": {
         **_MOE,
         "model_type": "qwen3_moe",

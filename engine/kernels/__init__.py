@@ -1,12 +1,13 @@
 """The engine's kernels: one port each, one backend per device, a plain-torch twin that says what is right."""
 
-from engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, LayerKernels
+from engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, Experts, LayerKernels
 from engine.kernels.selection import attention_backend, layer_kernels
 
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionSpec",
+    "Experts",
     "LayerKernels",
     "attention_backend",
     "layer_kernels",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference_layers as twin
+from engine.kernels.metadata import Experts
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -112,6 +113,12 @@ class CpuLayers:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return twin.linear(x, weight, bias)
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        return twin.route(logits, top_k, renormalize=renormalize)
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return twin.mix(x, weights, chosen, experts)
 
     def rms_norm(
         self,

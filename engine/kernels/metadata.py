@@ -36,6 +36,20 @@ class AttentionSpec:
     sinks: Tensor | None = None  # [num_heads]
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of one layer's experts, stacked. An expert is down(silu(gate) * up); with `limit` both are clamped
+    and it is down((up + 1) * gate * sigmoid(alpha * gate)), as gpt-oss has it."""
+
+    gate_up: Tensor  # [num_experts, 2 * width, hidden]
+    down: Tensor  # [num_experts, hidden, width]
+    gate_up_bias: Tensor | None = None  # [num_experts, 2 * width]
+    down_bias: Tensor | None = None  # [num_experts, hidden]
+    is_interleaved: bool = False  # gate and up rows are neighbours, not halves
+    limit: float | None = None
+    alpha: float = 1.0
+
+
 class AttentionBackend(Protocol):
     """`cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens, head_dim] of the
     block-major tensor. Nothing here keeps a tensor after it returns."""
@@ -88,4 +102,13 @@ class LayerKernels(Protocol):
         """Rotates `query` [num_tokens, num_heads, head_dim] in place; writes rotated K, and V, to `slots` of the
         layer's cache view. `rotation`: cos and sin [num_tokens, rotary_dim], of which the first half of the columns
         is read; the rest of a head passes through. `interleaved`: pairs are neighbours (GLM, GPT-J), not halves."""
+        ...
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """logits [num_tokens, num_experts] -> weights, float32, and expert numbers, int32, both [num_tokens, top_k]:
+        the softmax's largest, with `renormalize` scaled to a sum of 1."""
+        ...
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """x [num_tokens, hidden] -> the weighted sum of the experts that each token chose, same shape."""
         ...

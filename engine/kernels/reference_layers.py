@@ -4,6 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.reference_experts import mix, route
+
+__all__ = ["linear", "mix", "rms_norm", "rotary_store", "route", "silu_mul"]
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See triton_linear.linear."""

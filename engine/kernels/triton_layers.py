@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton_experts import mix, route
 from engine.kernels.triton_linear import linear
 from engine.kernels.triton_tiles import padded
 
-__all__ = ["linear", "rms_norm", "rotary_store", "silu_mul"]
+__all__ = ["linear", "mix", "rms_norm", "rotary_store", "route", "silu_mul"]
 
 _HEADS_PER_PROGRAM = 8
 

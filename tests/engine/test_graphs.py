@@ -13,7 +13,10 @@ from engine import Engine, device
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss"]),
+]
 
 
 class FakeGraph:

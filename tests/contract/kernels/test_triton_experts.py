@@ -1,0 +1,76 @@
+"""Routing and grouped products against their plain-torch twins."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import Experts, reference_experts, triton_experts
+from tests.contract.kernels.triton_batches import DEVICE
+
+EXPERTS, HIDDEN, WIDTH = 6, 40, 24
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def make_experts(*, like_gpt_oss: bool, dtype: torch.dtype = torch.float32) -> Experts:
+    torch.manual_seed(0)
+    return Experts(
+        gate_up=draw(EXPERTS, 2 * WIDTH, HIDDEN).to(dtype),
+        down=draw(EXPERTS, HIDDEN, WIDTH).to(dtype),
+        gate_up_bias=draw(EXPERTS, 2 * WIDTH).to(dtype) if like_gpt_oss else None,
+        down_bias=draw(EXPERTS, HIDDEN).to(dtype) if like_gpt_oss else None,
+        is_interleaved=like_gpt_oss,
+        limit=3.0 if like_gpt_oss else None,
+        alpha=1.702 if like_gpt_oss else 1.0,
+    )
+
+
+@pytest.mark.parametrize("num_experts", [6, 32])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_each_token_is_routed_to_its_likeliest_experts(num_experts: int, renormalize: bool) -> None:
+    logits = draw(7, num_experts)
+    logits[0] = 0.0
+    logits[0, 3], logits[0, 5] = 1000.0, 999.0
+    weights, chosen = triton_experts.route(logits, 3, renormalize=renormalize)
+    twin_weights, twin_chosen = reference_experts.route(logits, 3, renormalize=renormalize)
+    torch.testing.assert_close(weights, twin_weights)
+    assert chosen[1:].tolist() == twin_chosen[1:].tolist()
+    assert chosen[0, :2].tolist() == [3, 5]
+    assert len(set(chosen[0].tolist())) == 3, "an expert was chosen twice"
+
+
+@pytest.mark.parametrize("like_gpt_oss", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 37])
+def test_mixed_experts_equal_their_twin(num_tokens: int, like_gpt_oss: bool) -> None:
+    experts = make_experts(like_gpt_oss=like_gpt_oss)
+    x, logits = draw(num_tokens, HIDDEN), draw(num_tokens, EXPERTS)
+    logits[:, 2] = -50.0  # nobody's choice
+    logits[:, 4] = 50.0  # everybody's
+    weights, chosen = reference_experts.route(logits, 2, renormalize=True)
+    torch.testing.assert_close(
+        triton_experts.mix(x, weights, chosen, experts),
+        reference_experts.mix(x, weights, chosen, experts),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_rows_of_one_expert_span_several_blocks_in_half_precision() -> None:
+    experts = make_experts(like_gpt_oss=False, dtype=torch.float16)
+    x, logits = draw(100, HIDDEN).half(), draw(100, EXPERTS)
+    logits[:, 1] = 50.0
+    weights, chosen = reference_experts.route(logits, 2, renormalize=False)
+    mixed = triton_experts.mix(x, weights, chosen, experts)
+    wide = Experts(experts.gate_up.float(), experts.down.float())
+    expected = reference_experts.mix(x.float(), weights, chosen, wide)
+    torch.testing.assert_close(mixed.float(), expected, rtol=3e-2, atol=0.02 * float(expected.abs().max()))
+
+
+def test_tiles_fit_the_shared_memory_of_small_devices() -> None:
+    for element_bytes in (2, 4):
+        for pairs in (8, 256, 2048, 5000, 65536):
+            gate_up, down = triton_experts.expert_tiles(pairs, 128, element_bytes)
+            assert (gate_up.rows + 2 * gate_up.columns) * gate_up.depth * element_bytes * gate_up.stages <= 100 << 10
+            assert (down.rows + down.columns) * down.depth * element_bytes * down.stages <= 100 << 10
