@@ -26,6 +26,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     sink: InstanceId
     sink_generation: Generation
     timeout_s: float
+    request_id: RequestId = RequestId("")
+    """Whose prompt it is: for log lines alone."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """As in vLLM: smaller runs first."""
     timeout_s: float = 600.0
+    trace_headers: dict[str, str] = {}
+    """The W3C trace context (`traceparent`, `tracestate`) under which an instance's spans belong; may be empty."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):

@@ -212,7 +212,7 @@ class ConsumerSide:
         try:
             fetching.on_blocks(list(step.names))
         except Exception as exc:
-            logger.exception("ticket=%s on_blocks failed", fetching.ticket.ticket)
+            logger.exception("on_blocks failed", extra=fetching.log_fields)
             fetching.on_blocks, fetching.error = None, exc
             self._apply(fetching, fetching.session.cancel())
 
@@ -230,7 +230,7 @@ class ConsumerSide:
     def _relink(self, fetching: Fetching, step: Relink) -> None:
         link, limits = fetching.link, self._context.limits
         peer = fetching.ticket.source
-        logger.warning("ticket=%s peer=%s fetch again: %s", fetching.ticket.ticket, peer, step.reason)
+        logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
         self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
         if step.demote is not None and link is not None:
             link.demote(step.demote, step.reason)

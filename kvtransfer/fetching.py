@@ -50,3 +50,8 @@ class Fetching:
     @property
     def ticket(self) -> Ticket:
         return self.session.ticket
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Callbacks of sockets and timers run outside the request's own task."""
+        return {"request_id": self.ticket.request_id, "ticket": self.ticket.ticket}

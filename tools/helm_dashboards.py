@@ -102,23 +102,26 @@ VLLM = [
 TTFT, QUEUE, PREFILL = (
     mean_of(f"vllm:{name}_seconds") for name in ("time_to_first_token", "request_queue_time", "request_prefill_time")
 )
+TOKENIZE, EXPOSED = mean_of("baton:tokenize_seconds"), mean_of("baton:handoff_exposed_seconds")
 BATON = [
     Panel(
         "Where the first token's time goes (mean)",
         [
+            Query(TOKENIZE, "tokenise"),
             Query(QUEUE, "queue at prefill"),
             Query(PREFILL, "prefill"),
-            Query(f"{TTFT} - {QUEUE} - {PREFILL}", "router: tokenise, place, network"),
+            Query(f"{TTFT} - {TOKENIZE} - {QUEUE} - {PREFILL}", "router: read, place, network"),
             Query(TTFT, "first token"),
+            Query(EXPOSED, "then: handoff not hidden"),
         ],
         "s",
-        description="The first token comes from prefill and never waits for the handoff.",
+        description="The first token comes from prefill and never waits for the handoff, which delays the second.",
     ),
     Panel(
         "Handoff (mean)",
         [
             Query(mean_of("baton:handoff_seconds"), "first block asked for to last block there"),
-            Query(mean_of("baton:handoff_exposed_seconds"), "exposed: not hidden by prefill's computing"),
+            Query(EXPOSED, "exposed: not hidden by prefill's computing"),
         ],
         "s",
         description="Exposed time delays the second token.",

@@ -22,7 +22,7 @@ HEAD = f"# Made by tools/lock_requirements.py for Python {PYTHON_VERSION} on Lin
 def wanted() -> dict[str, list[str]]:
     """Requirements of pyproject.toml by image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    router = project["dependencies"]
+    router = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
     worker = [line for line in project["optional-dependencies"]["worker"] if name_of(line) != "torch"]
     return {"router": router, "worker": [*router, *worker]}
 

@@ -204,7 +204,8 @@ spec:
       "kvRunDir" (ternary "/run/baton" "" $values.kvTransfer.usm.enabled)
       "drainTimeoutS" $pool.drainTimeoutSeconds
       "logLevel" $values.logging.level
-      "logFormat" $values.logging.format }}
+      "logFormat" $values.logging.format
+      "otlpTracesEndpoint" $values.tracing.otlpTracesEndpoint }}
 {{- range $key, $value := $decided }}{{ $_ := set $settings $key $value }}{{ end }}
 {{- include "baton.settings" (dict "prefix" (printf "BATON__%s__" (upper .role)) "settings" $settings) | trim }}
 {{- end }}

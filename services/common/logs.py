@@ -1,6 +1,7 @@
 """Log lines: one event per line on stderr, as `key=value` text or as JSON, with the request's id where there is one.
 
-Modules log with `logging.getLogger(__name__)` and `extra={"request_id": ...}`; only a process's `main` configures.
+Modules log with `logging.getLogger(__name__)`; only a process's `main` configures. Inside `request_logs` every line
+carries the request's id; callbacks that run outside give it as `extra={"request_id": ...}`.
 Never log a prompt, an answer or a key.
 """
 
@@ -8,12 +9,16 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, TextIO
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
 
 
@@ -21,6 +26,7 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     """Replaces whatever was configured before, uvicorn's and warnings' own lines included."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.addFilter(_add_request_id)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -30,6 +36,22 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
+
+
+@contextmanager
+def request_logs(request_id: str) -> Iterator[None]:
+    """Lines of this task, and of tasks that it starts, are about this request."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def _add_request_id(record: logging.LogRecord) -> bool:
+    if (request_id := _request_id.get()) is not None:
+        record.__dict__.setdefault("request_id", request_id)
+    return True
 
 
 class TextFormatter(logging.Formatter):

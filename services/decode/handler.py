@@ -11,6 +11,7 @@ from contracts.identity import BlockName
 from contracts.messages import Decode, Generate, HandoffReport, Ticket
 from contracts.wire import WireError
 from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
+from services.common.tracing import Attributes, Span
 from services.decode.reservations import Reservations
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
@@ -78,8 +79,9 @@ class DecodeHandler:
         inner = request.work.request_id
         arrivals = Arrivals(self._engine, request)
         try:
-            reservation = await self._reserve(request, ticket)
-            fetched = await self._fetch(ticket, reservation, arrivals)
+            with request.span.child("reserve"):
+                reservation = await self._reserve(request, ticket)
+            fetched = await self._fetch(request.span, ticket, reservation, arrivals)
             if fetched is None:
                 logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
                 request.is_admitted = True
@@ -87,7 +89,8 @@ class DecodeHandler:
                 await self._engine.call(lambda engine: engine.admit_locally(inner))
             else:
                 await self._admit(request, reservation, fetched, arrivals)
-            await writing.wait()
+            with request.span.child("write"):
+                await writing.wait()
         finally:
             if not (writing.is_over and request.is_admitted):
                 arrivals.tell()
@@ -100,10 +103,15 @@ class DecodeHandler:
         except TimeoutError:
             raise RequestFailed("overloaded", f"no room for the prompt within {ticket.timeout_s:g} s") from None
 
-    async def _fetch(self, ticket: Ticket, reservation: Reservation, arrivals: "Arrivals") -> FetchResult | None:
+    async def _fetch(
+        self, span: Span, ticket: Ticket, reservation: Reservation, arrivals: "Arrivals"
+    ) -> FetchResult | None:
         """None: the handoff failed and this instance computes what is missing itself."""
         try:
-            return await self._transfer.fetch(ticket, reservation.missing, on_blocks=arrivals.add)
+            with span.child("transfer") as transfer:
+                fetched = await self._transfer.fetch(ticket, reservation.missing, on_blocks=arrivals.add)
+                transfer.set(_described(ticket, reservation, fetched))
+                return fetched
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
@@ -164,6 +172,17 @@ class Arrivals:
     def tell(self) -> None:
         if names := self.take():
             self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
+
+
+def _described(ticket: Ticket, reservation: Reservation, fetched: FetchResult) -> Attributes:
+    return {
+        "baton.source": ticket.source,
+        "baton.ticket": ticket.ticket,
+        "baton.transport": fetched.transport,
+        "baton.transferred_bytes": fetched.num_bytes,
+        "baton.transferred_blocks": fetched.num_blocks,
+        "baton.reused_blocks": reservation.reused,
+    }
 
 
 def _report(request: Request, reservation: Reservation, fetched: FetchResult, first: FirstTokens) -> HandoffReport:

@@ -24,6 +24,7 @@ from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
 from services.common.registry import registry_client
 from services.common.rpc import InstanceServer
+from services.common.tracing import tracing_to
 from services.instance.addresses import advertised, advertised_http, check_ports, shared_memory_host, tcp
 from services.instance.engine_setup import build_engine
 from services.instance.engine_thread import EngineThread
@@ -31,6 +32,7 @@ from services.instance.errors import EngineBroken, InstanceError, StartFailed
 from services.instance.health import Health, create_app
 from services.instance.membership import Membership
 from services.instance.metrics import EngineCollector, TransferMetrics
+from services.instance.observed import ObservedRole
 from services.instance.serving import Identity, RoleHandler, Serving
 from services.instance.settings import InstanceSettings, instance_id, model_names
 
@@ -83,6 +85,9 @@ class InstanceProcess:
     async def start(self, lifecycle: Lifecycle) -> None:
         """Everything in order; how to stop each thing is registered right after it, so it stops in reverse."""
         check_ports(self._settings)
+        service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
+        self._tracing = tracing_to(endpoint, service=service, instance=self._identity.instance)
+        lifecycle.on_stop("traces", self._tracing.close)
         engine = await self._engine_thread.start()
         assert isinstance(engine, Engine)
         self._engine = engine
@@ -128,7 +133,7 @@ class InstanceProcess:
         parts = Parts(self._engine_thread, self._transfer, self._rpc, self._counter)
         self._serving = serving = Serving(
             self._identity,
-            role=self._make_handler(parts),
+            role=ObservedRole(self._make_handler(parts), self._tracing),
             engine=self._engine_thread,
             stats=engine.stats(),
             router=self._rpc,

@@ -13,6 +13,7 @@ from contracts.identity import RequestId
 from contracts.messages import ErrorCode, Failed, HandoffReport, PrefillReport, Tokens, Work
 from engine.outputs import CompletedBlocks, FirstTokenInfo, SequenceOutput
 from services.common.rpc import RouterId
+from services.common.tracing import NO_SPAN, Span
 from services.instance.ports import StepResult
 
 Answer = Tokens | PrefillReport | HandoffReport | Failed
@@ -44,6 +45,7 @@ class Request:
     """Indexes of the sequences that are still to be written."""
     is_admitted: bool = False
     """The engine runs its sequences, so that one of them can be cancelled."""
+    span: Span = NO_SPAN
 
     def __post_init__(self) -> None:
         self.live = set(self.work.sequences)
@@ -104,6 +106,7 @@ class RequestTable:
         answers: dict[RouterId, list[Answer]] = {}
         for info in result.first:
             if (request := self._by_id.get(info.request_id)) is not None and request.live:
+                _trace_prompt(request.span, info, at)
                 answers.setdefault(request.router, []).append(prefill_report(request, info))
         for blocks in result.completed:
             if progress := self._progress(blocks.request_id):
@@ -138,6 +141,14 @@ class RequestTable:
             for request_id, request in attempts.items():
                 assert (request.router, request.request_id) == (router, request_id)
                 assert self._by_id[request.work.request_id] is request
+
+
+def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
+    started_at = at - info.prefill_s
+    span.child("queue", at=started_at - info.queue_s).end(at=started_at)
+    compute = span.child("compute", at=started_at)
+    compute.set({"baton.cached_tokens": info.cached_tokens})
+    compute.end(at=at)
 
 
 def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:

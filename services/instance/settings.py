@@ -131,6 +131,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(description="collector of traces (OTLP over HTTP): http://HOST:4318/v1/traces; needs baton-serve[otel]"),
+    ] = None
 
 
 def instance_id(settings: InstanceSettings, role: Role) -> InstanceId:

@@ -71,7 +71,8 @@ class PrefillHandler:
                 lost = ticket.sink if reason == "lost" else None
                 raise RequestFailed("handoff_failed", f"{ticket.sink} does not take the blocks: {reason}", lost=lost)
             reading.end.result()
-            await asyncio.wait([released])
+            with request.span.child("lease"):
+                await asyncio.wait([released])
         except Exception as exc:
             self._transfer.fail(ticket.ticket, str(exc))
             raise

@@ -52,6 +52,7 @@ class HandedReading(Reading):
         super().__init__()
         self._transfer = transfer
         self._ticket = ticket.ticket
+        self._request_id = ticket.request_id
         self._clock = clock
         self._first: list[FirstToken] = []
         self.is_open = True
@@ -78,5 +79,5 @@ class HandedReading(Reading):
 
     def _given_up(self, exc: LocalTransferError) -> None:
         """The ticket has ended a moment ago; whoever waits for its release is about to hear of it."""
-        logger.debug("ticket %s: %s", self._ticket, exc)
+        logger.debug("ticket %s: %s", self._ticket, exc, extra={"request_id": self._request_id})
         self.is_open = False

@@ -1,7 +1,7 @@
 """The little of HTTP that the hot path needs, on ASGI: read a body, answer, stream, notice a client that left."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class RequestContext:
     arrived_at: float
     explain: bool
     max_body_bytes: int
+    trace_headers: Mapping[str, str]
 
     def attach(self, scope: Scope) -> None:
         scope[_CONTEXT] = self

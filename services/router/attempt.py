@@ -49,7 +49,7 @@ class Attempt:
         elif self.prefill is not None and self.decode is None:
             self.prefill.send(Prefill(work))
         elif self.prefill is not None and self.decode is not None:
-            ticket = _ticket(self.prefill, self.decode, handoff_timeout_s)
+            ticket = _ticket(self.request_id, self.prefill, self.decode, handoff_timeout_s)
             self.prefill.send(Prefill(work, ticket))
             self.decode.send(Decode(work, ticket))
 
@@ -95,7 +95,7 @@ def indexes(sequences: Sequence[TokenSequence]) -> list[int]:
     return [sequence.index for sequence in sequences]
 
 
-def _ticket(source: Member, sink: Member, timeout_s: float) -> Ticket:
+def _ticket(request_id: RequestId, source: Member, sink: Member, timeout_s: float) -> Ticket:
     return Ticket(
         ticket=new_ticket_id(),
         source=source.record.instance,
@@ -104,4 +104,5 @@ def _ticket(source: Member, sink: Member, timeout_s: float) -> Ticket:
         sink=sink.record.instance,
         sink_generation=sink.record.generation,
         timeout_s=timeout_s,
+        request_id=request_id,
     )

@@ -39,12 +39,14 @@ class ChatEndpoint:
         model = frontend.model_name(request.model)
         limits = frontend.limits()
         logprobs = chat_logprobs(request)
+        tokenizing_at = frontend.clock()
         text = await frontend.model.render_chat(request)
         message_format = MessageFormat(frontend.settings, request, text)
         token_ids = await frontend.tokenize(
             text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
         )
         token_ids = truncated(token_ids, request.truncate_prompt_tokens, limits)
+        arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
         check_prompt(token_ids, limits, param="messages")
         head = Head(
             f"chatcmpl-{request.request_id or context.request_id}", "chat.completion.chunk", frontend.now(), model
@@ -52,7 +54,7 @@ class ChatEndpoint:
         rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
         if message_format.needs_special_tokens:
             rules = replace(rules, skip_special_tokens=False)
-        generation = frontend.generate(request, head.id, [token_ids], rules, limits, arrived_at=context.arrived_at)
+        generation = frontend.generate(request, head.id, [token_ids], rules, limits, arrival=arrival)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         shape = ChatShape(request, message_format, role=frontend.settings.response_role)
         form = ChatFormat(shape, head, generation, writer)

@@ -30,14 +30,16 @@ class CompletionEndpoint:
         request = parse(await read_body(scope, receive), CompletionRequest)
         model = frontend.model_name(request.model)
         limits = frontend.limits()
+        tokenizing_at = frontend.clock()
         prompts = [await self._token_ids(request, prompt, limits) for prompt in _prompts(request)]
+        arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
         for token_ids in prompts:
             check_prompt(token_ids, limits, param="prompt")
         head = Head(f"cmpl-{request.request_id or context.request_id}", "text_completion", frontend.now(), model)
         rules = text_rules(
             request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
         )
-        generation = frontend.generate(request, head.id, prompts, rules, limits, arrived_at=context.arrived_at)
+        generation = frontend.generate(request, head.id, prompts, rules, limits, arrival=arrival)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
         form = CompletionFormat(request, head, generation, writer, texts if request.echo else None)

@@ -16,7 +16,7 @@ from contracts.messages import Failed, HandoffReport, PrefillReport, TokenLogpro
 from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
 from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
-from services.router.job import FlightRules, Job, PromptNames
+from services.router.job import Arrival, FlightRules, Job, PromptNames
 from services.router.member import Answer, Member
 from services.router.outbox import Outbox
 from services.router.placement import Demand, NoCapacity, Placement, place
@@ -38,11 +38,11 @@ class Flight:
         outbox: Outbox,
         rules: FlightRules,
         clock: Callable[[], float],
-        arrived_at: float,
+        arrival: Arrival,
         on_end: Callable[["Flight"], None],
     ) -> None:
         self.job = job
-        self.timeline = Timeline(arrived_at=arrived_at)
+        self.timeline = Timeline(arrived_at=arrival.at, tokenize_s=arrival.tokenize_s)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.sequences = [TokenSequence(i) for i in range(job.num_sequences)]
         self.error: ApiError | None = None
@@ -53,7 +53,7 @@ class Flight:
         self._on_end = on_end
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._deadline = arrived_at + rules.request_timeout_s
+        self._deadline = arrival.at + rules.request_timeout_s
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
         self._avoid: frozenset[InstanceId] = frozenset()
@@ -139,7 +139,8 @@ class Flight:
         if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
             return
         instance = member.record.instance
-        logger.warning("request %s: %s failed: %s: %s", self.job.request_id, instance, failed.code, failed.message)
+        extra = {"request_id": attempt.request_id}
+        logger.warning("%s failed: %s: %s", instance, failed.code, failed.message, extra=extra)
         if failed.code in ("invalid", "too_long"):
             self.fail(BadRequestError(failed.message, code=failed.code))
             return
@@ -158,7 +159,7 @@ class Flight:
             self.fail(error)
             return
         self.timeline.replays += 1
-        logger.warning("request %s is replayed: %s", self.job.request_id, error.message)
+        logger.warning("replayed: %s", error.message, extra={"request_id": attempt.request_id})
         fresh = [sequence for sequence in live if not sequence.token_ids]
         groups = ([fresh] if fresh else []) + [[sequence] for sequence in live if sequence.token_ids]
         for sequence in live:
@@ -254,6 +255,7 @@ class Flight:
             sequences=sequences,
             priority=self.job.priority,
             timeout_s=max(0.1, self._deadline - self._clock()),
+            trace_headers=dict(self.job.trace_headers),
         )
 
     def _on_deadline(self) -> None:
@@ -280,7 +282,7 @@ class Flight:
 
     def _end(self, reason: str | None) -> None:
         if reason is not None:
-            logger.info("request %s ends early: %s", self.job.request_id, reason)
+            logger.info("ends early: %s", reason, extra={"request_id": self.job.request_id})
         self.is_over = True
         for attempt in list(self._attempts):
             self._end_attempt(attempt, cancel=True)

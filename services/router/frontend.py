@@ -1,14 +1,16 @@
 """What all endpoints share: the served model, its limits in this cluster, and the way to the instances."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from services.router.asgi import RequestContext
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.errors import ModelNotFoundError, UnavailableError
 from services.router.generation import Generation
-from services.router.job import Job
+from services.router.job import Arrival, Job
 from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import GenerationRequest
@@ -16,6 +18,8 @@ from services.router.outbox import Outbox
 from services.router.parameters import Limits, TextRules, num_sequences, sampling_params
 from services.router.settings import RouterSettings
 from services.router.writer import SequenceWriter
+
+logger = logging.getLogger(__name__)
 
 
 class Frontend:
@@ -77,6 +81,15 @@ class Frontend:
             defaults=self.model.sampling_defaults,
         )
 
+    def arrival(self, context: RequestContext, *, tokenizing_at: float) -> Arrival:
+        """Of a request whose prompts have just become tokens."""
+        return Arrival(
+            at=context.arrived_at,
+            tokenizing_at=tokenizing_at,
+            tokenized_at=self.clock(),
+            trace_headers=context.trace_headers,
+        )
+
     async def tokenize(self, text: str, limits: Limits, *, add_special_tokens: bool, truncate: int | None) -> list[int]:
         """Raises `BadRequestError` for a text that is far too long, unless it is to be truncated."""
         longest = limits.max_model_len if truncate is None else None
@@ -90,7 +103,7 @@ class Frontend:
         rules: TextRules,
         limits: Limits,
         *,
-        arrived_at: float,
+        arrival: Arrival,
     ) -> Generation:
         """Sends the prompts on their way. Raises `ApiError`."""
         n = num_sequences(request, len(prompts), limits)
@@ -110,7 +123,16 @@ class Frontend:
             )
             for i, token_ids in enumerate(prompts)
         ]
+        if self.settings.enable_log_requests:
+            self._log(jobs)
         outbox = Outbox()
-        flights = self.dispatcher.launch(jobs, outbox, arrived_at=arrived_at)
+        flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
         writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(n * len(prompts))]
         return Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)
+
+    def _log(self, jobs: Sequence[Job]) -> None:
+        """Only where it was asked for: prompts are nobody else's business."""
+        for job in jobs:
+            prompt = self.model.detokenizer.text(job.token_ids, skip_special_tokens=False)
+            extra = {"request_id": job.request_id, "prompt": prompt[: self.settings.max_log_len]}
+            logger.info("request received", extra={**extra, "prompt_tokens": len(job.token_ids)})

@@ -1,6 +1,7 @@
 """What a flight is given: a prompt with all that decides its answer, rules, and the names of its blocks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from contracts.identity import BlockName
@@ -8,6 +9,20 @@ from contracts.layout import KVLayout
 from contracts.naming import block_names, root_name
 from contracts.sampling import SamplingParams
 from services.router.placement import PlacementPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """How an API call came to its prompts. Moments of the router's monotonic clock; equal ones: nothing was text."""
+
+    at: float
+    tokenizing_at: float
+    tokenized_at: float
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tokenize_s(self) -> float:
+        return self.tokenized_at - self.tokenizing_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +37,8 @@ class Job:
     cache_salt: str = ""
     first_choice: int = 0
     """Index in the API call's answer of this prompt's first sequence."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """Where the spans of instances belong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from services.common.http_server import HttpServer
 from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
 from services.common.registry import registry_view
+from services.common.tracing import tracing_to
 from services.router.app import create_app
 from services.router.cluster import Cluster
 from services.router.connections import ZeromqConnector
@@ -50,6 +52,8 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     if settings.enable_auto_tool_choice and settings.tool_call_parser is None:
         raise ConfigurationError("--enable-auto-tool-choice needs --tool-call-parser")
     keys = api_keys(settings)
+    tracing = tracing_to(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
+    lifecycle.on_stop("traces", tracing.close)
     model = ServedModel.from_settings(settings)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s)
@@ -62,6 +66,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         max_flights=settings.max_concurrent_requests,
         metrics=metrics,
         clock=time.monotonic,
+        tracing=tracing,
     )
     frontend = Frontend(
         settings, model=model, cluster=cluster, dispatcher=dispatcher, metrics=metrics, clock=time.monotonic

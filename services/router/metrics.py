@@ -29,6 +29,9 @@ class RouterMetrics:
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self._tpot = self._histogram("vllm:time_per_output_token_seconds", "Between tokens of a sequence.", _TPOT_S)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
+        self._tokenize = self._histogram(
+            "baton:tokenize_seconds", "Rendering the chat and turning text into tokens.", _TTFT_S
+        )
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting at the prefill instance.", _E2E_S)
         self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.", _E2E_S)
         self._decode = self._histogram("vllm:request_decode_time_seconds", "First to last token.", _E2E_S)
@@ -80,6 +83,7 @@ class RouterMetrics:
 
     def started(self, flight: Flight) -> None:
         self._prompt_tokens.inc(len(flight.job.token_ids))
+        self._tokenize.observe(flight.timeline.tokenize_s)
         self._prompt_length.observe(len(flight.job.token_ids))
         self._n.observe(flight.job.num_sequences)
         self._max_tokens.observe(flight.job.sampling.max_tokens)

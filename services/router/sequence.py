@@ -52,7 +52,7 @@ class TokenSequence:
     def _take(self, message: Tokens) -> NewTokens | None:
         known = len(self.token_ids) - message.position
         if known and self.token_ids[message.position :][: len(message.token_ids)] != message.token_ids[:known]:
-            logger.error("request %s: two instances disagree about a token", message.request_id)
+            logger.error("two instances disagree about a token", extra={"request_id": message.request_id})
         new = message.token_ids[known:] if known else message.token_ids
         if not new and message.finish_reason is None:
             return None

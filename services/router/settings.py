@@ -125,3 +125,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="least level that is logged", extra={"group": "process"}),
     ] = "info"
     log_format: Annotated[Literal["text", "json"], Meta(description="of log lines")] = "text"
+    enable_log_requests: Annotated[bool, Meta(description="log the prompt of each request")] = False
+    max_log_len: Annotated[
+        int | None, Meta(description="characters of a prompt that are logged (default: all)", ge=0)
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(description="collector of traces (OTLP over HTTP): http://HOST:4318/v1/traces; needs baton-serve[otel]"),
+    ] = None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from hashlib import sha256
 from typing import Any
 
+from services.common.logs import request_logs
+from services.common.tracing import trace_headers
 from services.router.asgi import Receive, RequestContext, Scope, Send, header, send_error
 from services.router.errors import ApiError, AuthenticationError, ClientGoneError, InternalError
 from services.router.metrics import RouterMetrics
@@ -66,9 +68,14 @@ class Shell:
             arrived_at=self._clock(),
             explain=header(scope, b"x-baton-explain") in ("1", "true"),
             max_body_bytes=self._max_body_bytes,
+            trace_headers=trace_headers(lambda name: header(scope, name.encode())),
         )
         context.attach(scope)
         response = _Response(send, request_id)
+        with request_logs(request_id):
+            await self._answer(scope, receive, response)
+
+    async def _answer(self, scope: Scope, receive: Receive, response: "_Response") -> None:
         try:
             await self._serve(scope, receive, response.send)
         except ClientGoneError:
@@ -76,7 +83,7 @@ class Shell:
         except ApiError as exc:
             await self._refuse(exc, response)
         except Exception:
-            logger.exception("request %s failed", request_id)
+            logger.exception("request failed")
             await self._refuse(InternalError("an internal error has been logged"), response)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

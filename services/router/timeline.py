@@ -21,6 +21,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cached_tokens: Mapping[str, int]
     predicted_ttft_s: float
     ttft_s: float | None
+    tokenize_s: float
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
@@ -40,6 +41,7 @@ class Timeline:
     """Moments of the router's monotonic clock. Kept: the last placement, the first prefill report, the last handoff."""
 
     arrived_at: float
+    tokenize_s: float = 0.0
     decision: Decision = "decode_only"
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
@@ -83,6 +85,7 @@ class Timeline:
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
             ttft_s=self.ttft_s,
+            tokenize_s=self.tokenize_s,
             queue_s=None if report is None else report.queue_s,
             prefill_s=None if report is None else report.prefill_s,
             decode_s=self.decode_s,

@@ -279,6 +279,18 @@ def test_egress_reaches_what_the_install_needs() -> None:
     assert open_ports(variant("cpu-minimal")) == {53}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector.o11y:4318/v1/traces", 4318), ("http://collector", 80), ("https://traces.example.com/v1", 443)],
+)
+def test_egress_reaches_the_collector_of_traces(endpoint: str, port: int) -> None:
+    source = {"kind": "hostPath", "hostPath": {"path": "/srv/models/small"}}
+    rendered = objects({"tracing": {"otlpTracesEndpoint": endpoint}, "model": {"source": source}})
+    for role in ("router", "prefill", "decode"):
+        egress = named(rendered, "NetworkPolicy", f"-{role}")["spec"]["egress"]
+        assert {"ports": [{"port": port}]} in egress
+
+
 def test_extra_objects_are_rendered_as_templates() -> None:
     extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-extra"}}
     assert named(objects({"extraObjects": [extra]}), "ConfigMap", "-extra")["metadata"]["name"] == "test-extra"

@@ -38,15 +38,18 @@ FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
 # What the chart decides, from other values or from nothing; everything else is in `engine` or `router.settings`.
 INSTANCE_DECIDED = set(
     "model served_model_name device host rpc_port transfer_port events_port http_port instance_id advertise_host"
-    " registry kv_transport kv_checksum kv_lease_s kv_run_dir drain_timeout_s log_level log_format".split()
+    " registry kv_transport kv_checksum kv_lease_s kv_run_dir drain_timeout_s log_level log_format"
+    " otlp_traces_endpoint".split()
 )
 ROUTER_DECIDED = set(
     "model served_model_name host port registry api_key_file ssl_keyfile ssl_certfile max_logprobs handoff_timeout_s"
-    " shutdown_timeout_s log_level log_format".split()
+    " shutdown_timeout_s log_level log_format otlp_traces_endpoint".split()
 )
 # Settings that have no place in Kubernetes: the card is the pod's only one; keys belong into a file from a Secret.
 INSTANCE_UNUSED = {"device_index"}
 ROUTER_UNUSED = {"api_key"}
+
+COLLECTOR = "http://collector.observability:4318/v1/traces"
 
 every_variant = pytest.mark.parametrize("path", VARIANTS, ids=variant_name)
 
@@ -85,7 +88,7 @@ def everything_set() -> list[Manifest]:
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
     engine |= {"numGpuBlocksOverride": 5, "threads": 3}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
-    router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3"}
+    router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
     tls = {"secretName": "tls"}
     return objects(
         {
@@ -93,6 +96,7 @@ def everything_set() -> list[Manifest]:
             "router": {"settings": router, "tls": tls},
             "kvTransfer": {"usm": {"enabled": True}},
             "unified": {"replicas": 1},
+            "tracing": {"otlpTracesEndpoint": COLLECTOR},
         }
     )
 
@@ -127,6 +131,7 @@ def test_values_arrive_unchanged() -> None:
     assert (decode.max_model_len, decode.max_num_seqs, decode.kv_cache_memory_bytes) == (9, 8, 4 << 30)
     assert (decode.kv_run_dir, decode.drain_timeout_s, decode.kv_lease_s) == ("/run/baton", 90.0, 10.0)
     assert (router.tokenizer, router.root_path, router.ssl_certfile) == ("/t", "/r", "/run/secrets/tls/tls.crt")
+    assert router.otlp_traces_endpoint == decode.otlp_traces_endpoint == COLLECTOR
     assert router.served_model_name == decode.served_model_name == ["Qwen/Qwen3-8B"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common.logs import LogFormat, configure_logs
+from services.common.logs import LogFormat, configure_logs, request_logs
 
 logger = logging.getLogger("services.test")
 
@@ -58,3 +58,13 @@ def test_lines_below_the_level_are_not_written() -> None:
     logger.debug("nothing")
     logging.getLogger("httpx").info("nothing")
     assert stream.getvalue() == ""
+
+
+def test_lines_of_a_task_about_a_request_carry_its_id() -> None:
+    stream = configured("json")
+    with request_logs("r-1"):
+        logger.info("inside")
+        logger.info("of another", extra={"request_id": "r-2"})
+    logger.info("outside")
+    found = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event.get("request_id") for event in found] == ["r-1", "r-2", None]

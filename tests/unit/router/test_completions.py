@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from contracts.messages import Decode, Prefill
 from tests.unit.router.conftest import Router, Serve
 
@@ -238,3 +240,17 @@ def test_prompt_logprobs_come_with_the_answer(serve: Serve) -> None:
         assert second["105"] == {"logprob": -0.5, "rank": 1, "decoded_token": "i"}
 
     serve(scenario)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_prompt_is_logged_only_where_that_was_asked_for(
+    serve: Serve, caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    async def scenario(router: Router) -> None:
+        await router.complete(prompt="hello hello hello", max_tokens=2)
+
+    with caplog.at_level("DEBUG"):
+        serve(scenario, enable_log_requests=asked, max_log_len=7)
+    prompts = [vars(record)["prompt"] for record in caplog.records if "prompt" in vars(record)]
+    assert prompts == (["hello h"] if asked else [])
+    assert asked or "hello" not in str([vars(record) for record in caplog.records])

@@ -33,6 +33,7 @@ def test_the_last_requests_tell_where_their_time_went_and_nothing_of_their_text(
         baton = newest["baton"]
         assert (baton["decision"], baton["prefill"], baton["decode"]) == ("disaggregated", "prefill-0", "decode-0")
         assert (baton["queue_s"], baton["prefill_s"], baton["handoff_exposed_s"]) == (0.25, 0.5, 0.0625)
+        assert 0 < baton["tokenize_s"] < baton["e2e_s"]
         assert set(newest) == {"prompt_tokens", "generated_tokens", "finish_reasons", "baton"}
 
     serve(scenario)

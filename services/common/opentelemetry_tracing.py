@@ -1,0 +1,88 @@
+"""`Tracing` through OpenTelemetry: spans leave in batches, from a thread of the SDK, as OTLP over HTTP.
+
+The SDK's own variables are obeyed (OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY, …). A
+collector that is away costs spans, never a request.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from services.common.tracing import Attributes, Span, Tracing
+from services.common.version import VERSION
+
+_propagator = TraceContextTextMapPropagator()
+
+
+class OpenTelemetryTracing(Tracing):
+    """`url` is the collector's, path included; `service` and `instance` name this process."""
+
+    def __init__(self, url: str, *, service: str, instance: str) -> None:
+        logging.getLogger("urllib3").setLevel(logging.WARNING)
+        resource = Resource.create(
+            {"service.name": service, "service.instance.id": instance, "service.version": VERSION}
+        )
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._tracer = self._provider.get_tracer("baton", VERSION)
+
+    def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
+        context = _propagator.extract(headers)
+        # Of each request anew: the two clocks drift apart.
+        epoch_ns = time.time_ns() - time.monotonic_ns()
+        span = self._tracer.start_span(name, context, trace.SpanKind.SERVER, start_time=_nanoseconds(at, epoch_ns))
+        return _Recorded(self._tracer, span, epoch_ns)
+
+    async def close(self) -> None:
+        """In a thread that nobody waits for at exit: a collector that does not answer must not keep the process."""
+        loop = asyncio.get_running_loop()
+        closed = loop.create_future()
+
+        def tell() -> None:
+            if not closed.done():
+                closed.set_result(None)
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(tell)
+
+        threading.Thread(target=shut_down, name="traces", daemon=True).start()
+        await closed
+
+
+class _Recorded(Span):
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, epoch_ns: int) -> None:
+        headers: dict[str, str] = {}
+        self._context = trace.set_span_in_context(span)
+        _propagator.inject(headers, self._context)
+        super().__init__(headers)
+        self._tracer = tracer
+        self._span = span
+        self._epoch_ns = epoch_ns
+
+    def child(self, name: str, *, at: float | None = None) -> Span:
+        span = self._tracer.start_span(name, self._context, start_time=_nanoseconds(at, self._epoch_ns))
+        return _Recorded(self._tracer, span, self._epoch_ns)
+
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(attributes)
+
+    def end(self, *, at: float | None = None, error: str | None = None) -> None:
+        if error is not None:
+            self._span.set_status(trace.StatusCode.ERROR, error)
+        self._span.end(_nanoseconds(at, self._epoch_ns))
+
+
+def _nanoseconds(at: float | None, epoch_ns: int) -> int:
+    """Since 1970."""
+    return epoch_ns + (time.monotonic_ns() if at is None else round(at * 1e9))

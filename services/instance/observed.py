@@ -1,0 +1,48 @@
+"""A role as its operators see it: each request has a span, its id in every log line, and a line when it ends."""
+
+import asyncio
+import logging
+import time
+
+from services.common.logs import request_logs
+from services.common.tracing import Tracing
+from services.instance.ports import EngineStats
+from services.instance.requests import Request
+from services.instance.serving import Assignment, RoleHandler
+
+logger = logging.getLogger(__name__)
+
+
+class ObservedRole:
+    """`RoleHandler` around another one; changes nothing of what it does."""
+
+    def __init__(self, role: RoleHandler, tracing: Tracing) -> None:
+        self._role = role
+        self._tracing = tracing
+
+    def can_serve(self, message: Assignment) -> bool:
+        return self._role.can_serve(message)
+
+    async def serve(self, request: Request, message: Assignment) -> None:
+        kind = type(message).__name__.lower()
+        began_at = time.monotonic()
+        with request_logs(request.request_id):
+            request.span = self._tracing.span(kind, message.work.trace_headers, at=began_at)
+            request.span.set({"gen_ai.request.id": request.request_id})
+            outcome = "failed"
+            try:
+                with request.span:
+                    await self._role.serve(request, message)
+                outcome = "done"
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                raise
+            finally:
+                seconds = round(time.monotonic() - began_at, 6)
+                logger.info("request ended", extra={"kind": kind, "outcome": outcome, "seconds": seconds})
+
+    def on_turn(self, stats: EngineStats) -> None:
+        self._role.on_turn(stats)
+
+    def num_queued(self) -> int:
+        return self._role.num_queued()
