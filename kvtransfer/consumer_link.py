@@ -24,7 +24,7 @@ from kvtransfer.frames import (
 )
 from kvtransfer.liveness import ProcessWatch, watch_process
 from kvtransfer.meter import Meter
-from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure
+from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
 from kvtransfer.transports.port import Inlet, Transport
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class ConsumerLink:
         self._watch: ProcessWatch | None = None
         socket = context.zmq.socket(zmq.DEALER)
         configure(socket, context.settings)
+        encrypt(socket, context.settings, listens=False)
         socket.connect(address)
         self._socket = LoopSocket(socket, on_message=self._receive, on_down=self._on_down)
 

@@ -34,7 +34,7 @@ from kvtransfer.producer_link import ProducerLink, refusal, welcome
 from kvtransfer.session.producer import CODE_OF, ProducerSession
 from kvtransfer.session.steps import Drain, ProducerStep, Released, ReleaseReason, Serve, Tell
 from kvtransfer.session.table import ProducerState
-from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure
+from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
 from kvtransfer.window import Parcel
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class ProducerSide:
         settings = context.settings
         socket = context.zmq.socket(zmq.ROUTER)
         configure(socket, settings)
+        encrypt(socket, settings, listens=True)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.bind(settings.bind)
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -27,6 +27,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     checksum: Annotated[ChecksumMode, Meta(description="xxh3 of each block, of one in eight, or none")] = "full"
 
+    curve_secret_key: Annotated[bytes, Meta(description="Z85, of all nodes; empty: ZeroMQ is not encrypted")] = b""
+    curve_public_key: Annotated[bytes, Meta(description="Z85, of the secret one; never sent")] = b""
+
     heartbeat_interval_s: Seconds = 0.2
     heartbeat_timeout_s: Seconds = 0.6
     connect_timeout_s: Annotated[float, Meta(gt=0, description="first connection to a peer")] = 5.0

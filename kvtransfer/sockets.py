@@ -43,6 +43,18 @@ def configure(socket: "zmq.Socket[bytes]", settings: TransferSettings) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TTL, int(settings.heartbeat_timeout_s * 1000))
 
 
+def encrypt(socket: "zmq.Socket[bytes]", settings: TransferSettings, *, listens: bool) -> None:
+    """With keys, only a peer that has them too can connect. Call before the socket binds or connects."""
+    if not settings.curve_secret_key:
+        return
+    socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
+    if listens:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+    else:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, settings.curve_public_key)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, settings.curve_public_key)
+
+
 class LoopSocket:
     """`on_message` gets the frames of each message, `on_down` the value of each monitored event.
 

@@ -1,4 +1,4 @@
-"""`baton serve | router | prefill | decode | unified | doctor`: finds the process asked for and imports nothing else.
+"""`baton serve | router | prefill | …`: finds the process asked for and imports nothing else.
 
 Above all layers: it hands `serve` the options of the other processes, which `services.local` must not import.
 """
@@ -17,7 +17,11 @@ COMMANDS = {
     "decode": "an instance that takes over the blocks and writes the answers",
     "unified": "an instance that does both",
     "doctor": "what of this machine helps or hinders serving, with remedies",
+    "drain": "takes one instance out of service: no new work, what runs ends or is handed over",
+    "rotate": "restarts the instances of a pool one by one, without a failed request",
 }
+MODULES = {"drain": "services.rotate.drain"}
+"""Of commands that are not `services.COMMAND.main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,7 +49,7 @@ def _run(command: str, argv: list[str]) -> int | None:
         from services.router.settings import RouterSettings
 
         return serve(argv, router=options_of(RouterSettings), instance=options_of(InstanceSettings))
-    run: Callable[[list[str]], int | None] = import_module(f"services.{command}.main").main
+    run: Callable[[list[str]], int | None] = import_module(MODULES.get(command, f"services.{command}.main")).main
     return run(argv)
 
 

@@ -28,6 +28,24 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ printf "%s/%s-%s:%s" .root.Values.image.registry .root.Values.image.repository .target (default .root.Chart.AppVersion .root.Values.image.tag) }}
 {{- end }}
 
+{{/* The cluster's secret as a file, in every pod of ours when they encrypt. */}}
+{{- define "baton.clusterKeyPath" -}}
+{{ ternary "/run/secrets/cluster/CLUSTER_KEY" "" .Values.auth.encryptPods }}
+{{- end }}
+
+{{- define "baton.clusterKeyMount" -}}
+{{- if .Values.auth.encryptPods }}
+- {name: cluster-key, mountPath: /run/secrets/cluster, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "baton.clusterKeyVolume" -}}
+{{- if .Values.auth.encryptPods }}
+- name: cluster-key
+  secret: {secretName: {{ include "baton.secretName" . }}, items: [{key: CLUSTER_KEY, path: CLUSTER_KEY}]}
+{{- end }}
+{{- end }}
+
 {{- define "baton.secretName" -}}
 {{ default (include "baton.fullname" .) .Values.auth.existingSecret }}
 {{- end }}

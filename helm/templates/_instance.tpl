@@ -44,8 +44,9 @@ spec:
       {{- with $pool.runtimeClassName }}
       runtimeClassName: {{ . }}
       {{- end }}
-      # SIGTERM is the drain: the instance leaves the registry, lets requests end and waits for leases.
-      terminationGracePeriodSeconds: {{ add $pool.drainTimeoutSeconds $values.kvTransfer.leaseSeconds 20 }}
+      # The drain: no new work, requests end or are handed over, leases run out. preStop waits for it; SIGTERM is the same.
+      {{- $drain := add $pool.drainTimeoutSeconds $values.kvTransfer.leaseSeconds 10 }}
+      terminationGracePeriodSeconds: {{ add $drain 20 }}
       securityContext:
         {{- toYaml $values.podSecurityContext | nindent 8 }}
         {{- if and $values.gpu.renderGroup $isCard }}
@@ -133,6 +134,9 @@ spec:
           livenessProbe:
             httpGet: {path: /health, port: http}
             {{- toYaml $pool.probes.liveness | nindent 12 }}
+          lifecycle:
+            preStop:
+              exec: {command: ["baton", "drain", "127.0.0.1:7004", "--no-exit", "--timeout-s={{ $drain }}"]}
           securityContext: {{- toYaml $values.securityContext | nindent 12 }}
           resources:
             {{- $resources := deepCopy $pool.resources }}
@@ -151,6 +155,7 @@ spec:
             - {name: sockets, mountPath: /run/baton}
             {{- end }}
             {{- include "baton.redisMount" $root | nindent 12 }}
+            {{- include "baton.clusterKeyMount" $root | nindent 12 }}
             {{- with $pool.extraVolumeMounts }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
@@ -165,6 +170,7 @@ spec:
         - {name: sockets, hostPath: {path: {{ $values.kvTransfer.usm.hostPath }}, type: DirectoryOrCreate}}
         {{- end }}
         {{- include "baton.redisVolume" $root | nindent 8 }}
+        {{- include "baton.clusterKeyVolume" $root | nindent 8 }}
         {{- with $pool.extraVolumes }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -202,6 +208,7 @@ spec:
       "kvChecksum" $values.kvTransfer.checksum
       "kvLeaseS" $values.kvTransfer.leaseSeconds
       "kvRunDir" (ternary "/run/baton" "" $values.kvTransfer.usm.enabled)
+      "clusterKeyFile" (include "baton.clusterKeyPath" .root)
       "drainTimeoutS" $pool.drainTimeoutSeconds
       "logLevel" $values.logging.level
       "logFormat" $values.logging.format

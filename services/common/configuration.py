@@ -21,7 +21,7 @@ from services.common.version import VERSION
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-ROLES = ("serve", "router", "prefill", "decode", "unified", "doctor")
+ROLES = ("serve", "router", "prefill", "decode", "unified", "doctor", "drain", "rotate")
 VARIABLE = "BATON__"
 
 

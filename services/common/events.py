@@ -12,6 +12,7 @@ import zmq
 from contracts.events import BlockEvent, EventBatch
 from contracts.identity import Generation, InstanceId
 from contracts.wire import Decoder, WireError, encode
+from services.common.cluster_key import ClusterKey
 from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,16 @@ class EventPublisher:
     """`sequence` is the number of the last batch published: a `Snapshot` taken now is valid after it."""
 
     def __init__(
-        self, *, instance: InstanceId, generation: Generation, bind_address: str = "tcp://127.0.0.1:0"
+        self,
+        *,
+        instance: InstanceId,
+        generation: Generation,
+        bind_address: str = "tcp://127.0.0.1:0",
+        key: ClusterKey | None = None,
     ) -> None:
         self.address = bind_address
         self.sequence = 0
+        self._key = key
         self._instance = instance
         self._generation = generation
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -35,7 +42,7 @@ class EventPublisher:
     async def start(self) -> None:
         """Binds; `address` is then the one to connect to."""
         self._socket = new_socket(self._context, zmq.PUB, queue_length=_QUEUE_LENGTH)
-        self.address = bind(self._socket, self.address)
+        self.address = bind(self._socket, self.address, self._key)
 
     def publish(self, events: list[BlockEvent]) -> None:
         """Never blocks: a subscriber that does not keep up misses batches, and notices by the gap."""
@@ -66,11 +73,13 @@ class EventSubscriber:
         generation: Generation,
         on_batch: Callable[[EventBatch], None],
         on_gap: Callable[[], None],
+        key: ClusterKey | None = None,
     ) -> None:
         self._address = address
         self._generation = generation
         self._on_batch = on_batch
         self._on_gap = on_gap
+        self._key = key
         self._decoder = Decoder[EventBatch](EventBatch)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
@@ -79,7 +88,7 @@ class EventSubscriber:
     async def start(self) -> None:
         socket = new_socket(self._context, zmq.SUB, queue_length=_QUEUE_LENGTH)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        connect(socket, self._address)
+        connect(socket, self._address, self._key)
         self._socket = LoopSocket(socket, self._receive)
         self._socket.start()
 

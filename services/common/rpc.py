@@ -14,6 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from contracts.messages import Heartbeat, LoadReport, ToInstance, ToRouter
 from contracts.wire import Decoder, WireError, encode
+from services.common.cluster_key import ClusterKey
 from services.common.errors import PeerUnreachable
 from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
 
@@ -32,8 +33,15 @@ _LINGER_MS = 300
 class InstanceServer:
     """The instance's end. Reports a router as lost when a message cannot reach it or when it has been silent."""
 
-    def __init__(self, bind_address: str = "tcp://127.0.0.1:0", *, router_timeout_s: float = ROUTER_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        bind_address: str = "tcp://127.0.0.1:0",
+        *,
+        router_timeout_s: float = ROUTER_TIMEOUT_S,
+        key: ClusterKey | None = None,
+    ) -> None:
         self.address = bind_address
+        self._key = key
         self._router_timeout_s = router_timeout_s
         self._decoder = Decoder[ToInstance](ToInstance)
         self._heard: dict[RouterId, float] = {}
@@ -52,7 +60,7 @@ class InstanceServer:
         socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
         # Without this a message to a router that is gone vanishes silently.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.address = bind(socket, self.address)
+        self.address = bind(socket, self.address, self._key)
         self._socket = LoopSocket(socket, self._receive)
         self._socket.start()
         self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
@@ -121,6 +129,7 @@ class InstanceLink:
         on_lost: Callable[[str], None],
         heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = INSTANCE_TIMEOUT_S,
+        key: ClusterKey | None = None,
     ) -> None:
         """`on_lost` gets the reason, once: the connection broke, or nothing came for `timeout_s`."""
         self._address = address
@@ -128,6 +137,7 @@ class InstanceLink:
         self._on_lost = on_lost
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
+        self._key = key
         self._decoder = Decoder[ToRouter](ToRouter)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
@@ -147,7 +157,7 @@ class InstanceLink:
         self._monitor.start()
         self._socket.start()
         self._raw = socket
-        connect(socket, self._address)
+        connect(socket, self._address, self._key)
         self._heard = asyncio.get_running_loop().time()
         self._watch = asyncio.create_task(self._beat(), name="rpc-heartbeat")
 

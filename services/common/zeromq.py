@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from contracts.wire import MAX_FRAME_BYTES
+from services.common.cluster_key import ClusterKey
 from services.common.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
@@ -85,15 +86,25 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_le
     return socket
 
 
-def bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Binds to `address` (`tcp://HOST:0` picks a free port) and returns the address that peers connect to."""
+def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> str:
+    """Binds to `address` (`tcp://HOST:0` picks a free port) and returns the address that peers connect to.
+
+    With a key, only who has it too can connect, and all is encrypted.
+    """
+    if key is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
     if ":[" in address or "//[" in address:
         socket.setsockopt(zmq.IPV6, 1)
     socket.bind(address)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def connect(socket: zmq.Socket[bytes], address: str) -> None:
+def connect(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> None:
+    if key is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
     host = urlsplit(address).hostname or ""
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)

@@ -1,6 +1,11 @@
-"""The HTTP side of an instance: /health for people and probes, /metrics for Prometheus. Knows no request."""
+"""The HTTP side of an instance: /health for people and probes, /metrics for Prometheus, /admin/drain for operators.
 
-from collections.abc import Callable
+Knows no request. Operators on this machine need no key, for they could end the process anyway; from elsewhere they need
+the cluster's.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -11,6 +16,11 @@ from starlette.routing import Route
 
 from contracts.identity import Generation, InstanceId
 from contracts.instance import LinkStatus, Load, Role
+from services.common.cluster_key import ClusterKey
+
+logger = logging.getLogger(__name__)
+
+_LOCAL = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,14 +37,53 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     links: list[LinkStatus]
     routers: int
+    requests: int
+    """Requests that are here: a drain waits for them."""
 
 
-def create_app(health: Callable[[], Health], metrics: CollectorRegistry) -> Starlette:
+class Drained(msgspec.Struct, frozen=True):
+    """The answer to `POST /admin/drain`."""
+
+    status: str
+    instance: InstanceId
+    generation: Generation
+    requests: int
+
+
+def create_app(
+    health: Callable[[], Health],
+    metrics: CollectorRegistry,
+    *,
+    drain: Callable[[bool], Awaitable[None]],
+    key: ClusterKey | None,
+) -> Starlette:
+    """`drain(exit_afterwards)` returns when new work is refused."""
+
     async def show_health(_: Request) -> Response:
         return Response(msgspec.json.encode(health()), media_type="application/json")
 
     async def show_metrics(_: Request) -> Response:
         return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
+    async def start_drain(request: Request) -> Response:
+        host = request.client.host if request.client is not None else ""
+        if host not in _LOCAL and not (key is not None and key.is_admin(request.headers.get("authorization", ""))):
+            logger.warning("a drain was refused", extra={"client": host})
+            return _error(403, "from another machine this needs the cluster's key (see `baton drain --help`)")
+        wish = request.query_params.get("exit", "1")
+        if wish not in ("0", "1"):
+            return _error(400, f"exit={wish}: 1 ends the process when it is drained, 0 does not")
+        logger.info("asked to drain", extra={"client": host, "exit": wish})
+        await drain(wish == "1")
+        found = health()
+        answer = Drained(found.status, found.instance, found.generation, found.requests)
+        return Response(msgspec.json.encode(answer), status_code=202, media_type="application/json")
+
     routes = [Route("/health", show_health), Route("/ping", show_health), Route("/metrics", show_metrics)]
+    routes.append(Route("/admin/drain", start_drain, methods=["POST"]))
     return Starlette(routes=routes)
+
+
+def _error(status: int, message: str) -> Response:
+    body = msgspec.json.encode({"error": {"message": message}})
+    return Response(body, status_code=status, media_type="application/json")

@@ -39,6 +39,10 @@ class Membership:
     def start(self) -> None:
         self._renewing = asyncio.create_task(self._renew_for_ever(), name="membership")
 
+    async def announce(self) -> None:
+        """Renews now, because something of the record has changed that others must know soon."""
+        await self._renew()
+
     async def leave(self) -> None:
         """Stops renewing and removes the record, if the registry answers."""
         if self._renewing is not None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import zmq
@@ -18,6 +18,7 @@ from contracts.identity import new_generation
 from contracts.instance import InstanceRecord, Role
 from engine import Engine, EngineError
 from kvtransfer import NodePorts, TransferError, TransferNode, TransferSettings
+from services.common.cluster_key import ClusterKey, read_cluster_key
 from services.common.events import EventPublisher
 from services.common.http_server import HttpServer
 from services.common.lifecycle import Lifecycle, run
@@ -26,6 +27,7 @@ from services.common.registry import registry_client
 from services.common.rpc import InstanceServer
 from services.common.tracing import tracing_to
 from services.instance.addresses import advertised, advertised_http, check_ports, shared_memory_host, tcp
+from services.instance.draining import Draining
 from services.instance.engine_setup import build_engine
 from services.instance.engine_thread import EngineThread
 from services.instance.errors import EngineBroken, InstanceError, StartFailed
@@ -85,6 +87,7 @@ class InstanceProcess:
     async def start(self, lifecycle: Lifecycle) -> None:
         """Everything in order; how to stop each thing is registered right after it, so it stops in reverse."""
         check_ports(self._settings)
+        self._key = read_cluster_key(self._settings.cluster_key_file)
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
         self._tracing = tracing_to(endpoint, service=service, instance=self._identity.instance)
         lifecycle.on_stop("traces", self._tracing.close)
@@ -92,17 +95,17 @@ class InstanceProcess:
         assert isinstance(engine, Engine)
         self._engine = engine
         lifecycle.on_stop("engine", self._engine_thread.stop)
-        await self._start_http(lifecycle)
         await self._start_links(lifecycle, engine)
         await self._start_serving(lifecycle, engine)
-        self._join(lifecycle)
-        lifecycle.on_stop("admission", self._refuse_new)
+        await self._start_http(lifecycle)
+        announce = self._join(lifecycle)
+        self._prepare_drain(lifecycle, announce)
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection needs to look at it again
         self._announce()
 
     async def _start_http(self, lifecycle: Lifecycle) -> None:
-        app = create_app(self._health, self._metrics)
+        app = create_app(self._health, self._metrics, drain=self._drain, key=self._key)
         self._http = HttpServer(app, host=self._settings.host, port=self._settings.http_port)
         await self._http.start()
         lifecycle.on_stop("http", self._http.close)
@@ -113,6 +116,7 @@ class InstanceProcess:
             instance=identity.instance,
             generation=identity.generation,
             bind_address=tcp(settings, settings.events_port),
+            key=self._key,
         )
         await self._events.start()
         lifecycle.on_stop("events", self._events.close)
@@ -121,7 +125,7 @@ class InstanceProcess:
             generation=identity.generation,
             layout=engine.layout,
             memory=engine.kv,
-            settings=transfer_settings(settings),
+            settings=transfer_settings(settings, self._key),
             ports=NodePorts(observer=self._counter),
         )
         await self._transfer.start()
@@ -129,7 +133,7 @@ class InstanceProcess:
 
     async def _start_serving(self, lifecycle: Lifecycle, engine: Engine) -> None:
         settings = self._settings
-        self._rpc = InstanceServer(tcp(settings, settings.rpc_port))
+        self._rpc = InstanceServer(tcp(settings, settings.rpc_port), key=self._key)
         parts = Parts(self._engine_thread, self._transfer, self._rpc, self._counter)
         self._serving = serving = Serving(
             self._identity,
@@ -155,25 +159,37 @@ class InstanceProcess:
         self._engine_thread.attach(on_turn=serving.on_turn, on_broken=on_broken)
         await self._rpc.start(serving.on_message, serving.on_router_lost)
         lifecycle.on_stop("rpc", self._rpc.close)
-        drain_s = settings.drain_timeout_s
-        deadline_s = drain_s + settings.kv_lease_s + 5.0
-        lifecycle.on_stop("requests", lambda: serving.drain(drain_s), deadline_s=deadline_s)
 
-    def _join(self, lifecycle: Lifecycle) -> None:
+    def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
+        """Returns what renews the record at once."""
         if not self._settings.registry:
-            return
+            return _nobody_to_tell
         superseded = InstanceError("a newer process has this instance's name")
         membership = Membership(
-            registry_client(self._settings.registry),
+            registry_client(self._settings.registry, self._key),
             record=self._record,
             ttl_s=self._settings.registry_ttl_s,
             on_superseded=lambda: lifecycle.fail(superseded),
         )
         membership.start()
         lifecycle.on_stop("membership", membership.leave, deadline_s=3.0)
+        return membership.announce
 
-    async def _refuse_new(self) -> None:
-        self._serving.refuse_new()
+    def _prepare_drain(self, lifecycle: Lifecycle, announce: Callable[[], Awaitable[None]]) -> None:
+        """Stopping begins with what is registered last: refuse, let end, and only then leave the registry."""
+        settings = self._settings
+        self._draining = draining = Draining(
+            self._serving,
+            announce=announce,
+            request_stop=lifecycle.request_stop,
+            timeout_s=settings.drain_timeout_s,
+        )
+        deadline_s = settings.drain_timeout_s + settings.kv_lease_s + 5.0
+        lifecycle.on_stop("requests", draining.finish, deadline_s=deadline_s)
+        lifecycle.on_stop("admission", draining.begin, deadline_s=3.0)
+
+    async def _drain(self, exit_afterwards: bool) -> None:
+        await self._draining.ask(exit_afterwards=exit_afterwards)
 
     def _record(self) -> InstanceRecord:
         settings, engine = self._settings, self._engine
@@ -198,7 +214,7 @@ class InstanceProcess:
     def _health(self) -> Health:
         serving = self._serving
         return Health(
-            status="draining" if serving.is_draining else "ok",
+            status=self._draining.state,
             role=self._role,
             instance=self._identity.instance,
             generation=self._identity.generation,
@@ -209,6 +225,7 @@ class InstanceProcess:
             load=serving.load(),
             links=self._transfer.links(),
             routers=len(self._rpc.routers()),
+            requests=serving.num_requests,
         )
 
     def _announce(self) -> None:
@@ -227,7 +244,11 @@ class InstanceProcess:
         sys.stdout.flush()
 
 
-def transfer_settings(settings: InstanceSettings) -> TransferSettings:
+async def _nobody_to_tell() -> None:
+    """Without a registry there is no record."""
+
+
+def transfer_settings(settings: InstanceSettings, key: ClusterKey | None = None) -> TransferSettings:
     return TransferSettings(
         bind=tcp(settings, settings.transfer_port, any_port="*"),
         advertise_host=settings.advertise_host,
@@ -235,4 +256,6 @@ def transfer_settings(settings: InstanceSettings) -> TransferSettings:
         run_dir=settings.kv_run_dir,
         checksum=settings.kv_checksum,
         lease_s=settings.kv_lease_s,
+        curve_secret_key=key.secret if key is not None else b"",
+        curve_public_key=key.public if key is not None else b"",
     )

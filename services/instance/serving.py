@@ -95,6 +95,10 @@ class Serving:
         self.stats = stats
         self.is_draining = False
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._attempts)
+
     def load(self) -> Load:
         return load_of(self.stats, num_queued=self._role.num_queued())
 

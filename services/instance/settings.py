@@ -99,6 +99,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     registry: Annotated[
         str, Meta(description="memory://HOST:PORT (a router), redis://…, rediss://… or unix:///…; empty: none")
     ] = ""
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(description="file with the secret that the cluster shares; without it ZeroMQ is not encrypted"),
+    ] = None
     registry_ttl_s: Annotated[float, Meta(description="a record that is not renewed for so long expires", gt=0)] = 10.0
 
     kv_transport: Annotated[
@@ -123,7 +127,9 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[
         int, Meta(description="handoffs that may wait for free blocks before others are refused", ge=0)
     ] = 1024
-    drain_timeout_s: Annotated[float, Meta(description="time for running requests to end after SIGTERM", ge=0)] = 30.0
+    drain_timeout_s: Annotated[
+        float, Meta(description="time for running requests to end after SIGTERM or POST /admin/drain", ge=0)
+    ] = 30.0
 
     threads: Annotated[
         int | None,

@@ -7,6 +7,7 @@ assignments to decide; the link is tried again for as long as the registry knows
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
@@ -75,6 +76,7 @@ class Cluster:
         self._subscribers: dict[InstanceId, Subscriber] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: set[Callable[[], None]] = set()
+        self._left_at = -math.inf
         self.index = BlockIndex()
         self.is_closed = False
 
@@ -99,9 +101,14 @@ class Cluster:
     def is_registry_connected(self) -> bool:
         return self._view.is_connected()
 
-    def awaits_instances(self) -> bool:
-        """Whether an instance that the registry knows is not there now, but may answer again."""
-        return any(member.state != "ready" for member in self._members.values())
+    def awaits_instances(self, *, within_s: float) -> bool:
+        """Whether an instance that does not take work now may soon do so again, or its successor.
+
+        One that left is waited for only so long: it may have been taken away for good.
+        """
+        if any(not member.takes_work for member in self._members.values()):
+            return True
+        return self._clock() - self._left_at < within_s
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """`on_change` is called whenever an instance becomes ready or is lost. Returns what ends that."""
@@ -159,6 +166,7 @@ class Cluster:
     def _remove(self, member: Member, reason: str) -> None:
         if self._members.get(member.record.instance) is member:
             del self._members[member.record.instance]
+            self._left_at = self._clock()
         self._disconnect(member, reason)
 
     def _on_lost(self, member: Member, reason: str) -> None:

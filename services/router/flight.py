@@ -67,7 +67,7 @@ class Flight:
         refused = self._launch(self.sequences, 0)
         if refused is None:
             return
-        if refused.reason == "empty_pool" and self._cluster.awaits_instances():
+        if refused.reason == "empty_pool" and self._awaits_instances():
             self._wait(self.sequences, 0, refused)
             return
         self.is_over = True
@@ -176,7 +176,7 @@ class Flight:
         if refused is None:
             return
         # A stream that has begun waits for whatever may come; one that has not, for instances that are expected.
-        if refused.reason == "never_fits" or not (replays or self._cluster.awaits_instances()):
+        if refused.reason == "never_fits" or not (replays or self._awaits_instances()):
             self.fail(no_capacity(refused))
         else:
             self._wait(live, replays, refused)
@@ -188,6 +188,9 @@ class Flight:
             self._unlisten = self._cluster.listen(self._retry)
             give_up = self._loop.call_later(self._rules.instance_wait_s, self._give_up, refused)
             self._timers.append(give_up)
+
+    def _awaits_instances(self) -> bool:
+        return self._cluster.awaits_instances(within_s=self._rules.instance_wait_s)
 
     def _retry(self) -> None:
         groups, self._waiting = self._waiting, []

@@ -10,6 +10,7 @@ from pathlib import Path
 import zmq
 from prometheus_client import CollectorRegistry
 
+from services.common.cluster_key import read_cluster_key
 from services.common.configuration import load_settings
 from services.common.errors import ConfigurationError
 from services.common.http_server import HttpServer
@@ -56,10 +57,10 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     lifecycle.on_stop("traces", tracing.close)
     model = ServedModel.from_settings(settings)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
-    connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s)
-    cluster = Cluster(
-        registry_view(settings.registry), connector, clock=time.monotonic, first_turn=secrets.randbits(32)
-    )
+    secret = read_cluster_key(settings.cluster_key_file)
+    connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
+    view = registry_view(settings.registry, secret)
+    cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))
     dispatcher = Dispatcher(
         cluster,
         rules=flight_rules(settings),

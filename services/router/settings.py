@@ -41,6 +41,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "memory://127.0.0.1:8801"
 
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(description="file with the secret that the cluster shares; without it ZeroMQ is not encrypted"),
+    ] = None
     api_key: Annotated[list[str], Meta(description="accepted keys; without any key nobody is refused")] = []
     api_key_file: Annotated[str | None, Meta(description="file with one accepted key a line")] = None
     ssl_keyfile: Annotated[str | None, Meta(description="file of the TLS key")] = None

@@ -10,7 +10,7 @@ from tests.helm.chart import texts, values_of, variant
 
 FOLDER = Path(__file__).parent / "golden"
 VARIANTS = {"defaults": None, "cpu-minimal": variant("cpu-minimal"), "keda": variant("keda")}
-_RANDOM = re.compile(r"^(  (?:API_KEYS|REDIS_PASSWORD): ).+$", re.MULTILINE)
+_RANDOM = re.compile(r"^(  (?:API_KEYS|REDIS_PASSWORD|CLUSTER_KEY): ).+$", re.MULTILINE)
 _BLANK = re.compile(r"^\s*\n", re.MULTILINE)
 
 

@@ -38,12 +38,12 @@ FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
 # What the chart decides, from other values or from nothing; everything else is in `engine` or `router.settings`.
 INSTANCE_DECIDED = set(
     "model served_model_name device host rpc_port transfer_port events_port http_port instance_id advertise_host"
-    " registry kv_transport kv_checksum kv_lease_s kv_run_dir drain_timeout_s log_level log_format"
+    " registry cluster_key_file kv_transport kv_checksum kv_lease_s kv_run_dir drain_timeout_s log_level log_format"
     " otlp_traces_endpoint".split()
 )
 ROUTER_DECIDED = set(
     "model served_model_name host port registry api_key_file ssl_keyfile ssl_certfile max_logprobs handoff_timeout_s"
-    " shutdown_timeout_s log_level log_format otlp_traces_endpoint".split()
+    " shutdown_timeout_s cluster_key_file log_level log_format otlp_traces_endpoint".split()
 )
 # Settings that have no place in Kubernetes: the card is the pod's only one; keys belong into a file from a Secret.
 INSTANCE_UNUSED = {"device_index"}
@@ -95,6 +95,7 @@ def everything_set() -> list[Manifest]:
             "engine": engine,
             "router": {"settings": router, "tls": tls},
             "kvTransfer": {"usm": {"enabled": True}},
+            "auth": {"encryptPods": True},
             "unified": {"replicas": 1},
             "tracing": {"otlpTracesEndpoint": COLLECTOR},
         }
@@ -160,7 +161,10 @@ def test_a_path_of_the_configuration_is_a_mount() -> None:
         settings = settings_of(rendered, role)
         paths = [
             settings.model,
-            *(getattr(settings, name, None) for name in ("api_key_file", "ssl_keyfile", "kv_run_dir")),
+            *(
+                getattr(settings, name, None)
+                for name in ("api_key_file", "ssl_keyfile", "kv_run_dir", "cluster_key_file")
+            ),
         ]
         for path in filter(None, paths):
             assert any(path == mount or path.startswith(mount + "/") for mount in mounts), path

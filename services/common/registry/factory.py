@@ -2,6 +2,7 @@
 
 from urllib.parse import urlsplit
 
+from services.common.cluster_key import ClusterKey
 from services.common.errors import ConfigurationError
 from services.common.registry.memory import MemoryRegistryClient, MemoryRegistryView
 from services.common.registry.port import RegistryClient, RegistryView
@@ -10,18 +11,18 @@ from services.common.registry.redis_registry import RedisRegistryClient, RedisRe
 _REDIS = ("redis", "rediss", "unix")
 
 
-def registry_client(url: str) -> RegistryClient:
-    """Raises `ConfigurationError`."""
+def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
+    """`key` is that of ZeroMQ; Redis has its own ways. Raises `ConfigurationError`."""
     if urlsplit(url).scheme in _REDIS:
         return RedisRegistryClient(url)
-    return MemoryRegistryClient(_zeromq_address(url))
+    return MemoryRegistryClient(_zeromq_address(url), key=key)
 
 
-def registry_view(url: str) -> RegistryView:
+def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
     """Raises `ConfigurationError`. With `memory://` the view hosts the registry itself."""
     if urlsplit(url).scheme in _REDIS:
         return RedisRegistryView(url)
-    return MemoryRegistryView(_zeromq_address(url))
+    return MemoryRegistryView(_zeromq_address(url), key=key)
 
 
 def _zeromq_address(url: str) -> str:

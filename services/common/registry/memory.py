@@ -13,6 +13,7 @@ from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord
 from contracts.messages import Leave, Register, Registered, ToRegistry
 from contracts.wire import Decoder, WireError, encode
+from services.common.cluster_key import ClusterKey
 from services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
 from services.common.registry.table import RecordTable
 from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
@@ -28,8 +29,9 @@ _QUEUE_LENGTH = 10_000
 class MemoryRegistryView:
     """Hosts the registry. Bind to port 0 and `url` is, after `start`, what instances are given."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, key: ClusterKey | None = None) -> None:
         self._address = address
+        self._key = key
         self._table = RecordTable()
         self._decoder = Decoder[ToRegistry](ToRegistry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -45,7 +47,7 @@ class MemoryRegistryView:
         """Raises `zmq.ZMQError` when the address is in use."""
         self._on_change = on_change
         socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
-        self._address = bind(socket, self._address)
+        self._address = bind(socket, self._address, self._key)
         self._socket = LoopSocket(socket, self._receive)
         self._socket.start()
         self._expiry = asyncio.create_task(self._expire(), name="registry-expiry")
@@ -96,8 +98,11 @@ class MemoryRegistryView:
 class MemoryRegistryClient:
     """Speaks to the registry in a router. One call at a time."""
 
-    def __init__(self, address: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+    def __init__(
+        self, address: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S, key: ClusterKey | None = None
+    ) -> None:
         self._address = address
+        self._key = key
         self._reply_timeout_s = reply_timeout_s
         self._decoder = Decoder[Registered](Registered)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -147,7 +152,7 @@ class MemoryRegistryClient:
         socket = new_socket(self._context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        connect(socket, self._address)
+        connect(socket, self._address, self._key)
         self._socket = LoopSocket(socket, self._receive)
         self._socket.start()
 

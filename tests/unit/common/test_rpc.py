@@ -8,6 +8,7 @@ import zmq
 from contracts.identity import Generation, InstanceId, RequestId
 from contracts.instance import Load
 from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
+from services.common.cluster_key import cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
@@ -154,5 +155,35 @@ def test_a_frame_that_is_no_message_is_refused_and_the_next_one_read() -> None:
                 assert (await instance.received.get())[1] == Cancel(RequestId("good"))
             await router.link.close()
         await instance.server.close()
+
+    asyncio.run(whole())
+
+
+def test_only_who_has_the_clusters_key_can_connect() -> None:
+    async def whole() -> None:
+        server = InstanceServer(key=cluster_key("k" * 32))
+        received: asyncio.Queue[ToInstance] = asyncio.Queue()
+
+        def on_message(router: RouterId, message: ToInstance) -> None:
+            received.put_nowait(message)
+            server.send(router, REPORT)
+
+        await server.start(on_message, lambda _: None)
+        for key, is_welcome in ((cluster_key("k" * 32), True), (cluster_key("x" * 32), False), (None, False)):
+            answers: asyncio.Queue[ToRouter] = asyncio.Queue()
+            lost: asyncio.Queue[str] = asyncio.Queue()
+            link = InstanceLink(
+                server.address, on_message=answers.put_nowait, on_lost=lost.put_nowait, timeout_s=5.0, key=key
+            )
+            await link.start()
+            async with asyncio.timeout(10):
+                if is_welcome:
+                    assert await answers.get() == REPORT
+                else:
+                    assert await lost.get() in ("the handshake failed", "the connection broke")
+                    assert answers.empty()
+            await link.close()
+        assert received.qsize() >= 1
+        await server.close()
 
     asyncio.run(whole())
