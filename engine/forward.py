@@ -4,10 +4,11 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from engine import fused
+from engine import fused, fused_cpu
 from engine.attention import PagedAttention
 from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
+from engine.kernels.cpu_layers import CpuLayers
 from engine.model import LoadedModel
 
 
@@ -42,6 +43,9 @@ class TransformersForward:
 
 def choose_forward(model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels) -> Forward:
     """Call once: fusing repacks the model's weights in place."""
+    library = kernels.library if isinstance(kernels, CpuLayers) else None
+    if library is not None and fused_cpu.fits(model, library):
+        return fused_cpu.CpuForward(model, library)
     if fused.fits(model.module):
         return fused.FusedForward(model, backend, kernels)
     return TransformersForward(model, backend)

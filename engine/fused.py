@@ -31,27 +31,27 @@ LAYERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
+class Norm:
     weight: Tensor
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
+class Linear:
     weight: Tensor
     bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: _Norm
-    qkv: _Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    output: _Linear
-    mlp_norm: _Norm
-    gate_up: _Linear | None
-    down: _Linear | None
+class Layer:
+    input_norm: Norm
+    qkv: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Linear
+    mlp_norm: Norm
+    gate_up: Linear | None
+    down: Linear | None
     mixture: Mixture | None
     mlp: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
     """Used where `gate_up` and `mixture` are None."""
@@ -76,8 +76,8 @@ class FusedForward:
         # gpt-oss names each pair's angle once; everybody else twice, for both halves
         self._has_half_rotations = type(module.model.rotary_emb).__name__ == "GptOssRotaryEmbedding"
         self._head = _linear(module.lm_head)
-        self._layers = [_pack_layer(layer) for layer in module.model.layers]
-        self._final_norm = _norm(module.model.norm)
+        self._layers = [pack_layer(layer) for layer in module.model.layers]
+        self._final_norm = norm_of(module.model.norm)
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels = backend, kernels
@@ -109,7 +109,7 @@ class FusedForward:
 
     def _attend(
         self,
-        layer: _Layer,
+        layer: Layer,
         number: int,
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor],
@@ -125,7 +125,7 @@ class FusedForward:
         self._kernels.rotary_store(query, key, value, rotation, cache, inputs.meta.slots)
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
 
-    def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
         if layer.mixture is not None:
             return layer.mixture(hidden, self._kernels)
         if layer.gate_up is None or layer.down is None:
@@ -135,25 +135,25 @@ class FusedForward:
         return self._kernels.linear(self._kernels.silu_mul(gate_up), layer.down.weight, layer.down.bias)
 
 
-def _pack_layer(layer: Any) -> _Layer:
+def pack_layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     if hasattr(attention, "qkv_proj"):
         qkv = _linear(attention.qkv_proj)
     else:
         qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up: _Linear | None = None
+    gate_up: Linear | None = None
     if hasattr(mlp, "gate_up_proj") and hasattr(mlp, "down_proj"):
         gate_up = _linear(mlp.gate_up_proj)
     elif hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
         gate_up = _packed([mlp.gate_proj, mlp.up_proj])
     has_head_norms = hasattr(attention, "q_norm")
-    return _Layer(
-        input_norm=_norm(layer.input_layernorm),
+    return Layer(
+        input_norm=norm_of(layer.input_layernorm),
         qkv=qkv,
-        query_norm=_norm(attention.q_norm) if has_head_norms else None,
-        key_norm=_norm(attention.k_norm) if has_head_norms else None,
+        query_norm=norm_of(attention.q_norm) if has_head_norms else None,
+        key_norm=norm_of(attention.k_norm) if has_head_norms else None,
         output=_linear(attention.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm),
+        mlp_norm=norm_of(layer.post_attention_layernorm),
         gate_up=gate_up,
         down=_linear(mlp.down_proj) if gate_up is not None else None,
         mixture=pack_mixture(mlp) if gate_up is None else None,
@@ -161,7 +161,7 @@ def _pack_layer(layer: Any) -> _Layer:
     )
 
 
-def _packed(parts: list[nn.Linear]) -> _Linear:
+def _packed(parts: list[nn.Linear]) -> Linear:
     """One matrix of several. The parts become views of it, so that nothing is stored twice."""
     weight = torch.cat([part.weight.data for part in parts])
     biases = [part.bias.data for part in parts if part.bias is not None]
@@ -169,12 +169,12 @@ def _packed(parts: list[nn.Linear]) -> _Linear:
     sizes = [part.weight.shape[0] for part in parts]
     for part, rows in zip(parts, torch.split(weight, sizes), strict=True):
         part.weight.data = rows
-    return _Linear(weight, bias)
+    return Linear(weight, bias)
 
 
-def _linear(module: nn.Linear) -> _Linear:
-    return _Linear(module.weight, module.bias)
+def _linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight, module.bias)
 
 
-def _norm(module: Any) -> _Norm:
-    return _Norm(module.weight, float(module.variance_epsilon))
+def norm_of(module: Any) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))

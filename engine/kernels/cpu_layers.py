@@ -105,6 +105,7 @@ class CpuLayers:
     """Fits `LayerKernels`. `library` is what `load_kernels` gave."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self._store = KvStore(library)
         self._norm = library.baton_rms_norm
         self._norm.argtypes = [ctypes.POINTER(_NormArguments)]

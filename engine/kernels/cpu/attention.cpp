@@ -4,6 +4,7 @@
 // A row's result depends on its query, the keys it sees and its position, never on batch, chunking, tiles or threads:
 // keys are taken in tiles and parts that start at fixed positions, a part's sums are formed in order of its tiles, and
 // parts merge in order. So a part may be computed by any thread (long contexts of small batches use all cores).
+#include "arguments.h"
 #include "tile.h"
 
 #include <cstdlib>
@@ -14,24 +15,6 @@
 #include <omp.h>
 
 using namespace baton;
-
-extern "C" struct AttendArguments {
-  const void* query;  // [num_tokens, num_heads, head_dim]
-  const void* cache;  // [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
-  void* output;       // [num_tokens, num_heads, head_dim], contiguous
-  const int32_t* query_starts;
-  const int32_t* context_lens;
-  const int32_t* block_tables;
-  const float* sinks;  // [num_heads] or null
-  int64_t query_token_stride, query_head_stride;  // strides count elements
-  int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
-  int64_t table_stride;
-  int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_tokens;
-  int32_t sliding_window;  // 0: none
-  int32_t dtype;           // 0 float32, 1 bfloat16, 2 float16
-  int32_t num_threads;
-  float scale, softcap;
-};
 
 namespace {
 

@@ -1,7 +1,8 @@
 // The small steps between the matrix products of a layer, each one pass over memory: RMS norm with the residual sum,
 // gated activation, rotary embedding, and the KV store. Arithmetic is float32; roundings to the tensor's dtype happen
 // where the plain-torch twin (engine/kernels/reference.py) has them.
-#include "vector.h"
+#include "arguments.h"
+#include "rows.h"
 
 #include <type_traits>
 
@@ -10,18 +11,6 @@ using namespace baton;
 namespace {
 
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // below this a second thread costs more than it brings
-
-template <class T> inline vf rounded(vf x) {
-  T elements[W];
-  store_elements(elements, x);
-  return load_elements(elements);
-}
-template <> inline vf rounded<float>(vf x) { return x; }
-#ifdef __AVX512BF16__
-template <> inline vf rounded<bf16>(vf x) {
-  return (vf)(__builtin_convertvector((vh)_mm512_cvtneps_pbh((__m512)x), vu) << 16);
-}
-#endif
 
 // e^x, as exact as the element that it ends in needs.
 template <class T> inline vf exponential(vf x) { return exp_accurate(x); }
@@ -50,15 +39,6 @@ template <class F> int with_dtype(int dtype, F f) {
 
 extern "C" {
 
-struct NormArguments {
-  const void *input, *weight;
-  void* residual;  // null: none; otherwise becomes input + residual, and that is what is normed
-  void* output;    // contiguous
-  int64_t input_stride, residual_stride, num_rows;
-  int32_t size, dtype, num_threads, unit_offset;  // unit_offset: the weight is 1 + weight, one rounding (Gemma)
-  float epsilon;
-};
-
 int baton_rms_norm(const NormArguments* a) {
   return with_dtype(a->dtype, [a](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
@@ -67,37 +47,16 @@ int baton_rms_norm(const NormArguments* a) {
       const T* input = (const T*)a->input + row * a->input_stride;
       const T* weight = (const T*)a->weight;
       T* output = (T*)a->output + row * n;
-      const T* source = input;
-      vf squares{};
       if (a->residual) {
         T* residual = (T*)a->residual + row * a->residual_stride;
-        for (int i = 0; i < n; i += W) {
-          const vf x = rounded<T>(load_elements(input + i, n - i) + load_elements(residual + i, n - i));
-          store_elements(residual + i, x, n - i);
-          squares = fma(x, x, squares);
-        }
-        source = residual;
-      } else {
-        for (int i = 0; i < n; i += W) {
-          const vf x = load_elements(input + i, n - i);
-          squares = fma(x, x, squares);
-        }
+        for (int i = 0; i < n; i += W)
+          store_elements(residual + i, load_elements(input + i, n - i) + load_elements(residual + i, n - i), n - i);
+        input = residual;
       }
-      const float factor = 1.f / std::sqrt(sum(squares) / n + a->epsilon);
-      for (int i = 0; i < n; i += W) {
-        const vf x = load_elements(source + i, n - i) * factor, w = load_elements(weight + i, n - i);
-        store_elements(output + i, a->unit_offset ? x * (1.f + w) : rounded<T>(x) * w, n - i);
-      }
+      norm_row(input, weight, output, n, a->epsilon, a->unit_offset);
     });
   });
 }
-
-struct GateArguments {
-  const void *gate, *up;
-  void* output;  // contiguous
-  int64_t gate_stride, up_stride, num_rows;
-  int32_t size, dtype, num_threads;
-};
 
 int baton_silu_mul(const GateArguments* a) {
   return with_dtype(a->dtype, [a](auto* element) {
@@ -116,19 +75,6 @@ int baton_silu_mul(const GateArguments* a) {
     });
   });
 }
-
-struct StoreArguments {
-  void* query;            // rotated in place; null: only K and V are stored
-  const void *key, *value;
-  const float *cos, *sin;  // [num_tokens, rotary_dim] float32, the first half of the columns counts; null: no rotation
-  void* cache;
-  const int64_t* slots;  // negative: the token is not stored
-  int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
-      value_head_stride;
-  int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
-  int64_t num_tokens, rotary_stride;
-  int32_t num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, dtype, num_threads, interleaved;
-};
 
 }  // extern "C"
 

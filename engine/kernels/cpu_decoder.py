@@ -1,0 +1,196 @@
+"""A whole Llama-shaped decoder as one call of the C++ library, on bf16 weights packed once at load."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+
+PANEL = 32
+"""Outputs that lie together in packed weights (cpu/linear.h)."""
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """`words` int32 [panels, inputs / 2, 32]; `bias` [outputs]."""
+
+    words: Tensor
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    input_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    mlp_norm: Tensor
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    spec: AttentionSpec
+
+
+class _Packed(ctypes.Structure):
+    """`PackedMatrix` of cpu/linear.h, field by field; so are the classes below, of cpu/decoder.cpp."""
+
+    _fields_ = (("words", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Packed) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm", "cache", "sinks")),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("sliding_window", _INT),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("head", _Packed),
+        *((name, _POINTER) for name in ("final_norm", "residual", "normed", "heads", "attended", "gated", "logits")),
+        *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
+        *((name, _POINTER) for name in ("slots", "logit_rows")),
+        *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
+        *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
+        *((name, _LONG) for name in ("num_tokens", "num_logits")),
+        *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
+        *((name, _INT) for name in ("block_tokens", "num_threads")),
+        ("epsilon", _FLOAT),
+    )
+
+
+def has_packed_linear(library: ctypes.CDLL) -> bool:
+    """Whether this CPU multiplies pairs of bf16."""
+    return bool(library.baton_has_packed_linear())
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Matrix:
+    """A copy of `weight`, bf16 [outputs, inputs] with an even number of inputs."""
+    outputs, inputs = weight.shape
+    padding = -outputs % PANEL
+    if padding:
+        weight = torch.cat([weight, weight.new_zeros(padding, inputs)])
+    words = weight.contiguous().view(torch.int32).view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
+    return Matrix(words, None if bias is None else bias.contiguous(), inputs, outputs)
+
+
+def pack_gated(gate_up: Tensor, bias: Tensor | None) -> Matrix:
+    """Of gate and up, one above the other: their rows take turns, 16 of each, so that a panel holds both."""
+
+    def interleaved(rows: Tensor) -> Tensor:
+        half = PANEL // 2
+        return rows.view(2, -1, half, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    return pack(interleaved(gate_up), None if bias is None else interleaved(bias))
+
+
+class CpuDecoder:
+    """Keeps the weights, and scratch memory for the longest step so far."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        head: Matrix,
+        epsilon: float,
+        num_kv_heads: int,
+    ) -> None:
+        self._function = library.baton_decoder_step
+        self._function.argtypes = [ctypes.POINTER(_Step)]
+        self._function.restype = ctypes.c_int
+        self._kept = (list(layers), final_norm, head)
+        self._sinks = [None if n.spec.sinks is None else n.spec.sinks.float().contiguous() for n in layers]
+        self._layers = (_Layer * len(layers))(*map(_layer, layers, self._sinks))
+        self._scratch: tuple[Tensor, ...] = ()
+        self._step = _Step(layers=self._layers, head=_packed(head), final_norm=final_norm.data_ptr(), epsilon=epsilon)
+        self._step.num_layers, self._step.num_kv_heads = len(layers), num_kv_heads
+        self._caches: list[Tensor] | None = None
+
+    def __call__(
+        self,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        caches: list[Tensor],
+        meta: AttentionMetadata,
+        logit_rows: Tensor | None,
+    ) -> Tensor:
+        """`residual`: the embeddings [num_tokens, hidden], destroyed; `rotation`: cos and sin, float32
+        [num_tokens, rotary_dim]; `caches`: each layer's view. Returns logits [num_logits, vocabulary]."""
+        step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
+        self._point_at(caches)
+        self._make_room(len(residual))
+        num_logits = len(residual) if logit_rows is None else len(logit_rows)
+        logits = torch.empty((num_logits, step.head.outputs), dtype=torch.bfloat16)
+        step.residual, step.logits = residual.data_ptr(), logits.data_ptr()
+        step.cos, step.sin, step.rotary_stride, step.rotary_dim = (
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+            len(cos[0]),
+        )
+        step.query_starts, step.context_lens = meta.query_starts.data_ptr(), meta.context_lens.data_ptr()
+        step.block_tables, step.table_stride = meta.block_tables.data_ptr(), meta.block_tables.stride(0)
+        step.slots, step.num_seqs = meta.slots.data_ptr(), len(meta.context_lens)
+        step.logit_rows = None if logit_rows is None else logit_rows.data_ptr()
+        step.num_tokens, step.num_logits = len(residual), num_logits
+        step.num_threads = torch.get_num_threads()
+        if self._function(step) != 0:
+            raise MemoryError("attention ran out of memory for its scratch space")
+        return logits
+
+    def _point_at(self, caches: list[Tensor]) -> None:
+        if caches is self._caches:
+            return
+        self._caches, step = caches, self._step
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.cache = cache.data_ptr()
+        strides = caches[0].stride()
+        step.cache_block_stride, step.cache_value_offset = strides[0], strides[1]
+        step.cache_head_stride, step.cache_token_stride = strides[2], strides[3]
+        step.head_dim, step.block_tokens = caches[0].shape[4], caches[0].shape[3]
+        step.num_heads = self._layers[0].output.inputs // step.head_dim
+
+    def _make_room(self, num_tokens: int) -> None:
+        if self._scratch and len(self._scratch[0]) >= num_tokens:
+            return
+        first, step = self._layers[0], self._step
+        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs)
+        self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
+        step.normed, step.heads, step.attended, step.gated = (part.data_ptr() for part in self._scratch)
+
+
+def _packed(matrix: Matrix) -> _Packed:
+    bias = None if matrix.bias is None else matrix.bias.data_ptr()
+    return _Packed(matrix.words.data_ptr(), bias, matrix.inputs, matrix.outputs)
+
+
+def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
+    def at(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    return _Layer(
+        qkv=_packed(layer.qkv),
+        output=_packed(layer.output),
+        gate_up=_packed(layer.gate_up),
+        down=_packed(layer.down),
+        input_norm=at(layer.input_norm),
+        mlp_norm=at(layer.mlp_norm),
+        query_norm=at(layer.query_norm),
+        key_norm=at(layer.key_norm),
+        sinks=at(sinks),
+        scale=layer.spec.scale,
+        softcap=layer.spec.softcap or 0.0,
+        sliding_window=layer.spec.sliding_window or 0,
+    )

@@ -1,0 +1,71 @@
+"""On a CPU that multiplies bf16 a whole decoder runs in one call, on packed weights.
+
+It gives the logits that its layers give one by one, and the same bits however prompts are cut and batched.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts.messages import TokenLogprobs
+from engine import Engine, fused_cpu
+from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
+from engine.kernels.cpu_decoder import has_packed_linear
+from tests.engine.conftest import References
+from tests.engine.driving import DEVICE, make_engine, make_work
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "phi3"]
+
+
+def _can_pack() -> bool:
+    try:
+        return DEVICE == "cpu" and has_packed_linear(load_kernels())
+    except KernelsUnavailableError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _can_pack(), reason="needs a compiler and a CPU with bf16 dot products"),
+    pytest.mark.parametrize("family", FAMILIES),
+]
+
+
+def prompt_logprobs(engine: Engine, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
+    for number, prompt in enumerate(prompts):
+        engine.add(make_work(engine, str(number), prompt, max_tokens=1, prompt_logprobs=0))
+    told: dict[str, list[TokenLogprobs]] = {str(number): [] for number in range(len(prompts))}
+    while engine.has_work():
+        for first in engine.step().first:
+            told[first.request_id] += [token for token in first.prompt_logprobs or [] if token]
+    return [told[str(number)] for number in range(len(prompts))]
+
+
+def values(told: list[list[TokenLogprobs]]) -> torch.Tensor:
+    return torch.tensor([token.chosen.logprob for prompt in told for token in prompt])
+
+
+def make(folder: Path, **settings: int) -> Engine:
+    return make_engine(folder, dtype="bfloat16", enable_prefix_caching=False, **settings)
+
+
+def test_one_call_computes_what_the_layers_do(
+    family: str, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = references(family)
+    with make(reference.folder) as engine:
+        packed = values(prompt_logprobs(engine, reference.prompts))
+    monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
+    with make(reference.folder) as engine:
+        layers = values(prompt_logprobs(engine, reference.prompts))
+    assert len(packed) == sum(len(prompt) - 1 for prompt in reference.prompts)
+    assert (packed - layers).abs().max() < 0.05
+
+
+def test_bits_depend_on_nothing_but_the_tokens(family: str, references: References) -> None:
+    reference = references(family)
+    with make(reference.folder) as engine:
+        together = prompt_logprobs(engine, reference.prompts)
+    with make(reference.folder, max_num_batched_tokens=17, max_num_seqs=2) as engine:
+        assert [prompt_logprobs(engine, [prompt])[0] for prompt in reference.prompts] == together
