@@ -16,7 +16,8 @@ from engine.sequence import Sequence
 class BlockTables:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.width = -(-limits.max_model_len // limits.block_tokens)
-        self.host: NDArray[np.int32] = np.zeros((limits.max_num_seqs, self.width), dtype=np.int32)
+        # The last row belongs to no slot: padding points there.
+        self.host: NDArray[np.int32] = np.zeros((limits.max_num_seqs + 1, self.width), dtype=np.int32)
         self._device = device
         self._copy: Tensor | None = None
         self._filled = [0] * limits.max_num_seqs
@@ -35,13 +36,15 @@ class BlockTables:
             self._stale[slot] = min(filled, self._stale.get(slot, filled))
 
     def on_device(self) -> Tensor:
-        """int32 [max_num_seqs, width], always the same memory. What lies beyond a row's end has no meaning."""
+        """int32 [max_num_seqs + 1, width], always the same memory. What lies beyond a row's end has no meaning."""
         if self._copy is None:
             self._copy = torch.from_numpy(self.host).to(self._device, copy=True)
         elif self._stale:
             spans = [(slot, first, self._filled[slot]) for slot, first in self._stale.items()]
             where = np.concatenate([np.arange(slot * self.width + a, slot * self.width + b) for slot, a, b in spans])
-            packed = torch.from_numpy(np.stack([where, self.host.reshape(-1)[where]])).to(self._device)
+            packed = torch.from_numpy(np.stack([where, self.host.reshape(-1)[where]])).to(
+                self._device, non_blocking=True
+            )
             self._copy.view(-1)[packed[0]] = packed[1].int()
         self._stale.clear()
         return self._copy

@@ -29,6 +29,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    """Launch a step before the tokens of the one before it are known. `None`: on accelerators."""
     trust_remote_code: bool = False
     max_logprobs: int = 20
 

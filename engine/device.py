@@ -42,6 +42,12 @@ class DeviceGraph(Protocol):
     def pool(self) -> object: ...
 
 
+class DeviceEvent(Protocol):
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 def select_device(name: DeviceName) -> torch.device:
     """Raises `ConfigError` if the device asked for is not there."""
     if name in ("auto", "xpu"):
@@ -102,6 +108,39 @@ class Capturing:
         module.synchronize()
         self._pool = graph.pool()
         return graph
+
+
+class Landing:
+    """Brings small results to the host while the device goes on. Two may be on their way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.int64)] * 2
+
+    def start(self, values: Tensor) -> "Arrival":
+        """int64 [count], as it is once the work given to the device so far is done."""
+        if self._device.type == "cpu":
+            return Arrival(values.clone(), None)
+        self._buffers.reverse()
+        if self._buffers[0].numel() < values.numel():
+            self._buffers[0] = staging(self._device, (2 * values.numel(),), torch.int64)
+        target = self._buffers[0][: values.numel()]
+        target.copy_(values, non_blocking=True)
+        done: DeviceEvent = _module(self._device).Event()
+        done.record()
+        return Arrival(target, done)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    values: Tensor
+    done: DeviceEvent | None
+
+    def wait(self) -> list[int]:
+        if self.done is not None:
+            self.done.synchronize()
+        found: list[int] = self.values.tolist()
+        return found
 
 
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,13 @@
 """The engine: token ids in, KV and token ids out. Single-threaded; its owner calls it from one thread.
 
-Knows nothing of networks, transports or text. `step` is the whole life of it: schedule, run, apply.
+Knows nothing of networks, transports or text. `step` is the whole life of it: schedule, run, apply. On
+accelerators the next step is scheduled and launched while the device computes this one.
 """
 
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +31,7 @@ from engine.model import LoadedModel, Progress
 from engine.outputs import EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
 from engine.reservations import Reservations
 from engine.roster import Limits, Roster
-from engine.runner import Runner
+from engine.runner import Chosen, Runner, Started
 from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, Request, State
@@ -56,6 +58,8 @@ class Engine:
         model = load_model(config, self._device, report)
         self._max_logprobs = config.max_logprobs
         self._caching = config.enable_prefix_caching
+        is_async = config.async_scheduling
+        self._is_async = not device.is_host(self._device) if is_async is None else is_async
         self.vocab_size = model.vocab_size
         self.eos_ids = model.eos_ids
         self.max_model_len = model.max_model_len
@@ -103,6 +107,8 @@ class Engine:
         self._scheduler = Scheduler(self._roster)
         self._reservations = Reservations(self._roster)
         self._travel = Travel(self.kv)
+        self._ahead: _Launched | None = None
+        self._last_finish = 0.0
         report("ready", 1.0)
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
@@ -164,26 +170,75 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` could advance anything now."""
-        return self._pool.has_events or self._scheduler.has_work()
+        return self._ahead is not None or self._pool.has_events or self._scheduler.has_work()
 
     def step(self) -> StepResult:
-        started = time.monotonic()
-        plan = self._scheduler.schedule(started)
-        try:
-            computing = self._runner.start(plan)
-            advanced = self._scheduler.advance(plan)
-            sampled = self._runner.finish(computing)
-        except torch.OutOfMemoryError:
-            logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
-            return self._give_up(plan)
-        result = self._scheduler.apply(plan, sampled, time.monotonic(), advanced=advanced)
-        for row, message in sampled.failed.items():
-            self._fail(plan.rows[row].sequence.request, message, result)
-        self._copy_blocks()
-        self._travel.publish(result.completed)
-        self._meter.record(plan, time.monotonic() - started)
+        """One step's results. With `async_scheduling` the next step is launched before this one's tokens are known."""
+        result = StepResult()
+        current, self._ahead = self._ahead or self._begin(result), None
+        if current is not None:
+            following = self._begin_ahead(current.plan)
+            self._finish(current, result)
+            if following is not None:
+                self._ahead = self._choose(following, result)
         result.events = self._pool.take_events()
         return result
+
+    def _begin(self, result: StepResult) -> "_Launched | None":
+        """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
+        now = time.monotonic()
+        plan = self._scheduler.schedule(now)
+        try:
+            launched = _Launched(plan, self._runner.start(plan), now)
+        except torch.OutOfMemoryError:
+            self._give_up(plan, result)
+            return None
+        launched.advanced = self._scheduler.advance(plan)
+        return self._choose(launched, result)
+
+    def _begin_ahead(self, plan: Plan) -> "_Launched | None":
+        """Launches what follows `plan` up to its logits, where that can be known."""
+        # The blocks of `prefill` requests go on their way as soon as they are computed: no other work comes between.
+        if not self._is_async or any(chunk.sequence.request.mode == "prefill" for chunk in plan.chunks):
+            return None
+        following = self._scheduler.schedule_ahead(time.monotonic())
+        if following is None:
+            return None
+        try:
+            launched = _Launched(following, self._runner.start(following, ahead=True), None)
+        except torch.OutOfMemoryError:
+            return None  # it is scheduled again, alone
+        launched.advanced = self._scheduler.advance(following)
+        return launched
+
+    def _choose(self, launched: "_Launched", result: StepResult) -> "_Launched | None":
+        try:
+            launched.chosen = self._runner.choose(launched.started)
+        except torch.OutOfMemoryError:
+            self._give_up(launched.plan, result)
+            self._scheduler.abandon(launched.plan)
+            return None
+        return launched
+
+    def _finish(self, launched: "_Launched", result: StepResult) -> None:
+        """Waits for the step's tokens and takes them into the state."""
+        assert launched.chosen is not None
+        sampled = self._runner.wait(launched.chosen)
+        now = time.monotonic()
+        started = self._last_finish if launched.begun is None else launched.begun
+        self._last_finish = now
+        rows = launched.plan.rows  # some may have ended since the step was launched
+        failed = [
+            (rows[row], why) for row, why in sampled.failed.items() if rows[row].sequence.state is not State.ENDED
+        ]
+        applied = self._scheduler.apply(launched.plan, sampled, now, advanced=launched.advanced)
+        result.tokens, result.first = applied.tokens, applied.first
+        result.completed, result.held = applied.completed, applied.held
+        for row, message in failed:
+            self._fail(row.sequence.request, message, result)
+        self._copy_blocks()
+        self._travel.publish(result.completed)
+        self._meter.record(launched.plan, now - started, len(result.tokens))
 
     def cached_names(self) -> list[BlockName]:
         return self._pool.cached_names()
@@ -229,16 +284,14 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _give_up(self, plan: Plan) -> StepResult:
+    def _give_up(self, plan: Plan, result: StepResult) -> None:
         """The step's requests fail; all others live on."""
-        result = StepResult()
+        logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._roster.end_request(request)
             self._travel.end(request.work.request_id)
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
-        result.events = self._pool.take_events()
-        return result
 
     def _fail(self, request: Request, message: str, result: StepResult) -> None:
         """No token could be chosen for it, so what the step says of it is void."""
@@ -286,6 +339,17 @@ class Engine:
         if self._uses_graphs(config, forward):
             used *= 2  # graphs keep scratch memory of their own; a decode step needs less than the largest step
         return used + SAMPLER_COPIES * 4 * self.limits.max_num_seqs * self.vocab_size
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step that the device is computing. `begun`: when, unless it followed another one at once."""
+
+    plan: Plan
+    started: Started
+    begun: float | None
+    advanced: StepResult | None = None
+    chosen: Chosen | None = None
 
 
 def _say_nothing(what: str, fraction: float) -> None:

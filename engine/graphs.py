@@ -1,8 +1,9 @@
 """Decode steps as captured graphs: one launch instead of hundreds, for every batch size in a few buckets.
 
-All of a graph's inputs lie in one small array that the host fills and the device copies, and in the device's copy of
-the block tables. A bucket's rows beyond the batch are padding: context 0, slot -1. The largest token of each row is
-part of the graph; whoever samples otherwise reads the logits.
+All of a graph's inputs lie in one small array that the host fills and the device copies, in the device's copy of the
+block tables, and in each slot's last token, which stays on the device: a step can be launched before the host knows
+what the one before it chose. A bucket's rows beyond the batch are padding: context 0, slot -1. The largest token of
+each row is part of the graph; whoever samples otherwise reads the logits and calls `put`.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import device as devices
@@ -22,8 +24,9 @@ from engine.kernels import AttentionMetadata
 from engine.roster import Limits
 from engine.scheduler import Plan
 
-TOKENS, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS = range(5)
-"""Rows of the staging array."""
+LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS = range(7)
+"""Rows of the input array. LAST, the last token of each batch slot, is the device's own; the others are staged.
+TOKEN_AT says where in the first two rows, taken as one, a sequence's token lies."""
 
 
 class Graph(Protocol):
@@ -54,9 +57,11 @@ class DecodeGraphs:
         self._layers = layers
         self._tables = tables
         self._limits = limits
-        self._staging = devices.staging(device, (5, limits.max_num_seqs), torch.int64)
-        self._host = self._staging.numpy()
-        self._inputs = torch.zeros_like(self._staging, device=device)
+        self._width = limits.max_num_seqs + 1  # one more than there are slots: padding has a column of its own
+        # Two, for the device may still be copying from the one before.
+        self._staging = [devices.staging(device, (7, self._width), torch.int64) for _ in range(2)]
+        self._inputs = torch.zeros_like(self._staging[0], device=device)
+        self.last_tokens = self._inputs[LAST]
         self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self._greedy = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -67,8 +72,8 @@ class DecodeGraphs:
     def capture(self, capture: Capture) -> None:
         """Each bucket, the largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
         sizes = buckets(self._limits.max_num_seqs)
-        self._fill_padding(0, self._limits.max_num_seqs)
-        self._inputs.copy_(self._staging)
+        self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
+        self._inputs[1:] = self._staging[0][1:]
         self._tables.on_device()
         graphs: dict[int, Graph] = {}
         for size in reversed(sizes):
@@ -86,30 +91,39 @@ class DecodeGraphs:
         )
 
     def replay(self, plan: Plan) -> DecodeResult:
-        """Starts the step; does not wait for it."""
-        chunks, block_tokens, host = plan.chunks, self._limits.block_tokens, self._host
+        """Starts the step; does not wait for it. A token that the host does not know yet is its slot's last."""
+        chunks, block_tokens = plan.chunks, self._limits.block_tokens
+        self._staging.reverse()
+        host = self._staging[0].numpy()
         count = len(chunks)
         bucket = self._bucket_of[count]
         for chunk in chunks:
             self._tables.update(chunk.sequence)
         rows = np.array([c.sequence.slot for c in chunks])
         positions = np.array([c.start for c in chunks])
-        host[TOKENS, :count] = [c.sequence.token_ids[c.start] for c in chunks]
+        tokens = np.array([-1 if c.sequence.num_pending else c.sequence.token_ids[c.start] for c in chunks])
+        host[TOKENS, :count] = tokens
+        host[TOKEN_AT, :count] = np.where(tokens < 0, rows, self._width + np.arange(count))
         host[POSITIONS, :count] = positions
         blocks = self._tables.host[rows, positions // block_tokens].astype(np.int64)
         host[SLOTS, :count] = blocks * block_tokens + positions % block_tokens
         host[TABLE_ROWS, :count] = rows
         host[CONTEXTS].view(np.int32)[:count] = positions + 1
-        self._fill_padding(count, bucket)
+        self._fill_padding(host, count, bucket)
         self._tables.on_device()
-        self._inputs.copy_(self._staging, non_blocking=True)
+        self._inputs[1:].copy_(self._staging[0][1:], non_blocking=True)
         self._graphs[bucket].replay()
         assert self._logits is not None
         return DecodeResult(self._logits[:count], self._greedy[:count])
 
-    def _fill_padding(self, start: int, end: int) -> None:
-        host = self._host
-        host[TOKENS, start:end] = host[POSITIONS, start:end] = host[TABLE_ROWS, start:end] = 0
+    def put(self, tokens: Tensor) -> None:
+        """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
+        self.last_tokens.index_copy_(0, self._inputs[TABLE_ROWS, : len(tokens)], tokens)
+
+    def _fill_padding(self, host: NDArray[np.int64], start: int, end: int) -> None:
+        host[TOKENS, start:end] = host[POSITIONS, start:end] = 0
+        host[TOKEN_AT, start:end] = self._width + start
+        host[TABLE_ROWS, start:end] = self._width - 1
         host[SLOTS, start:end] = -1
         host[CONTEXTS].view(np.int32)[start:end] = 0
 
@@ -124,9 +138,11 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=self._limits.max_model_len,
         )
-        step = StepInputs(inputs[TOKENS], inputs[POSITIONS], None, meta, sample_at=[], prompt_at={})
+        tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
+        step = StepInputs(tokens, inputs[POSITIONS], None, meta, sample_at=[], prompt_at={})
         logits = self._forward(step, self._layers)
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))
         self._logits[:size] = logits
-        self._greedy[:size] = logits.argmax(dim=-1)
+        greedy = torch.argmax(logits, dim=-1, out=self._greedy[:size])
+        self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.block_tables import BlockTables
 from engine.kernels import AttentionMetadata
-from engine.scheduler import Plan
+from engine.scheduler import Chunk, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class InputBuilder:
         self._block_tokens = block_tokens
         self._device = device
 
-    def build(self, plan: Plan) -> StepInputs:
+    def build(self, plan: Plan, last_tokens: Tensor) -> StepInputs:
+        """`last_tokens`: each slot's, on the device, where those are that the host does not know yet."""
         chunks = plan.chunks
         for chunk in chunks:
             self._tables.update(chunk.sequence)
@@ -43,11 +44,11 @@ class InputBuilder:
         ends = starts + lengths
         if len(chunks) == query_starts[-1]:  # decodes only
             positions, rows = starts, slots_of
-            tokens = np.array([c.sequence.token_ids[c.start] for c in chunks])
+            tokens = np.array([_next_token(c) for c in chunks])
         else:
             positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
             rows = np.repeat(slots_of, lengths)
-            parts = (c.sequence.token_ids[c.start : c.start + c.length] for c in chunks)
+            parts = (_tokens(c) for c in chunks)
             tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(query_starts[-1]))
         blocks = self._tables.host[rows, positions // self._block_tokens].astype(np.int64)
         longest = int(ends.max())
@@ -61,7 +62,7 @@ class InputBuilder:
         )
         logit_rows, sample_at, prompt_at = _logit_rows(plan, query_starts.tolist())
         return StepInputs(
-            input_ids=self._to_device(tokens),
+            input_ids=self._filled(self._to_device(tokens), plan, query_starts, last_tokens),
             position_ids=self._to_device(positions),
             logit_rows=None if len(logit_rows) == query_starts[-1] else self._to_device(np.array(logit_rows)),
             meta=meta,
@@ -69,8 +70,28 @@ class InputBuilder:
             prompt_at=prompt_at,
         )
 
+    def _filled(self, tokens: Tensor, plan: Plan, query_starts: NDArray[np.int32], last_tokens: Tensor) -> Tensor:
+        """With the tokens that only the device knows."""
+        pending = [
+            (int(start), c.sequence.slot)
+            for c, start in zip(plan.chunks, query_starts, strict=False)
+            if c.sequence.num_pending
+        ]
+        if pending:
+            where, slots = self._to_device(np.array(pending).T.copy()).unbind(0)
+            tokens.index_copy_(0, where, last_tokens[slots])
+        return tokens
+
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _next_token(chunk: Chunk) -> int:
+    return 0 if chunk.sequence.num_pending else chunk.sequence.token_ids[chunk.start]
+
+
+def _tokens(chunk: Chunk) -> list[int]:
+    return [0] if chunk.sequence.num_pending else chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
 
 
 def _logit_rows(plan: Plan, query_starts: list[int]) -> tuple[list[int], list[int], dict[int, int]]:

@@ -14,13 +14,14 @@ class Meter:
         self.generated_tokens = 0
         self.steps = 0
 
-    def record(self, plan: Plan, seconds: float) -> None:
+    def record(self, plan: Plan, seconds: float, num_generated: int) -> None:
+        """`num_generated`: tokens that came of it."""
         if not plan.chunks:
             return
         prompt = sum(chunk.length for chunk in plan.chunks if chunk.length > 1)
         self.steps += 1
         self.prompt_tokens += prompt
-        self.generated_tokens += len(plan.rows)
+        self.generated_tokens += num_generated
         if prompt == 0:
             self.decode_step_s = _blend(self.decode_step_s, seconds)
         elif prompt >= 32:

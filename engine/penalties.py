@@ -41,15 +41,19 @@ class Penalties:
         counts = self._counts.get(sequence)
         if counts is None:
             prompt = torch.zeros(vocab_size, dtype=torch.bool, device=self._device)
-            prompt[torch.tensor(sequence.token_ids[:num_prompt], device=self._device)] = True
+            prompt[self._upload(sequence.token_ids[:num_prompt])] = True
             counts = _Counts(prompt, torch.zeros(vocab_size, device=self._device), num_prompt)
             self._counts[sequence] = counts
         new = sequence.token_ids[counts.num_seen :]
         if new:
-            tokens = torch.tensor(new, device=self._device)
+            tokens = self._upload(new)
             counts.output.index_add_(0, tokens, torch.ones(len(new), device=self._device))
             counts.num_seen = len(sequence.token_ids)
         return counts
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return self._upload(values)[:, None]
+
+    def _upload(self, values: list[float] | list[int]) -> Tensor:
+        """Without waiting for what the device is doing."""
+        return torch.tensor(values).to(self._device, non_blocking=True)

@@ -42,6 +42,7 @@ class Roster:
         self._waiting: list[tuple[SortKey, int, Sequence]] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._copies: list[BlockCopy] = []
+        self._lingering: set[Sequence] = set()  # ended, but a step being computed still writes to their blocks
         self._is_sorted = True
         self._next_order = 0
         self._next_epoch = 0
@@ -128,6 +129,7 @@ class Roster:
 
     def preempt(self, sequence: Sequence) -> None:
         """Frees its memory; it will be recomputed, from the cache as far as that still reaches."""
+        assert not sequence.num_launched, "its blocks are being written"
         self.num_preemptions += 1
         self.leave_batch(sequence)
         self.free_blocks(sequence)
@@ -139,14 +141,24 @@ class Roster:
         sequence.num_computed = sequence.num_registered = 0
 
     def end(self, sequence: Sequence) -> None:
-        """Frees everything; the request ends with its last sequence."""
+        """Frees everything, blocks that a step being computed writes to when that is over (`settle`); the request ends
+        with its last sequence."""
         self.leave_batch(sequence)
-        self.free_blocks(sequence)
+        if sequence.num_launched:
+            self._lingering.add(sequence)
+        else:
+            self.free_blocks(sequence)
         sequence.state = State.ENDED
         request = sequence.request
         request.sequences.remove(sequence)
         if not request.sequences:
             del self.requests[request.work.request_id]
+
+    def settle(self, sequence: Sequence) -> None:
+        """A step that wrote to this ended sequence's blocks is over."""
+        if not sequence.num_launched:
+            self._lingering.discard(sequence)
+            self.free_blocks(sequence)
 
     def end_request(self, request: Request) -> None:
         for sequence in list(request.sequences):
@@ -198,7 +210,9 @@ class Roster:
     def check_invariants(self) -> None:
         sequences = [s for request in self.requests.values() for s in request.sequences]
         pinned = [b for name, n in self.pins.items() for b in [self.pool.block_of(name)] * n if b is not None]
-        self.pool.check_invariants([block for s in sequences for block in s.blocks] + pinned)
+        owners = [*sequences, *self._lingering]
+        self.pool.check_invariants([block for s in owners for block in s.blocks] + pinned)
+        assert all(s.num_launched for s in self._lingering), "blocks were not freed"
         assert all(self.pool.block_of(name) is not None for name in self.pins), "a pinned block was evicted"
         by_state = {state: {id(s) for s in sequences if s.state is state} for state in State}
         assert {id(s) for s in self.running} == by_state[State.RUNNING]
@@ -233,6 +247,7 @@ def _check_sequence(sequence: Sequence, block_tokens: int) -> None:
         assert sequence.num_computed == 0
     else:
         assert sequence.num_computed <= len(sequence.blocks) * block_tokens
-        assert len(sequence.blocks) <= -(-len(sequence.token_ids) // block_tokens)
-    assert sequence.num_computed < len(sequence.token_ids) or sequence.state in (State.HELD, State.RESERVED)
+        assert len(sequence.blocks) <= -(-(len(sequence.token_ids) + sequence.num_pending) // block_tokens)
+    assert sequence.num_remaining > 0 or sequence.state in (State.HELD, State.RESERVED)
+    assert 0 <= sequence.num_pending <= sequence.num_launched
     assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds a block twice"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from contracts.messages import TokenLogprobs
+from engine import device as devices
 from engine.block_tables import BlockTables
 from engine.constraints import Constraints
 from engine.forward import Forward
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A step that the device is computing. `greedy`: the largest logits' tokens, where a graph found them.
+    """A step whose logits the device is computing. `greedy`: the largest logits' tokens, where a graph finds them.
     `constraints`: what its tokens must obey, being built meanwhile."""
 
     plan: Plan
@@ -35,8 +36,20 @@ class Started:
     constraints: "Future[Constraints] | None" = None
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A step whose tokens are on their way to the host."""
+
+    arrival: devices.Arrival | None
+    sampled: Sampled
+    """All of the answer that was waited for already."""
+
+
 class Runner:
-    """Its thread and memory are free after `close`."""
+    """A step is `start`, `choose`, `wait`. The next step may start before this one was waited for, but not before its
+    tokens were chosen; it must not be chosen for before what this one brought is in the sequences.
+
+    Its thread and memory are free after `close`."""
 
     def __init__(self, forward: Forward, cache: KVCache, limits: Limits, masking: Masking) -> None:
         self._forward = forward
@@ -46,6 +59,8 @@ class Runner:
         self._graphs = DecodeGraphs(forward, self._layers, self._tables, limits)
         self._sampler = Sampler(cache.device)
         self._masking = masking
+        self._landing = devices.Landing(cache.device)
+        self._device = cache.device
 
     def capture_graphs(self, capture: Capture) -> None:
         """From now on decode steps are replayed. If that cannot be, they are computed as before."""
@@ -55,41 +70,65 @@ class Runner:
             logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
 
     def run(self, plan: Plan) -> Sampled:
-        return self.finish(self.start(plan))
+        return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
-    def start(self, plan: Plan) -> Started:
-        """Gives the device its work. What the host does before `finish` costs no time."""
+    def start(self, plan: Plan, *, ahead: bool = False) -> Started:
+        """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for."""
         if not plan.chunks:
             return Started(plan, None, None, None)
-        constraints = self._masking.begin(plan.rows)
+        # What tokens may follow depends on those before them.
+        constraints = None if ahead else self._masking.begin(plan.rows)
         if self._graphs.fits(plan):
             result = self._graphs.replay(plan)
             return Started(plan, result.logits, result.greedy, None, constraints)
-        inputs = self._inputs.build(plan)
+        inputs = self._inputs.build(plan, self._graphs.last_tokens)
         return Started(plan, self._forward(inputs, self._layers), None, inputs, constraints)
 
     @torch.inference_mode()
-    def finish(self, started: Started) -> Sampled:
-        """Chooses the tokens: the one place where the host waits for the device."""
+    def choose(self, started: Started) -> Chosen:
+        """Has the device choose the tokens."""
         plan, logits, inputs = started.plan, started.logits, started.inputs
         sampled = Sampled([])
         if logits is None:
-            return sampled
+            return Chosen(None, sampled)
+        arrival = None
         if plan.rows:
             is_whole = inputs is None or len(inputs.sample_at) == len(logits)
-            chosen = logits if inputs is None or is_whole else logits[inputs.sample_at]
-            found = started.constraints.result() if started.constraints is not None else None
+            rows = logits if inputs is None or is_whole else logits[inputs.sample_at]
+            constraints = started.constraints or self._masking.begin(plan.rows)
+            found = constraints.result() if constraints is not None else None
             masks = self._masking.send(found) if found is not None else None
-            sampled = self._sampler.sample(chosen, plan.rows, largest=started.greedy, masks=masks)
+            choice = self._sampler.choose(rows, plan.rows, largest=started.greedy, masks=masks)
+            sampled.logprobs = choice.logprobs
             sampled.failed = found.failed if found is not None else {}
+            arrival = self._landing.start(choice.tokens)
+            self._keep(plan, choice.tokens, started)
         for chunk, first in inputs.prompt_at.items() if inputs is not None else ():
             sampled.prompt_logprobs[chunk] = _prompt_logprobs(plan, chunk, logits[first:])
-        return sampled
+        return Chosen(arrival, sampled)
+
+    def wait(self, chosen: Chosen) -> Sampled:
+        """The one place where the host waits for the device."""
+        if chosen.arrival is not None:
+            chosen.sampled.token_ids = chosen.arrival.wait()
+        return chosen.sampled
 
     def forget(self) -> None:
         """The next plans come from another roster."""
         self._tables.forget()
+
+    def _keep(self, plan: Plan, tokens: Tensor, started: Started) -> None:
+        """Each slot's last token stays on the device, for a step that starts before the host knows it."""
+        if tokens is started.greedy:
+            return  # the graph has done it
+        if started.inputs is None:
+            self._graphs.put(tokens)
+            return
+        going = [(i, row.sequence.slot) for i, row in enumerate(plan.rows) if row.sequence.slot >= 0]
+        if going:
+            which, slots = torch.tensor(going).t().contiguous().to(self._device, non_blocking=True).unbind(0)
+            self._graphs.last_tokens.index_copy_(0, slots, tokens[which])
 
 
 def _prompt_logprobs(plan: Plan, number: int, logits: Tensor) -> list[TokenLogprobs]:

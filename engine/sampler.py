@@ -5,10 +5,12 @@ inverse of the cumulative probability, in vocabulary order, at the token's own r
 """
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from contracts.messages import TokenLogprobs
 from engine.logprobs import row_logprobs
 from engine.masks import Masks
 from engine.penalties import Penalties
@@ -19,6 +21,12 @@ CANDIDATES = 1024
 """Sorting a whole vocabulary is slow; the largest logits nearly always hold all that top_k and top_p keep."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    tokens: Tensor  # int64 [num_rows], on the device
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
 class Sampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,20 +35,28 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None, masks: Masks | None = None
     ) -> Sampled:
-        """logits [num_rows, vocab_size], of any floating dtype. `largest`: their argmax, if it is there already."""
+        """As `choose`, and waits for the device."""
+        choice = self.choose(logits, rows, largest=largest, masks=masks)
+        return Sampled(choice.tokens.tolist(), choice.logprobs)
+
+    def choose(
+        self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None, masks: Masks | None = None
+    ) -> Choice:
+        """logits [num_rows, vocab_size], of any floating dtype. `largest`: their argmax, if it is there already.
+
+        Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary."""
         params = [row.sequence.request.work.sampling for row in rows]
         if masks is None and all(is_plain_greedy(p) for p in params):
-            return Sampled((logits.argmax(dim=-1) if largest is None else largest).tolist())
+            return Choice(logits.argmax(dim=-1) if largest is None else largest)
         raw = logits.float()
         scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         tokens = scores.argmax(dim=-1)
         if random:
-            picked = torch.tensor(random, device=self._device)
+            picked = self._upload(random)
             tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
-        chosen = tokens.tolist()
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        return Sampled(chosen, row_logprobs(raw, chosen, wanted) if wanted else None)
+        return Choice(tokens, row_logprobs(raw, tokens.tolist(), wanted) if wanted else None)
 
     def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: Masks | None) -> Tensor:
         """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
@@ -53,12 +69,12 @@ class Sampler:
             for token, bias in row.sequence.request.work.sampling.logit_bias.items()
         ]
         if biased:
-            row_index = torch.tensor([b[0] for b in biased], device=self._device)
-            token_index = torch.tensor([b[1] for b in biased], device=self._device)
-            scores[row_index, token_index] += torch.tensor([b[2] for b in biased], device=self._device)
+            row_index = self._upload([b[0] for b in biased])
+            token_index = self._upload([b[1] for b in biased])
+            scores[row_index, token_index] += self._upload([b[2] for b in biased])
         penalised = [i for i, r in enumerate(rows) if has_penalties(r.sequence.request.work.sampling)]
         if penalised:
-            picked = torch.tensor(penalised, device=self._device)
+            picked = self._upload(penalised)
             scores[picked] = self._penalties.apply(scores[picked], [rows[i].sequence for i in penalised])
         return scores
 
@@ -71,19 +87,23 @@ class Sampler:
         vocab_size = scores.shape[1]
         cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < vocab_size]
         if cut:
-            picked = torch.tensor(cut, device=self._device)
+            picked = self._upload(cut)
             top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in (params[i] for i in cut)]
             top_p = [params[i].top_p for i in cut]
             scores[picked] = keep_most_likely(
                 scores[picked],
-                torch.tensor(top_k, device=self._device)[:, None],
+                self._upload(top_k)[:, None],
                 self._column(top_p),
             )
         points = [uniform(p.seed, row.index, row.sequence.num_generated) for p, row in zip(params, rows, strict=True)]
-        return invert_cumulative(scores, torch.tensor(points, dtype=torch.float64, device=self._device))
+        return invert_cumulative(scores, self._upload(points, dtype=torch.float64))
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return self._upload(values, dtype=torch.float32)[:, None]
+
+    def _upload(self, values: object, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Without waiting for what the device is doing."""
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
 def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = CANDIDATES) -> Tensor:

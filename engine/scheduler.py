@@ -92,6 +92,8 @@ class Scheduler:
         prompts: list[Sequence] = []
         for sequence in list(roster.running):
             # A victim always sorts after the one that needs its block: it has no chunk yet.
+            if sequence.must_wait:
+                continue
             if sequence.num_remaining > 1:
                 prompts.append(sequence)
             elif sequence.state is State.RUNNING and self._grow(sequence):
@@ -104,6 +106,17 @@ class Scheduler:
             budget -= self._append_chunk(chunks, head, budget)
         return Plan(chunks, _sample_rows(chunks))
 
+    def schedule_ahead(self, now: float) -> Plan | None:
+        """What can be computed after a step whose tokens are not known yet: sequences go on unless it is certain that
+        they end. None: nothing, or only after somebody gave up memory, which nobody does while it is being written."""
+        block_tokens = self._roster.limits.block_tokens
+        going = self._roster.running + self._roster.ready
+        growing = sum(s.num_computed == len(s.blocks) * block_tokens and not s.must_wait for s in going)
+        if growing > self._roster.pool.num_free:
+            return None
+        plan = self.schedule(now)
+        return plan if plan.chunks else None
+
     def advance(self, plan: Plan) -> StepResult:
         """Takes into the state what is known before the tokens are: the device may still be computing them."""
         result = StepResult()
@@ -111,27 +124,44 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed += chunk.length
+            sequence.num_launched += 1
             if sequence.num_computed // block_tokens > sequence.num_registered:
                 self._register_full_blocks(sequence)
             if sequence.request.mode == "prefill":
                 self._publish(sequence, result)
+            sequence.num_pending += chunk.is_last
         return result
 
     def apply(self, plan: Plan, sampled: Sampled, now: float, *, advanced: StepResult | None = None) -> StepResult:
         """Takes the step's results into the state. Everything in `plan` was computed. `advanced`: what `advance`
-        returned, if it was called already."""
+        returned, if it was called already. Sequences that have ended since get no token."""
         result = self.advance(plan) if advanced is None else advanced
         by_chunk: dict[int, list[int]] = {}
         for position, row in enumerate(plan.rows):
             by_chunk.setdefault(row.chunk, []).append(position)
         for number, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
+            sequence.num_launched -= 1
+            sequence.num_pending -= chunk.is_last
+            if sequence.state is State.ENDED:
+                self._roster.settle(sequence)
+                continue
             if sequence.request.wants_prompt_logprobs:
                 sequence.request.prompt_logprobs += sampled.prompt_logprobs.get(number, [])
             if chunk.is_last:
+                self._register_full_blocks(sequence)  # when the step ran ahead, its tokens were not known then
                 self._report_first(sequence.request, now, result)
                 self._extend(sequence, plan, by_chunk[number], sampled, result)
         return result
+
+    def abandon(self, plan: Plan) -> None:
+        """The device could not compute this plan, for which `advance` was called: its requests end."""
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_launched -= 1
+            sequence.num_pending -= chunk.is_last
+            if sequence.state is State.ENDED:
+                self._roster.settle(sequence)
 
     def _append_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         length = min(sequence.num_remaining, budget)
@@ -199,7 +229,7 @@ class Scheduler:
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
         block_tokens = self._roster.limits.block_tokens
-        known, full = sequence.num_registered, sequence.num_computed // block_tokens
+        known, full = sequence.num_registered, min(sequence.num_computed, len(sequence.token_ids)) // block_tokens
         if known < full:
             sequence.name_blocks(full, block_tokens)
             self._roster.pool.register(sequence.names[known:full], sequence.blocks[known:full])
@@ -210,7 +240,7 @@ class Scheduler:
         request, block_tokens = sequence.request, self._roster.limits.block_tokens
         full = sequence.num_computed // block_tokens
         names = sequence.names[request.num_published : full]
-        if sequence.num_remaining == 0 and sequence.num_computed % block_tokens:
+        if sequence.num_computed == len(sequence.token_ids) and sequence.num_computed % block_tokens:
             parent = sequence.names[full - 1] if full else None
             tail = sequence.token_ids[full * block_tokens :]
             names = names + block_names(request.work.root, tail, block_tokens, parent=parent)
@@ -242,6 +272,8 @@ class Scheduler:
         generated = sequence.num_generated
         for row in rows:
             index, token = plan.rows[row].index, sampled.token_ids[row]
+            if request.to_start and index not in request.to_start:
+                continue  # cancelled since the step was launched
             chosen[index] = token
             verdict = request.verdict(generated + 1, token)
             logprobs = sampled.logprobs[row] if sampled.logprobs is not None else None

@@ -65,10 +65,12 @@ class Request:
         sampling = self.work.sampling
         if token_id in self.stop_ids and num_generated >= sampling.min_tokens:
             return Verdict("stop", token_id)
+        return Verdict("length", None) if self.is_longest(num_generated) else None
+
+    def is_longest(self, num_generated: int) -> bool:
+        """The `num_generated`-th generated token is a sequence's last, whatever it is."""
         length = self.work.num_prompt_tokens + num_generated
-        if num_generated >= sampling.max_tokens or length >= self.max_model_len:
-            return Verdict("length", None)
-        return None
+        return num_generated >= self.work.sampling.max_tokens or length >= self.max_model_len
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -83,6 +85,8 @@ class Sequence:
     num_registered: int = 0  # leading full blocks the pool knows the names of
     slot: int = -1
     epoch: int = -1  # changes whenever `blocks` is not an extension of what it was
+    num_launched: int = 0  # steps that are being computed and write to `blocks`
+    num_pending: int = 0  # tokens that are being computed: known to follow `token_ids`, not yet what they are
 
     @property
     def key(self) -> SortKey:
@@ -91,7 +95,14 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is to be computed; 1 in the steady state of decoding."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def must_wait(self) -> bool:
+        """What this sequence computes next depends on which tokens the steps being computed give."""
+        if not self.num_pending:
+            return False
+        return bool(self.request.to_start) or self.request.is_longest(self.num_generated + self.num_pending)
 
     @property
     def num_generated(self) -> int:

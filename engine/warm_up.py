@@ -44,7 +44,7 @@ def _compute(runner: Runner, num_blocks: int, limits: Limits, lengths: list[int]
         started = time.perf_counter()
         plan = scheduler.schedule(0.0)
         sampled = runner.run(plan)
-        meter.record(plan, time.perf_counter() - started)
+        meter.record(plan, time.perf_counter() - started, len(plan.rows))
         scheduler.apply(plan, sampled, 0.0)
     runner.forget()
     return meter

@@ -30,6 +30,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         enable_prefix_caching=settings.enable_prefix_caching,
         load_format=settings.load_format,
         enforce_eager=settings.enforce_eager,
+        async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,
         max_logprobs=settings.max_logprobs,
     )

@@ -77,6 +77,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         "auto"
     )
     enforce_eager: Annotated[bool, Meta(description="never capture graphs of decode steps")] = False
+    async_scheduling: Annotated[
+        bool | None,
+        Meta(description="launch a step before the tokens of the one before it are known (default: on accelerators)"),
+    ] = None
     trust_remote_code: Annotated[bool, Meta(description="run Python code that comes with the model")] = False
     max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
 

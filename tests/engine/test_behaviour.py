@@ -226,7 +226,7 @@ def test_running_out_of_device_memory_fails_the_step_and_not_the_engine(
 
     engine.add(make_work(engine, "a", PROMPT))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "finish", run_out)
+        patch.setattr(engine._runner, "choose", run_out)
         result = engine.step()
     assert [failed.request_id for failed in result.failed] == ["a"]
     assert len(ask(engine, "a", ignore_eos=True)) == 12

@@ -12,7 +12,7 @@ from engine.outputs import StepResult
 from engine.reservations import Reservations
 from engine.scheduler import Scheduler
 from engine.sequence import Mode
-from tests.unit.engine.work import add, made_up_token, make_roster, make_work, step
+from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
 
 NUM_BLOCKS = 9
 LONGEST_PROMPT = 18
@@ -121,7 +121,13 @@ class SchedulingMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.observe(step(self.roster, self.scheduler))
+            self.observe(self.step())
+
+    def step(self) -> StepResult:
+        return step(self.roster, self.scheduler)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
 
     def observe(self, result: StepResult) -> None:
         for output in result.tokens:
@@ -164,13 +170,29 @@ class SchedulingMachine(RuleBasedStateMachine):
         for _ in range(2000):
             while self.held:
                 self.release()
-            if not self.scheduler.has_work():
+            if not self.has_work():
                 break
-            self.observe(step(self.roster, self.scheduler))
+            self.observe(self.step())
         assert not self.roster.requests, "a request never ends"
         assert all(left == 0 for left in self.remaining.values()), "a sequence ended early"
         assert self.roster.pool.num_free == self.roster.pool.num_total
 
 
-SchedulingMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+class AheadMachine(SchedulingMachine):
+    """The same lives, while the next step is always launched before this one's tokens are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead = AheadSteps()
+
+    def step(self) -> StepResult:
+        return self.ahead.step(self.roster, self.scheduler)
+
+    def has_work(self) -> bool:
+        return self.ahead.launched is not None or super().has_work()
+
+
+SchedulingMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+AheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 TestScheduling = SchedulingMachine.TestCase
+TestSchedulingAhead = AheadMachine.TestCase

@@ -7,7 +7,7 @@ from engine.block_pool import BlockPool
 from engine.outputs import StepResult
 from engine.roster import Limits, Roster
 from engine.sampling import uniform
-from engine.scheduler import Sampled, Scheduler
+from engine.scheduler import Plan, Sampled, Scheduler
 from engine.sequence import Mode
 
 ROOT = BlockName(b"root".ljust(16, b"\0"))
@@ -48,16 +48,47 @@ def made_up_token(request_id: str, index: int, position: int) -> int:
     return 1 + int(9 * uniform(sum(request_id.encode()), index, position))
 
 
+def made_up_tokens(plan: Plan) -> Sampled:
+    return Sampled(
+        [
+            made_up_token(row.sequence.request.work.request_id, row.index, row.sequence.num_generated)
+            for row in plan.rows
+        ]
+    )
+
+
 def step(roster: Roster, scheduler: Scheduler) -> StepResult:
     """One step with made-up tokens."""
     plan = scheduler.schedule(0.0)
-    tokens = [
-        made_up_token(row.sequence.request.work.request_id, row.index, row.sequence.num_generated) for row in plan.rows
-    ]
-    result = scheduler.apply(plan, Sampled(tokens), 0.0)
+    result = scheduler.apply(plan, made_up_tokens(plan), 0.0)
     roster.take_copies()
     roster.check_invariants()
     return result
+
+
+class AheadSteps:
+    """Steps as an engine takes them that launches the next one before this one's tokens are known."""
+
+    def __init__(self) -> None:
+        self.launched: tuple[Plan, StepResult] | None = None
+        self.num_ahead = 0
+
+    def step(self, roster: Roster, scheduler: Scheduler) -> StepResult:
+        plan, advanced = self.launched or _launch(scheduler, scheduler.schedule(0.0))
+        following = None
+        if all(chunk.sequence.request.mode != "prefill" for chunk in plan.chunks):
+            following = scheduler.schedule_ahead(0.0)
+        self.launched = None if following is None else _launch(scheduler, following)
+        self.num_ahead += following is not None
+        roster.check_invariants()
+        result = scheduler.apply(plan, made_up_tokens(plan), 0.0, advanced=advanced)
+        roster.take_copies()
+        roster.check_invariants()
+        return result
+
+
+def _launch(scheduler: Scheduler, plan: Plan) -> tuple[Plan, StepResult]:
+    return plan, scheduler.advance(plan)
 
 
 def run_to_end(roster: Roster, scheduler: Scheduler, *, most_steps: int = 500) -> dict[tuple[str, int], list[int]]:

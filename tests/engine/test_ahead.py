@@ -1,0 +1,128 @@
+"""Steps that are launched before the tokens of those before them are known change no answer and leak nothing."""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from contracts.identity import RequestId
+from engine import Engine, StepResult
+from engine.scheduler import Plan
+from tests.engine.conftest import Reference, References
+from tests.engine.driving import hand_over, make_engine, make_work, outputs_of, run
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [random.Random(4).randrange(256) for _ in range(40)]
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.2, "top_p": 0.9, "seed": 3},
+    {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.5, "repetition_penalty": 1.3, "seed": 4},
+    {"logprobs": 2},
+    {"temperature": 1.0, "min_tokens": 8, "logit_bias": {256: 5.0}, "seed": 5},
+    {"allowed_token_ids": list(range(50)), "max_tokens": 1},
+    {"prompt_logprobs": 1, "max_tokens": 5},
+]
+
+ahead_engine = partial(make_engine, async_scheduling=True)
+
+
+class Ahead:
+    """Counts the steps that an engine launched ahead."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans: list[Plan] = []
+        schedule = engine._scheduler.schedule_ahead
+
+        def counted(now: float) -> Plan | None:
+            plan = schedule(now)
+            self.plans += [] if plan is None else [plan]
+            return plan
+
+        monkeypatch.setattr(engine._scheduler, "schedule_ahead", counted)
+
+
+@pytest.fixture
+def reference(references: References) -> Reference:
+    return references("llama")
+
+
+@pytest.fixture
+def engine(reference: Reference) -> Iterator[Engine]:
+    with ahead_engine(reference.folder) as engine:
+        yield engine
+        run(engine)
+        stats = engine.stats()
+        assert stats.free_blocks == stats.total_blocks
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gpt2"])
+def test_greedy_tokens_equal_transformers(family: str, references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = references(family)
+    with ahead_engine(reference.folder, max_num_batched_tokens=24) as engine:
+        ahead = Ahead(engine, monkeypatch)
+        for number, prompt in enumerate(reference.prompts):
+            engine.add(make_work(engine, str(number), prompt))
+        answers = run(engine)
+        assert [answers[str(n), 0] for n in range(len(reference.prompts))] == reference.answers
+        assert sum(len(plan.chunks) > 1 for plan in ahead.plans) > 10
+
+
+def test_preemption_waits_for_the_steps_being_computed(reference: Reference) -> None:
+    settings = {"num_gpu_blocks_override": 16, "max_model_len": 120, "block_size": 8}
+    with ahead_engine(reference.folder, **settings) as engine:
+        for number, prompt in enumerate(reference.prompts[:3] * 2):
+            engine.add(make_work(engine, str(number), prompt))
+        answers = run(engine)
+        assert [answers[str(n), 0] for n in range(6)] == reference.answers[:3] * 2
+        assert engine.stats().preemptions > 0
+
+
+def test_every_kind_of_sampling_gives_the_tokens_of_steps_one_by_one(reference: Reference) -> None:
+    told = []
+    for is_ahead in (False, True):
+        with make_engine(reference.folder, async_scheduling=is_ahead) as engine:
+            for number, sampling in enumerate(MIXED):
+                work = make_work(engine, str(number), PROMPT[: 10 + 3 * number], sequences=1 + number % 2, **sampling)
+                engine.add(work)
+            outputs = outputs_of(engine)
+            told.append(sorted(outputs, key=lambda o: (o.request_id, o.sequence, o.position)))
+    assert told[0] == told[1]
+
+
+def test_a_stop_token_ends_a_sequence_that_was_launched_on(
+    engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, answer = reference.prompts[3], reference.answers[3]
+    position = next(i for i in range(2, len(answer)) if answer.index(answer[i]) == i)
+    ahead = Ahead(engine, monkeypatch)
+    engine.add(make_work(engine, "a", prompt, stop_token_ids=[answer[position]]))
+    results: list[StepResult] = []
+    assert run(engine, results.append)["a", 0] == answer[: position + 1]
+    assert len(ahead.plans) == position  # one for nothing; none between the prompt and its first token
+    assert engine.stats().generated_tokens == position + 1
+
+
+def test_the_blocks_of_an_ended_sequence_stay_until_the_step_that_writes_to_them_is_over(engine: Engine) -> None:
+    engine.add(make_work(engine, "a", PROMPT, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    assert engine._ahead is not None
+    engine.cancel(RequestId("a"))
+    engine.check_invariants()
+    assert engine.stats().free_blocks < engine.stats().total_blocks
+    assert engine.step().tokens == []
+    assert engine.stats().free_blocks == engine.stats().total_blocks
+
+
+def test_handoffs_are_published_before_anything_else_is_launched(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ahead_engine(reference.folder, max_num_batched_tokens=24) as source, ahead_engine(reference.folder) as sink:
+        ahead = Ahead(source, monkeypatch)
+        for number, prompt in enumerate(reference.prompts):
+            answers = hand_over(source, sink, make_work(source, str(number), prompt))
+            assert answers[str(number), 0] == reference.answers[number]
+        assert not ahead.plans
