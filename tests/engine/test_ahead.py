@@ -126,3 +126,27 @@ def test_handoffs_are_published_before_anything_else_is_launched(
             answers = hand_over(source, sink, make_work(source, str(number), prompt))
             assert answers[str(number), 0] == reference.answers[number]
         assert not ahead.plans
+
+
+def letter(character: str) -> int:
+    """Its token: the vocabulary begins with the printable bytes."""
+    return ord(character) - ord("!")
+
+
+def test_structured_output_follows_its_grammar(reference: Reference) -> None:
+    told = []
+    for is_ahead in (False, True):
+        with make_engine(reference.folder, async_scheduling=is_ahead) as engine:
+            rules: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+            engine.add(make_work(engine, "bound", PROMPT, grammar='start: ("ab" | "cd"){20}', seed=1, **rules))
+            engine.add(make_work(engine, "free", PROMPT, seed=2, **rules))
+            told.append(run(engine))
+    assert told[0] == told[1]
+    assert set(told[1]["bound", 0]) <= {letter(c) for c in "abcd"}
+
+
+def test_a_request_that_fails_while_it_is_launched_on_fails_once(engine: Engine) -> None:
+    engine.add(make_work(engine, "a", PROMPT, grammar='start: "yes"', allowed_token_ids=[letter("y")], ignore_eos=True))
+    results: list[StepResult] = []
+    assert run(engine, results.append) == {("a", 0): [letter("y")]}
+    assert [failed.request_id for result in results for failed in result.failed] == ["a"]
