@@ -54,6 +54,7 @@ class ChatEndpoint:
         rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
         if message_format.needs_special_tokens:
             rules = replace(rules, skip_special_tokens=False)
+        rules = await frontend.constrained(rules, request, message_format.asked)
         generation = frontend.generate(request, head.id, [token_ids], rules, limits, arrival=arrival)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         shape = ChatShape(request, message_format, role=frontend.settings.response_role)
@@ -144,7 +145,8 @@ class ChatFormat:
 
     def _finish_reason(self, choice: int, piece: Piece) -> str | None:
         has_calls = self._readers is not None and self._readers[choice].has_calls
-        return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason
+        ends_with_calls = has_calls and self._shape.message_format.ends_with_calls
+        return "tool_calls" if ends_with_calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def _chat_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return self._logprobs.chat(piece.logprobs or []) if self._shape.wants_logprobs else None

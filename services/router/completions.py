@@ -15,6 +15,7 @@ from services.router.openai_schema import CompletionRequest
 from services.router.parameters import Limits, check_prompt, check_token_ids, text_rules, truncated
 from services.router.parsing import parse
 from services.router.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
+from services.router.structured import asked_of
 from services.router.timeline import Explanation
 from services.router.writer import Piece
 
@@ -39,6 +40,7 @@ class CompletionEndpoint:
         rules = text_rules(
             request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
         )
+        rules = await frontend.constrained(rules, request, asked_of(request))
         generation = frontend.generate(request, head.id, prompts, rules, limits, arrival=arrival)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]

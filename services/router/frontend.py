@@ -4,6 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.router.asgi import RequestContext
 from services.router.cluster import Cluster
@@ -17,6 +18,7 @@ from services.router.openai_schema import GenerationRequest
 from services.router.outbox import Outbox
 from services.router.parameters import Limits, TextRules, num_sequences, sampling_params
 from services.router.settings import RouterSettings
+from services.router.structured import Asked
 from services.router.writer import SequenceWriter
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,11 @@ class Frontend:
         longest = limits.max_model_len if truncate is None else None
         return await self.model.tokenize(text, add_special_tokens=add_special_tokens, max_tokens=longest)
 
+    async def constrained(self, rules: TextRules, request: GenerationRequest, asked: Asked | None) -> TextRules:
+        """`rules` with the form that the answer must have. Raises `BadRequestError` for one that cannot be."""
+        grammar = None if asked is None else await self.model.grammar(asked)
+        return replace(rules, grammar=grammar, bad_words=self.model.bad_words(request.bad_words or ()))
+
     def generate(
         self,
         request: GenerationRequest,
@@ -113,9 +120,7 @@ class Frontend:
             Job(
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
                 token_ids=token_ids,
-                sampling=sampling_params(
-                    request, num_prompt_tokens=len(token_ids), logprobs=rules.logprobs, limits=limits
-                ),
+                sampling=sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits),
                 num_sequences=n,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",

@@ -14,7 +14,9 @@ from services.router.reasoning import REASONING_FORMATS
 from services.router.responses import ChatDelta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from services.router.scanning.parts import Call, Content, Part, PartReader, Reasoning, merged
 from services.router.settings import RouterSettings
-from services.router.tool_calls import TOOL_CALL_FORMATS, Tools
+from services.router.structured import Asked, asked_of
+from services.router.tool_calls import Tools
+from services.router.tool_choice import tool_choice_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +29,29 @@ class Message:
 
 
 class MessageFormat:
-    """How the answers to one request are read."""
+    """How the answers to one request are read. `asked` is the form they must have, `ends_with_calls` whether calls are
+    what an answer ends with, for its finish reason."""
 
     def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
         """Raises `BadRequestError` for tools that cannot be served."""
         self._prompt = prompt
-        self._calls = None
-        if _wants_calls(request, settings) and settings.tool_call_parser is not None:
-            self._calls = TOOL_CALL_FORMATS[settings.tool_call_parser]
+        choice = tool_choice_of(request, settings)
+        self._calls = choice.format
         self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
+        self.asked = self._after_reasoning(_one_of(choice.asked, asked_of(request)))
+        self.ends_with_calls = not choice.is_named
         self._tools = Tools([tool.function for tool in request.tools or []])
         self._is_parallel = request.parallel_tool_calls is not False
         self._shows_reasoning = request.include_reasoning is not False
         self._has_short_ids = settings.tool_call_parser == "mistral"
+
+    def _after_reasoning(self, asked: Asked | None) -> Asked | None:
+        """The stated form is that of the answer proper."""
+        reasoning, prompt = self._reasoning, self._prompt
+        if asked is None or reasoning is None:
+            return asked
+        rule = asked.rule
+        return Asked(lambda lark: f"{reasoning.rule(lark, prompt)} {rule(lark)}", asked.param)
 
     @property
     def is_plain(self) -> bool:
@@ -133,23 +145,11 @@ class MessageReader:
         return wanted
 
 
-def _wants_calls(request: ChatCompletionRequest, settings: RouterSettings) -> bool:
-    """Raises `BadRequestError`."""
-    choice = request.tool_choice
-    if choice not in (None, "none", "auto"):
+def _one_of(calls: Asked | None, answer: Asked | None) -> Asked | None:
+    """Raises `BadRequestError` when both are asked for."""
+    if calls is not None and answer is not None:
         raise BadRequestError(
-            "tool_choice: 'required' and named functions need structured output, which is not supported yet; "
-            "'auto' and 'none' are served",
-            param="tool_choice",
-            code="unsupported_parameter",
+            f"tool_choice and {answer.param} exclude each other: the answer is a call, or has the stated form",
+            param=answer.param,
         )
-    if not request.tools or choice == "none":
-        return False
-    if not settings.enable_auto_tool_choice:
-        raise BadRequestError(
-            "parameter 'tools' is not supported by this server: calls are read only with --enable-auto-tool-choice and "
-            "--tool-call-parser; without them only tool_choice 'none' is served",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    return True
+    return calls or answer

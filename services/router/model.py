@@ -14,6 +14,7 @@ from services.router.errors import BadRequestError, ModelFolderError
 from services.router.openai_schema import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from services.router.parameters import SamplingDefaults
 from services.router.settings import RouterSettings
+from services.router.structured import Asked, Vocabulary
 from services.router.tokenization import TextTokenizer, read_json
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.detokenizer = Detokenizer(tokenizer)
         self.path = settings.model
+        self._vocabulary = Vocabulary(tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sampling_defaults = SamplingDefaults()
         self._templates = templates
@@ -74,6 +76,21 @@ class ServedModel:
                 code="context_length_exceeded",
             )
         return await _run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def grammar(self, asked: Asked) -> str:
+        """Compiled in a thread: it may take a moment. Raises `BadRequestError`."""
+        return await asyncio.to_thread(self._vocabulary.compile, asked.rule, param=asked.param)
+
+    def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Tokens of each word at the beginning of a text and, where that is written otherwise, after a space."""
+        found: list[list[int]] = []
+        for word in words:
+            first = self.tokenizer.encode(word, add_special_tokens=False)
+            later = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            found += [first] if first else []
+            if first and later[0] != first[0] and len(later) == len(first):
+                found.append(later)
+        return found
 
     async def render_chat(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
         """The prompt's text. Raises `BadRequestError`."""

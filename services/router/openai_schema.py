@@ -46,6 +46,7 @@ class GenerationRequest(_Request):
     allowed_token_ids: list[int] | None = None
     stop: StopString | list[StopString] | None = None
     stop_token_ids: list[int] | None = None
+    bad_words: list[StopString] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -55,6 +56,14 @@ class GenerationRequest(_Request):
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None

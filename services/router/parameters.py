@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How tokens become the answer's text."""
+    """How tokens become the answer's text, and what that text must and must not be."""
 
     stop: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -51,6 +51,8 @@ class TextRules:
     min_tokens: int = 0
     logprobs: int | None = None
     tokens_as_ids: bool = False
+    grammar: str | None = None
+    bad_words: Sequence[list[int]] = ()
 
 
 def chat_logprobs(request: ChatCompletionRequest) -> int | None:
@@ -78,9 +80,10 @@ def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_id
 
 
 def sampling_params(
-    request: GenerationRequest, *, num_prompt_tokens: int, logprobs: int | None, limits: Limits
+    request: GenerationRequest, *, num_prompt_tokens: int, rules: TextRules, limits: Limits
 ) -> SamplingParams:
     """Raises `BadRequestError`. Call once per prompt: `max_tokens` depends on its length."""
+    logprobs = rules.logprobs
     max_tokens = _max_tokens(request, num_prompt_tokens, limits)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -102,6 +105,8 @@ def sampling_params(
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(request.logit_bias or {}, limits),
         allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids", limits),
+        bad_words=list(rules.bad_words),
+        grammar=rules.grammar,
         stop_token_ids=_token_ids(request.stop_token_ids, "stop_token_ids", limits) or [],
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,

@@ -4,19 +4,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from services.router.reasoning.gpt_oss import gpt_oss
-from services.router.reasoning.tagged import tagged
+from services.router.reasoning.gpt_oss import gpt_oss, gpt_oss_rule
+from services.router.reasoning.tagged import tagged, tagged_rule
 from services.router.scanning.characters import Characters, Scan
 from services.router.scanning.parts import PartReader, Parts
+from services.router.structured.lark import Lark
 
 __all__ = ["REASONING_FORMATS", "ReasoningFormat"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """`has_special_tokens`: its markers are special tokens, which must not be left out of the text."""
+    """`rule`: what may come before an answer that must have a form. `has_special_tokens`: its markers are special
+    tokens, which must not be left out of the text."""
 
     scan: Callable[[Characters, Parts, str], Scan[None]]
+    rule: Callable[[Lark, str], str]
     has_special_tokens: bool = False
 
     def reader(self, prompt: str) -> PartReader:
@@ -24,15 +27,20 @@ class ReasoningFormat:
         return PartReader(lambda text, out: self.scan(text, out, prompt))
 
 
-_THINK = ("<think>", "</think>")
+def _tagged(first: str, last: str, *, is_assumed: bool = False, has_special_tokens: bool = False) -> ReasoningFormat:
+    tags = (first, last)
+    return ReasoningFormat(
+        partial(tagged, tags=tags, is_assumed=is_assumed),
+        partial(tagged_rule, tags=tags, is_assumed=is_assumed),
+        has_special_tokens,
+    )
+
 
 REASONING_FORMATS = {
-    "deepseek_r1": ReasoningFormat(partial(tagged, tags=_THINK, is_assumed=True)),
-    "deepseek_v3": ReasoningFormat(partial(tagged, tags=_THINK, is_assumed=False)),
-    "glm45": ReasoningFormat(partial(tagged, tags=_THINK, is_assumed=False)),
-    "gpt_oss": ReasoningFormat(gpt_oss, has_special_tokens=True),
-    "mistral": ReasoningFormat(
-        partial(tagged, tags=("[THINK]", "[/THINK]"), is_assumed=False), has_special_tokens=True
-    ),
-    "qwen3": ReasoningFormat(partial(tagged, tags=_THINK, is_assumed=False)),
+    "deepseek_r1": _tagged("<think>", "</think>", is_assumed=True),
+    "deepseek_v3": _tagged("<think>", "</think>"),
+    "glm45": _tagged("<think>", "</think>"),
+    "gpt_oss": ReasoningFormat(gpt_oss, gpt_oss_rule, has_special_tokens=True),
+    "mistral": _tagged("[THINK]", "[/THINK]", has_special_tokens=True),
+    "qwen3": _tagged("<think>", "</think>"),
 }

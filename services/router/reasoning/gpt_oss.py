@@ -4,8 +4,9 @@ Messages to a tool are handed on as they are, for the tool call format `openai`;
 """
 
 from services.router.scanning.characters import Characters, Scan, until
-from services.router.scanning.harmony import ENDS, START, next_header
+from services.router.scanning.harmony import CHANNEL, END, ENDS, MESSAGE, START, next_header
 from services.router.scanning.parts import Parts
+from services.router.structured.lark import Lark
 
 
 def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
@@ -21,3 +22,10 @@ def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
             text.back(START)
         elif is_call:
             out.content(end)
+
+
+def gpt_oss_rule(lark: Lark, prompt: str) -> str:
+    """What may come before an answer that must have a form: messages to nobody, then the header of the final one."""
+    channel, message = lark.literal(CHANNEL), lark.literal(MESSAGE)
+    again = f"{lark.text_up_to(END)} {lark.literal(START)} {lark.literal('assistant')}"
+    return f'({channel} ("analysis" | "commentary") {message} {again})* {channel} "final" {message}'

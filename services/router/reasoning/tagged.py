@@ -2,6 +2,7 @@
 
 from services.router.scanning.characters import Characters, Scan, literal, skip_space, until
 from services.router.scanning.parts import Parts
+from services.router.structured.lark import Lark
 
 
 def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> Scan[None]:
@@ -18,3 +19,15 @@ def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], 
         return
     if (yield from until(text, out.reasoning, (last,))):
         text.back((yield from skip_space(text)))
+
+
+def tagged_rule(lark: Lark, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> str:
+    """What may come before an answer that must have a form. Empty: nothing."""
+    first, last = tags
+    end = prompt.rstrip()
+    if end.endswith(last):
+        return ""
+    begins, ends = lark.literal(first), f"{lark.text_up_to(last)} (/[ \\n]{{1,8}}/)?"
+    if is_assumed or end.endswith(first):
+        return f"({begins})? {ends}"
+    return f"({begins} {ends})?"

@@ -33,6 +33,20 @@ def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) 
     return call.is_begun
 
 
+def call_list(text: Characters, out: Parts) -> Scan[bool]:
+    """Calls between brackets, of which the first comes next. False when the last of them is broken: what was read since
+    the mark is content then."""
+    yield from text.next()
+    while True:
+        if not (yield from call_object(text, out)):
+            return False
+        text.mark()
+        char = yield from skip_space(text)
+        if char != ",":
+            text.back("" if char == "]" else char)
+            return True
+
+
 def _member(text: Characters, call: "_Call") -> Scan[bool]:
     """One key and its value; the key's first quote has been taken. False when they are broken."""
     key = yield from json_string(text)

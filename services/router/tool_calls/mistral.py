@@ -8,7 +8,7 @@ import re
 from services.router.scanning.characters import Characters, Scan, collect, skip_space, until
 from services.router.scanning.json_text import json_value
 from services.router.scanning.parts import Parts
-from services.router.tool_calls.call_object import call_object
+from services.router.tool_calls.call_object import call_list, call_object
 from services.router.tool_calls.tools import Tools
 
 MARK = "[TOOL_CALLS]"
@@ -23,26 +23,13 @@ def mistral(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
         char = yield from skip_space(text)
         text.back(char)
         if char == "[":
-            is_called = yield from _list(text, out)
+            is_called = yield from call_list(text, out)
         elif char == "{":
             is_called = yield from call_object(text, out)
         else:
             is_called = yield from _named(text, out)
         if not is_called:
             out.content(text.since_mark())
-
-
-def _list(text: Characters, out: Parts) -> Scan[bool]:
-    """False when the last of them is broken: what was read since the mark is content then."""
-    yield from text.next()
-    while True:
-        if not (yield from call_object(text, out)):
-            return False
-        text.mark()
-        char = yield from skip_space(text)
-        if char != ",":
-            text.back("" if char == "]" else char)
-            return True
 
 
 def _named(text: Characters, out: Parts) -> Scan[bool]:

@@ -11,7 +11,7 @@ from services.router.errors import BadRequestError, ModelFolderError
 from services.router.main import api_keys
 from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import CompletionRequest
-from services.router.parameters import Limits, sampling_params
+from services.router.parameters import Limits, TextRules, sampling_params
 from services.router.settings import RouterSettings
 from tests.unit.router.tokenizers_for_tests import write_folder
 
@@ -27,7 +27,7 @@ def sampled(folder: Path, request: CompletionRequest, **settings: str) -> Sampli
         max_sequences=8,
         defaults=model.sampling_defaults,
     )
-    return sampling_params(request, num_prompt_tokens=10, logprobs=None, limits=limits)
+    return sampling_params(request, num_prompt_tokens=10, rules=TextRules(), limits=limits)
 
 
 def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:

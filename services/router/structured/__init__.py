@@ -1,0 +1,10 @@
+"""Answers in a form that the request states: what clients ask for becomes one grammar, compiled before any instance.
+
+`asked` and `tags` read requests, `lark` writes grammars, `vocabulary` compiles them.
+"""
+
+from services.router.structured.asked import Asked, asked_of
+from services.router.structured.lark import Lark, Rule
+from services.router.structured.vocabulary import Vocabulary
+
+__all__ = ["Asked", "Lark", "Rule", "Vocabulary", "asked_of"]

@@ -1,0 +1,95 @@
+"""Writes grammars in llguidance's dialect of Lark (docs/syntax.md of its repository). Knows no request.
+
+Markers such as `<tool_call>` are one token in some vocabularies and letters in others: `literal` writes each as it is.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from llguidance import grammar_from, regex_to_lark
+
+from services.router.errors import BadRequestError
+
+Schema = Mapping[str, Any]
+
+
+class Markers(Protocol):
+    """What must be known of the vocabulary."""
+
+    def pieces(self, text: str) -> Sequence[str | int]:
+        """Letters as text, special tokens as ids."""
+        ...
+
+
+class Lark:
+    """One grammar under construction. Its methods return expressions, for the right-hand side of a rule."""
+
+    def __init__(self, markers: Markers) -> None:
+        self._markers = markers
+        self._lines: list[str] = []
+        self._embedded: list[dict[str, str]] = []
+
+    def grammar(self, start: str) -> str:
+        """The whole, as llguidance takes it."""
+        lines = "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *self._lines]) + "\n"
+        if not self._embedded:
+            return lines
+        return json.dumps({"grammars": [{"lark_grammar": lines}, *self._embedded]}, ensure_ascii=False)
+
+    def literal(self, text: str) -> str:
+        return " ".join(_quoted(piece) for piece in self._markers.pieces(text))
+
+    def choice(self, texts: Sequence[str]) -> str:
+        return "(" + " | ".join(self.literal(text) or '""' for text in texts) + ")"
+
+    def json(self, schema: Schema) -> str:
+        return "%json " + json.dumps(schema, ensure_ascii=False)
+
+    def regex(self, regex: str) -> str:
+        return f"/{regex_to_lark(regex, 'd')}/"
+
+    def embedded(self, grammar: str) -> str:
+        """A client's own grammar: GBNF where rules are written `name ::= …`, Lark otherwise. Raises `ValueError`."""
+        name = f"embedded_{len(self._embedded)}"
+        lark = grammar_from("gbnf", grammar) if "::=" in grammar else grammar
+        self._embedded.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
+
+    def free_text(self) -> str:
+        """Up to the end of the answer."""
+        return "TEXT"
+
+    def text_up_to(self, marker: str) -> str:
+        """Any text, then the first `marker`."""
+        first, *rest = self._markers.pieces(marker)
+        after = "".join(f" {_quoted(piece)}" for piece in rest)
+        if isinstance(first, int):
+            return f"TEXT {_quoted(first)}{after}"
+        name = f"up_to_{len(self._lines)}"
+        self._lines.append(f"{name}[lazy]: TEXT {_quoted(first)}")
+        return name + after
+
+
+Rule = Callable[[Lark], str]
+"""What an answer must be like: an expression, once the vocabulary is known."""
+
+
+def json_rule(schema: Schema, options: Mapping[str, Any] | None = None) -> Rule:
+    """`options` are llguidance's for JSON, such as `whitespace_pattern`."""
+    stated = {**schema, "x-guidance": {**options}} if options else schema
+    return lambda lark: lark.json(stated)
+
+
+def embedded_rule(grammar: str, param: str) -> Rule:
+    def rule(lark: Lark) -> str:
+        try:
+            return lark.embedded(grammar)
+        except ValueError as exc:
+            raise BadRequestError(f"{param}: {exc}", param=param) from exc
+
+    return rule
+
+
+def _quoted(piece: str | int) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)

@@ -1,0 +1,75 @@
+"""The model's vocabulary as llguidance needs it: compiles grammars, so that a bad one is its client's error alone.
+
+The instances compile the same text against the same tokenizer.json; what passes here passes there.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from services.router.errors import BadRequestError
+from services.router.structured.lark import Lark, Rule
+from services.router.tokenization import TextTokenizer
+
+MAX_GRAMMAR_CHARS = 512 * 1024
+CHECKED_GRAMMARS = 512
+
+
+class Vocabulary:
+    """`compile` may be called from several threads. Reading the vocabulary takes a second for 100,000 tokens."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._error_of = lru_cache(maxsize=CHECKED_GRAMMARS)(self._validate)
+
+    def compile(self, rule: Rule, *, param: str) -> str:
+        """The grammar's text. Raises `BadRequestError`, which says what is wrong with it."""
+        with self._lock:
+            lark = Lark(self)
+            grammar = lark.grammar(rule(lark))
+            if len(grammar) > MAX_GRAMMAR_CHARS:
+                raise BadRequestError(f"{param}: a grammar of {len(grammar)} characters is too long", param=param)
+            if error := self._error_of(grammar):
+                raise BadRequestError(f"{param}: {error}", param=param, code="invalid_grammar")
+        return grammar
+
+    def pieces(self, text: str) -> Sequence[str | int]:
+        """For `Lark`."""
+        found: list[str | int] = []
+        start = 0
+        encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if self._tokens.is_special_token(token_id):
+                found += [*([text[start:begin]] if text[start:begin] else []), token_id]
+                start = end
+        return [*found, text[start:]] if text[start:] else found
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        backend = self._tokenizer.backend
+        eos = backend.token_to_id(self._tokenizer.special_tokens.get("eos_token", ""))
+        try:
+            return LLTokenizer(backend.to_str(), eos_token=eos)
+        except ValueError as exc:
+            message = f"structured output is not supported with this model's tokenizer: {exc}"
+            raise BadRequestError(message, code="unsupported_parameter") from exc
+
+    def _validate(self, grammar: str) -> str:
+        """What is wrong with it, if anything is."""
+        limits = LLParserLimits(verbose_errors=False)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
+        return _reason(messages[0]) if is_error and messages else ""
+
+
+def _reason(message: str) -> str:
+    """Without the excerpt of a grammar that the client never saw."""
+    kept = [line.rstrip() for line in message.splitlines() if not _is_excerpt(line)]
+    return "\n".join(line for line in kept if line) or "the grammar cannot be compiled"
+
+
+def _is_excerpt(line: str) -> bool:
+    head, bar, _ = line.partition("|")
+    return bool(bar) and head.strip().isdigit()

@@ -1,0 +1,60 @@
+"""Which calls of tools a request wants, how they are read, and what the answer must be like for that.
+
+`required` and named functions are written under a grammar of their own and need no parser; `auto` needs the model's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.router.errors import BadRequestError
+from services.router.openai_schema import ChatCompletionRequest
+from services.router.settings import RouterSettings
+from services.router.structured import Asked
+from services.router.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat
+from services.router.tool_calls.forced import Function, name_of, named_call, named_rule, required_calls, required_rule
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`format`: how calls are read; None: all text is content. `is_named`: the client knows which function it gets, so
+    its answer ends with `stop`, as OpenAI's do."""
+
+    format: ToolCallFormat | None = None
+    asked: Asked | None = None
+    is_named: bool = False
+
+
+def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings) -> ToolChoice:
+    """Raises `BadRequestError` for what cannot be served."""
+    choice = request.tool_choice
+    functions = [tool.function for tool in request.tools or []]
+    if isinstance(choice, dict):
+        return _named(choice, functions)
+    if choice == "required":
+        if not functions:
+            raise BadRequestError("tool_choice: 'required' needs tools", param="tool_choice")
+        rule = required_rule(functions, is_parallel=request.parallel_tool_calls is not False)
+        return ToolChoice(ToolCallFormat(required_calls), Asked(rule, "tools"))
+    if not functions or choice == "none":
+        return ToolChoice()
+    if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
+        raise BadRequestError(
+            "parameter 'tools' is not supported by this server with tool_choice 'auto': such calls are read only with "
+            "--enable-auto-tool-choice and --tool-call-parser; 'required', a named function and 'none' are served",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return ToolChoice(TOOL_CALL_FORMATS[settings.tool_call_parser])
+
+
+def _named(choice: dict[str, object], functions: Sequence[Function]) -> ToolChoice:
+    function = choice.get("function")
+    wanted = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+    if not isinstance(wanted, str):
+        raise BadRequestError(
+            'tool_choice: a named function is {"type": "function", "function": {"name": "…"}}', param="tool_choice"
+        )
+    for offered in functions:
+        if name_of(offered) == wanted:
+            return ToolChoice(ToolCallFormat(named_call(wanted)), Asked(named_rule(offered), "tools"), is_named=True)
+    raise BadRequestError(f"tool_choice: no tool is named {wanted!r}", param="tool_choice")

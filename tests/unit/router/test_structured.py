@@ -1,0 +1,299 @@
+"""Forms of answers: what requests ask for becomes a grammar that allows just that, or a 400 that says why not."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from services.router.chat import ChatCompletionRequest
+from services.router.message_reader import MessageFormat
+from services.router.openai_schema import CompletionRequest
+from services.router.settings import ReasoningParser, RouterSettings
+from services.router.structured import Rule, Vocabulary, asked_of
+from services.router.tokenization import TextTokenizer
+from tests.unit.router.conftest import Router, Serve
+from tests.unit.router.test_message_reader import HELLO, PATH, plain, streamed, whole, writes
+from tests.unit.router.tokenizers_for_tests import byte_level, word_piece
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/name"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string"}},
+}
+ANNA = '{"name": "Anna", "age": 41}'
+TOOLS = [
+    {"type": "function", "function": {"name": "find", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+def made_tokenizer() -> TextTokenizer:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<call>")])
+    return TextTokenizer(backend, {"eos_token": "</s>"})
+
+
+TOKENIZER = made_tokenizer()
+VOCABULARY = Vocabulary(TOKENIZER)
+MATCHING = LLTokenizer(TOKENIZER.backend.to_str(), eos_token=TOKENIZER.backend.token_to_id("</s>"))
+
+
+def grammar_of(rule: Rule, param: str = "x") -> str:
+    return VOCABULARY.compile(rule, param=param)
+
+
+def follows(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(MATCHING, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def asked_grammar(**body: Any) -> str:
+    asked = asked_of(CompletionRequest(prompt="a", **body))
+    assert asked is not None
+    return grammar_of(asked.rule, asked.param)
+
+
+STRUCTURES = {
+    "type": "structural_tag",
+    "triggers": ["<fn="],
+    "structures": [
+        {"begin": "<fn=find>", "schema": PERSON, "end": "</fn>"},
+        {"begin": "<fn=now>", "schema": {"type": "null"}, "end": "</fn>"},
+    ],
+}
+TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<call>", "content": {"type": "any_text"}, "end": "</call>"},
+            {"type": "or", "elements": [{"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "n+o"}]},
+            {
+                "type": "tags_with_separator",
+                "separator": ",",
+                "at_least_one": True,
+                "tags": [{"begin": "[", "content": {"type": "json_schema", "json_schema": True}, "end": "]"}],
+            },
+            {"type": "grammar", "grammar": 'root ::= "!" | "!" root'},
+        ],
+    },
+}
+
+FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"response_format": {"type": "json_object"}}, ["{}", ANNA], ["[]", "x", '{"a"}']),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, [ANNA], ["{}"]),
+    ({"guided_json": PERSON}, [ANNA], ["{}", '{"name": 5, "age": 41}']),
+    ({"guided_json": json.dumps(PERSON)}, [ANNA], ["{}"]),
+    ({"guided_json": PERSON, "guided_whitespace_pattern": ""}, [ANNA.replace(" ", "")], [ANNA]),
+    ({"guided_regex": r"^\d+/[a-f]+$"}, ["12/abc"], ["12/", "x12/a", "12/abcx"]),
+    ({"guided_choice": ["red", "green <call> é"]}, ["red", "green <call> é"], ["re", "greenish", "blue"]),
+    ({"guided_grammar": 'root ::= "a" tail\ntail ::= "b" | "c" tail'}, ["ab", "accb"], ["a", "b"]),
+    ({"guided_grammar": 'start: "a" tail\ntail: /[bc]+/'}, ["ab", "accb"], ["a", "b"]),
+    ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+    ({"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}, [ANNA.replace(" ", "")], [ANNA]),
+    (
+        {"structured_outputs": {"json": {"type": "object", "properties": {}}, "disable_additional_properties": True}},
+        ["{}"],
+        [ANNA],
+    ),
+    ({"structured_outputs": {"choice": ["a"]}}, ["a"], ["b"]),
+    (
+        {"response_format": STRUCTURES},
+        ["free text", f"a <fn=find>{ANNA}</fn> b <fn=now>null</fn>", "< fn"],
+        ["<fn=find>{}</fn>", f"<fn=find>{ANNA}", "<fn=x>"],
+    ),
+    ({"structured_outputs": {"structural_tag": json.dumps(STRUCTURES)}}, ["text"], ["<fn=x>"]),
+    ({"response_format": TAGS}, ["<call>any\nthing</call>yes[1]!", "<call></call>nno[{}],[2]!!"], ["yes[1]!"]),
+]
+
+
+@pytest.mark.parametrize(("body", "good", "bad"), FORMS, ids=[json.dumps(body)[:40] for body, _, _ in FORMS])
+def test_a_form_allows_what_it_says_and_nothing_else(body: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    grammar = asked_grammar(**body)
+    assert [text for text in good if not follows(grammar, text)] == []
+    assert [text for text in bad if follows(grammar, text)] == []
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+    ({"guided_json": {"type": "thing"}}, "guided_json", "thing"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
+    ({"guided_regex": "["}, "guided_regex", "unclosed"),
+    ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
+    ({"guided_choice": []}, "guided_choice", "list"),
+    ({"guided_grammar": "root ::= ((("}, "guided_grammar", "Expected"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+    ({"guided_json": {}, "guided_decoding_backend": "guesses"}, "guided_decoding_backend", "guesses"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"yaml": {}}}, "structured_outputs", "yaml"),
+    ({"response_format": {**STRUCTURES, "triggers": ["x"]}}, "response_format", "no trigger"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "x"}}}, "response_format", "'x'"),
+]
+
+
+def test_what_cannot_be_compiled_is_refused_before_any_instance_hears_of_it(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for path, prompt in (("/v1/completions", {"prompt": "a"}), (PATH, {"messages": HELLO})):
+            for body, param, reason in REFUSED:
+                answer = await router.http.post(path, json={**prompt, **body})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, param), body
+                assert reason in error["message"], error
+        assert router.fakes["prefill-0"].assignments() == []
+        assert router.fakes["decode-0"].assignments() == []
+
+    serve(scenario)
+
+
+def test_a_vocabulary_that_cannot_be_followed_is_refused() -> None:
+    vocabulary = Vocabulary(TextTokenizer(word_piece(), {}))
+    asked = asked_of(CompletionRequest(prompt="a", guided_regex="a"))
+    assert asked is not None
+    with pytest.raises(Exception, match="tokenizer"):
+        vocabulary.compile(asked.rule, param=asked.param)
+
+
+def test_the_grammar_and_bad_words_reach_both_instances(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        words = ["hello", "w", "x"]
+        await router.complete(prompt="hello", max_tokens=2, guided_choice=["a", "b"], bad_words=words)
+        for instance in ("prefill-0", "decode-0"):
+            (message,) = router.fakes[instance].assignments()
+            assert message.work.sampling.grammar is not None
+            assert '"a" | "b"' in message.work.sampling.grammar
+            space_w = router.frontend.model.tokenizer.encode(" w", add_special_tokens=False)
+            encode = router.frontend.model.tokenizer.encode
+            once = [encode(word, add_special_tokens=False) for word in words]
+            assert message.work.sampling.bad_words == [once[0], once[1], space_w, once[2]]
+
+    serve(scenario)
+
+
+def form_of(reasoning: ReasoningParser | None = None, prompt: str = "", **body: Any) -> MessageFormat:
+    request = ChatCompletionRequest.model_validate({"messages": HELLO, **body})
+    return MessageFormat(RouterSettings(model="m", reasoning_parser=reasoning), request, prompt)
+
+
+def chat_grammar(reasoning: ReasoningParser | None = None, prompt: str = "", **body: Any) -> str:
+    asked = form_of(reasoning, prompt, **body).asked
+    assert asked is not None
+    return grammar_of(asked.rule, asked.param)
+
+
+def test_reasoning_comes_before_the_form() -> None:
+    form = {"guided_choice": ["yes"]}
+    qwen3, r1 = chat_grammar("qwen3", **form), chat_grammar("deepseek_r1", **form)
+    begun, over = chat_grammar("qwen3", "…<think>\n", **form), chat_grammar("qwen3", "<think>\n</think>\n", **form)
+    thought, open_thought = "<think>why < 3?</think>\n\nyes", "why?</think>yes"
+    assert [follows(qwen3, text) for text in (thought, "yes", open_thought, "<think>yes")] == [True, True, False, False]
+    assert [follows(r1, text) for text in (thought, "yes", open_thought)] == [True, False, True]
+    assert [follows(begun, text) for text in (thought, "yes", open_thought)] == [True, False, True]
+    assert [follows(over, text) for text in (thought, "yes")] == [False, True]
+    letters = chat_grammar("mistral", **form)  # this vocabulary has no such token
+    assert [follows(letters, text) for text in ("[THINK]a[/THINK] yes", "yes", "[THINK]yes")] == [True, True, False]
+
+
+def test_reasoning_of_harmony_comes_before_the_form() -> None:
+    grammar = chat_grammar("gpt_oss", guided_choice=["yes"])
+    analysis, final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>yes"
+    assert follows(grammar, final)
+    assert follows(grammar, analysis + final)
+    assert not follows(grammar, analysis)
+    assert not follows(grammar, final.replace("yes", "no"))
+
+
+def test_required_calls_follow_their_schemas() -> None:
+    both = chat_grammar(tools=TOOLS, tool_choice="required")
+    one = chat_grammar(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    find, now = f'{{"name": "find", "parameters": {ANNA}}}', '{"name": "now", "parameters": {}}'
+    assert follows(both, f"[{find}, {now}, {find}]")
+    assert follows(one, f"[{now}]")
+    assert not follows(one, f"[{find}, {now}]")
+    for bad in ("[]", "text", '[{"name": "now", "parameters": {"a": 1}}]', '[{"name": "x", "parameters": {}}]'):
+        assert not follows(both, bad)
+    named = chat_grammar(tools=TOOLS, tool_choice=NAMED)
+    assert follows(named, ANNA)
+    assert not follows(named, "{}")
+
+
+def test_required_calls_are_read_streamed_as_they_come_whole(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes.token_of = writes(
+            f'[{{"name": "find", "parameters": {ANNA}}}, {{"name": "now", "parameters": {{}}}}]'
+        )
+        body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+        answer = await whole(router, **body)
+        assert plain(answer) == plain(await streamed(router, **body))
+        calls = [call["function"] for call in answer["message"]["tool_calls"]]
+        assert calls == [{"name": "find", "arguments": ANNA}, {"name": "now", "arguments": "{}"}]
+        assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
+
+    serve(scenario)
+
+
+def test_a_named_call_is_the_arguments_alone(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes.token_of = writes(ANNA)
+        body: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED}
+        answer = await whole(router, **body)
+        assert plain(answer) == plain(await streamed(router, **body))
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"] == {"name": "find", "arguments": ANNA}
+        assert (answer["message"]["content"], answer["finish_reason"]) == (None, "stop")
+
+    serve(scenario)
+
+
+def test_forced_calls_that_were_cut_short_break_nothing(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for text in (
+            "",
+            "[",
+            '[{"name": "fi',
+            '[{"name": "find", "parameters": {"na',
+            f'[{{"name": "find", "parameters": {ANNA}',
+        ):
+            router.fakes.token_of = writes(text)
+            for choice in ("required", NAMED):
+                body: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
+                assert plain(await whole(router, **body)) == plain(await streamed(router, **body))
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": NAMED}, "tool_choice", "'find'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "named function"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "exclude"),
+        ({"tools": [{"type": "function", "function": {}}], "tool_choice": "required"}, "tools", "name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}
+            | {"tool_choice": "required"},
+            "tools",
+            "Invalid type: x",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_forced_are_refused(serve: Serve, body: dict[str, Any], param: str, reason: str) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.post(PATH, json={"messages": HELLO, **body})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert reason in answer.json()["error"]["message"]
+
+    serve(scenario)
