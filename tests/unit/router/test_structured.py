@@ -7,9 +7,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from services.router.chat import ChatCompletionRequest
 from services.router.message_reader import MessageFormat
-from services.router.openai_schema import CompletionRequest
+from services.router.openai_schema import ChatCompletionRequest, CompletionRequest
 from services.router.settings import ReasoningParser, RouterSettings
 from services.router.structured import Rule, Vocabulary, asked_of
 from services.router.tokenization import TextTokenizer
@@ -193,7 +192,7 @@ def chat_grammar(reasoning: ReasoningParser | None = None, prompt: str = "", **b
 
 
 def test_reasoning_comes_before_the_form() -> None:
-    form = {"guided_choice": ["yes"]}
+    form: dict[str, Any] = {"guided_choice": ["yes"]}
     qwen3, r1 = chat_grammar("qwen3", **form), chat_grammar("deepseek_r1", **form)
     begun, over = chat_grammar("qwen3", "…<think>\n", **form), chat_grammar("qwen3", "<think>\n</think>\n", **form)
     thought, open_thought = "<think>why < 3?</think>\n\nyes", "why?</think>yes"
