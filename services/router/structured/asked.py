@@ -159,7 +159,7 @@ _RULES: dict[str, Callable[[_Given], Rule]] = {
 
 def _json_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("disable_any_whitespace"):
-        return {"whitespace_flexible": False}
+        return {"whitespace_pattern": ""}
     pattern = options.get("whitespace_pattern")
     return {} if pattern is None else {"whitespace_pattern": pattern}
 

@@ -13,6 +13,9 @@ from services.router.errors import BadRequestError
 
 Schema = Mapping[str, Any]
 
+WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
+"""Between the parts of JSON unless a request says otherwise: as people and models write it, but never without end."""
+
 
 class Markers(Protocol):
     """What must be known of the vocabulary."""
@@ -43,8 +46,11 @@ class Lark:
     def choice(self, texts: Sequence[str]) -> str:
         return "(" + " | ".join(self.literal(text) or '""' for text in texts) + ")"
 
-    def json(self, schema: Schema) -> str:
-        return "%json " + json.dumps(schema, ensure_ascii=False)
+    def json(self, schema: Schema, options: Mapping[str, Any] | None = None) -> str:
+        """`options` are llguidance's for JSON; a schema may bring its own as `x-guidance`."""
+        own = schema.get("x-guidance")
+        stated = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, Mapping) else {}), **(options or {})}
+        return "%json " + json.dumps({**schema, "x-guidance": stated}, ensure_ascii=False)
 
     def regex(self, regex: str) -> str:
         return f"/{regex_to_lark(regex, 'd')}/"
@@ -76,9 +82,7 @@ Rule = Callable[[Lark], str]
 
 
 def json_rule(schema: Schema, options: Mapping[str, Any] | None = None) -> Rule:
-    """`options` are llguidance's for JSON, such as `whitespace_pattern`."""
-    stated = {**schema, "x-guidance": {**options}} if options else schema
-    return lambda lark: lark.json(stated)
+    return lambda lark: lark.json(schema, options)
 
 
 def embedded_rule(grammar: str, param: str) -> Rule:

@@ -3,6 +3,7 @@
 The instances compile the same text against the same tokenizer.json; what passes here passes there.
 """
 
+import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -15,6 +16,9 @@ from services.router.tokenization import TextTokenizer
 
 MAX_GRAMMAR_CHARS = 512 * 1024
 CHECKED_GRAMMARS = 512
+
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_EXCERPT = re.compile(r"\s*\d+ \|")
 
 
 class Vocabulary:
@@ -61,15 +65,18 @@ class Vocabulary:
         """What is wrong with it, if anything is."""
         limits = LLParserLimits(verbose_errors=False)
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
-        return _reason(messages[0]) if is_error and messages else ""
+        return _reason(messages[0], is_own=grammar.startswith("{")) if is_error and messages else ""
 
 
-def _reason(message: str) -> str:
-    """Without the excerpt of a grammar that the client never saw."""
-    kept = [line.rstrip() for line in message.splitlines() if not _is_excerpt(line)]
-    return "\n".join(line for line in kept if line) or "the grammar cannot be compiled"
-
-
-def _is_excerpt(line: str) -> bool:
-    head, bar, _ = line.partition("|")
-    return bool(bar) and head.strip().isdigit()
+def _reason(message: str, *, is_own: bool) -> str:
+    """`is_own`: the client wrote the grammar's text. Otherwise places and excerpts in it would tell it nothing."""
+    if is_own:
+        return message.strip()
+    lines: list[str] = []
+    is_excerpt = False
+    for line in _PLACE.sub("", message).splitlines():
+        is_marker = is_excerpt and not line.strip(" ^")
+        is_excerpt = _EXCERPT.match(line) is not None
+        if line.strip() and not is_excerpt and not is_marker:
+            lines.append(line.rstrip())
+    return "\n".join(lines) or "the grammar cannot be compiled"

@@ -89,7 +89,7 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"response_format": {"type": "json_object"}}, ["{}", ANNA], ["[]", "x", '{"a"}']),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, [ANNA], ["{}"]),
     ({"guided_json": PERSON}, [ANNA], ["{}", '{"name": 5, "age": 41}']),
-    ({"guided_json": json.dumps(PERSON)}, [ANNA], ["{}"]),
+    ({"guided_json": json.dumps(PERSON)}, [json.dumps(json.loads(ANNA), indent=4)], ["{}", ANNA.replace(" ", "\n\n")]),
     ({"guided_json": PERSON, "guided_whitespace_pattern": ""}, [ANNA.replace(" ", "")], [ANNA]),
     ({"guided_regex": r"^\d+/[a-f]+$"}, ["12/abc"], ["12/", "x12/a", "12/abcx"]),
     ({"guided_choice": ["red", "green <call> é"]}, ["red", "green <call> é"], ["re", "greenish", "blue"]),
@@ -152,6 +152,18 @@ def test_what_cannot_be_compiled_is_refused_before_any_instance_hears_of_it(serv
                 assert reason in error["message"], error
         assert router.fakes["prefill-0"].assignments() == []
         assert router.fakes["decode-0"].assignments() == []
+
+    serve(scenario)
+
+
+def test_reasons_quote_no_grammar_that_the_client_never_saw(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for body, message in (
+            ({"guided_json": {"type": "thing"}}, "guided_json: Invalid type: thing"),
+            ({"guided_regex": "[a"}, "error: unclosed character class"),
+        ):
+            answer = await router.http.post("/v1/completions", json={"prompt": "a", **body})
+            assert answer.json()["error"]["message"].endswith(message)
 
     serve(scenario)
 
