@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.engine_peer import NAME as PEER_LABEL
+from bench.engine_peer import TransformersPeer
 from bench.engine_shapes import SHAPES, Costs, costs, write_shape
 from bench.report import Row, show
 from contracts.identity import RequestId
@@ -54,8 +56,8 @@ class Limits:
     product: float  # floating-point operations / s
 
     def decode_s(self, cost: Costs, batch: int, context: int) -> float:
-        weights = cost.decode_bytes(0, 0) / self.read
-        kv = (cost.decode_bytes(batch, context) - cost.decode_bytes(0, 0)) / self.read
+        weights = cost.decode_bytes(batch, 0) / self.read
+        kv = (cost.decode_bytes(batch, context) - cost.decode_bytes(batch, 0)) / self.read
         return max(weights, cost.decode_flops(batch) / self.product) + kv
 
 
@@ -163,10 +165,36 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             yield _row(options, f"prefill {count} x {length}", value, "tok/s", limit, value / limit)
         for context in options.context:
             for batch in options.batches:
+                needed = batch * -(-(context + options.steps + batch + 8) // engine.layout.block_tokens)
+                if needed > engine.stats().total_blocks:
+                    sys.stderr.write(f"decode {batch} x {context}: left out, its K and V do not fit\n")
+                    continue
                 seconds = decode_steps(engine, prompts, batch, context, options.steps)
                 value = statistics.median(seconds)
                 limit = limits.decode_s(cost, batch, context + batch // 2 + options.steps // 2)
                 yield _row(options, f"decode {batch} x {context}", value * 1e3, "ms", limit * 1e3, limit / value)
+
+
+def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
+    """The same cases through transformers' continuous batching, as far as they fit its memory."""
+    target, draw = device.select_device(options.device), np.random.default_rng(7)
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    assert isinstance(vocab_size, int)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        made: list[list[int]] = draw.integers(0, vocab_size, (count, length)).tolist()
+        return made
+
+    with tempfile.TemporaryDirectory() as folder:
+        peer = TransformersPeer(write_shape(options.shape, Path(folder)), target, options.peer)
+        for count, length in options.prefill:
+            value = count * length / peer.prefill_s(prompts(count, length))
+            yield _row(options, f"{PEER_LABEL} ({options.peer}): prefill {count} x {length}", value, "tok/s")
+        for batch in options.batches:
+            value = peer.decode_s(prompts(batch, options.context[0]), options.peer_steps)
+            case = f"{PEER_LABEL} ({options.peer}): decode {batch} x {options.context[0]}"
+            yield _row(options, case, value * 1e3, "ms")
+        peer.close()
 
 
 def _row(
@@ -194,6 +222,7 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
         max_num_batched_tokens=max(options.max_num_batched_tokens, max(options.batches)),
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
+        async_scheduling=False if options.no_async_scheduling else None,
     )
 
 
@@ -217,6 +246,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-model-len", type=int, help="default: what the cases need")
     made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     made.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    made.add_argument("--no-async-scheduling", action="store_true", help="one step after the other")
+    made.add_argument("--peer", help="also measure transformers' continuous batching, with this attention (sdpa, …)")
+    made.add_argument("--peer-steps", type=int, default=16, help="decode steps of the peer")
     made.add_argument("--json", action="store_true")
     return made
 
@@ -224,4 +256,8 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
     with torch.inference_mode():
-        show(measure(options), as_json=options.json)
+        rows = list(measure(options))
+    if options.peer:
+        gc.collect()
+        rows += measure_peer(options)
+    show(rows, as_json=options.json)

@@ -44,6 +44,44 @@ SHAPES: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
     "bench-0.5b": {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
@@ -66,42 +104,60 @@ DTYPE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one forward pass, in bfloat16: parameters of the layers' and of the head's matrix products."""
+    """Of one forward pass, in bfloat16: parameters of the layers' and of the head's matrix products. Of a mixture's
+    experts, `expert_parameters` are those of all layers' experts of one number, `dense_parameters` all others."""
 
-    layer_parameters: int
+    dense_parameters: int
+    expert_parameters: int
+    num_experts: int
+    top_k: int
     head_parameters: int
     num_layers: int
     num_heads: int
     head_dim: int
     kv_bytes_per_token: int
 
+    @property
+    def active_parameters(self) -> int:
+        """What one token is multiplied with, the head excepted."""
+        return self.dense_parameters + self.top_k * self.expert_parameters
+
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Each weight once, and the whole context's K and V of every sequence."""
-        weights = (self.layer_parameters + self.head_parameters) * DTYPE_BYTES
+        """Each weight that some token needs once, and the whole context's K and V of every sequence. Tokens are taken
+        to choose experts evenly and independently."""
+        missed = (1 - self.top_k / self.num_experts) ** max(batch, 1) if self.num_experts else 1.0
+        experts = round(self.num_experts * (1 - missed) * self.expert_parameters)
+        weights = (self.dense_parameters + experts + self.head_parameters) * DTYPE_BYTES
         return weights + batch * context * self.kv_bytes_per_token
 
     def decode_flops(self, batch: int) -> int:
-        return 2 * batch * (self.layer_parameters + self.head_parameters)
+        return 2 * batch * (self.active_parameters + self.head_parameters)
 
     def prefill_flops(self, prompts: int, length: int) -> int:
         """Products of all tokens, causal attention, logits of the last token of each prompt."""
         attention = 2 * length * (length + 1) * self.num_heads * self.head_dim * self.num_layers
-        return prompts * (2 * length * self.layer_parameters + attention + 2 * self.head_parameters)
+        return prompts * (2 * length * self.active_parameters + attention + 2 * self.head_parameters)
 
 
 def costs(name: str) -> Costs:
-    def number(key: str) -> int:
-        value = SHAPES[name][key]
+    shape = SHAPES[name]
+
+    def number(*keys: str) -> int:
+        value = next((shape[key] for key in keys if key in shape), 0)
         assert isinstance(value, int)
         return value
 
     hidden, head_dim, heads, kv_heads = map(
         number, ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
     )
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layers = number("num_hidden_layers")
+    layers, num_experts = number("num_hidden_layers"), number("num_experts", "num_local_experts")
+    mlp = 3 * hidden * number("moe_intermediate_size", "intermediate_size")
+    dense = hidden * head_dim * (2 * heads + 2 * kv_heads) + (hidden * num_experts if num_experts else mlp)
     return Costs(
-        layer_parameters=layers * (attention + 3 * hidden * number("intermediate_size")),
+        dense_parameters=layers * dense,
+        expert_parameters=layers * mlp if num_experts else 0,
+        num_experts=num_experts,
+        top_k=number("num_experts_per_tok"),
         head_parameters=hidden * number("vocab_size"),
         num_layers=layers,
         num_heads=heads,
