@@ -6,6 +6,7 @@ import msgspec
 
 from contracts.identity import Generation, InstanceId
 from contracts.layout import KVLayout
+from contracts.pooling import PoolingProfile
 
 Role = Literal["prefill", "decode", "unified"]
 
@@ -56,3 +57,5 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     draining: bool = False
     model_aliases: list[str] = []
+    pooling: PoolingProfile | None = None
+    """Set where the model answers with vectors; such an instance writes no text and its blocks are empty."""

@@ -11,6 +11,7 @@ import msgspec
 from contracts.events import Tier
 from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
 from contracts.instance import InstanceRecord, LinkStatus, Load
+from contracts.pooling import PoolingInput, PoolingParams
 from contracts.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -74,6 +75,16 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     work: Work
 
 
+class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
+    """Compute a vector for each input, by an instance whose record has a `pooling` profile."""
+
+    request_id: RequestId
+    inputs: list[PoolingInput]
+    params: PoolingParams
+    priority: int = 0
+    timeout_s: float = 600.0
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop and free. Unknown or finished requests are ignored. `sequence` None means all of them."""
 
@@ -92,7 +103,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """
 
 
-ToInstance = Prefill | Decode | Generate | Cancel | SnapshotRequest | Heartbeat
+ToInstance = Prefill | Decode | Generate | Pool | Cancel | SnapshotRequest | Heartbeat
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +132,15 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+
+
+class Pooled(msgspec.Struct, frozen=True, tag="pooled", kw_only=True):
+    """The answer to one input of a `Pool`: little-endian float32 numbers, row by row."""
+
+    request_id: RequestId
+    index: int
+    shape: list[int]
+    data: bytes
 
 
 class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=True):
@@ -179,13 +199,17 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
     draining: bool = False
 
 
+Answer = Tokens | Pooled | PrefillReport | HandoffReport | Failed
+"""What belongs to one request."""
+
+
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Several answers in one frame: all tokens of one engine step for one router."""
+    """Several answers in one frame: all that one engine step brought for one router."""
 
-    messages: list[Tokens | PrefillReport | HandoffReport | Failed]
+    messages: list[Answer]
 
 
-ToRouter = Batch | Tokens | PrefillReport | HandoffReport | Failed | Snapshot | LoadReport
+ToRouter = Batch | Answer | Snapshot | LoadReport
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

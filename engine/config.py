@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.pooling.kind import Runner, Task
 
 DeviceName = Literal["auto", "cpu", "cuda", "xpu"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
@@ -33,6 +34,8 @@ class EngineConfig:
     """Launch a step before the tokens of the one before it are known. `None`: on accelerators."""
     trust_remote_code: bool = False
     max_logprobs: int = 20
+    runner: Runner = "auto"
+    task: Task = "auto"
 
     def check(self) -> None:
         """Raises `ConfigError` for the first value that cannot be."""

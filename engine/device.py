@@ -34,6 +34,8 @@ class Memory:
 class DeviceDefaults:
     block_tokens: int
     max_num_batched_tokens: int
+    max_num_pooled_tokens: int
+    """Of a pass without KV cache, padding included."""
 
 
 class DeviceGraph(Protocol):
@@ -65,8 +67,8 @@ def select_device(name: DeviceName) -> torch.device:
 
 def defaults(device: torch.device) -> DeviceDefaults:
     if device.type == "cpu":
-        return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512)
-    return DeviceDefaults(block_tokens=64, max_num_batched_tokens=2048)
+        return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512, max_num_pooled_tokens=2048)
+    return DeviceDefaults(block_tokens=64, max_num_batched_tokens=2048, max_num_pooled_tokens=16384)
 
 
 def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | None) -> torch.dtype:

@@ -52,6 +52,15 @@ class CompletedBlocks:
     blocks: list[NamedBlock]
 
 
+class PooledOutput(Struct, frozen=True):
+    """The vector of one input of a request, or the matrix of its tokens' vectors: float32, in this machine's order."""
+
+    request_id: RequestId
+    index: int
+    shape: list[int]
+    data: bytes
+
+
 class FailedRequest(NamedTuple):
     request_id: RequestId
     message: str
@@ -66,6 +75,7 @@ class StepResult:
     held: list[RequestId] = field(default_factory=list)
     events: list[BlockEvent] = field(default_factory=list)
     failed: list[FailedRequest] = field(default_factory=list)
+    pooled: list[PooledOutput] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
 import sys
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from engine import Engine, EngineConfig
+from engine.pooling.engine import PoolingEngine
+from engine.pooling.kind import Kind, kind_of
 from services.instance.settings import InstanceSettings
 
 DEFAULT_NUM_SEQS = 256
@@ -33,15 +36,33 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,
         max_logprobs=settings.max_logprobs,
+        runner=settings.runner,
+        task=settings.task,
     )
+
+
+def model_kind(settings: InstanceSettings) -> Kind:
+    """What this instance's model is for. Raises `engine.errors.ConfigError`."""
+    return kind_of(Path(settings.model), runner=settings.runner, task=settings.task)
 
 
 def build_engine(settings: InstanceSettings) -> Engine:
     """Called in the engine's thread. Raises `engine.errors.EngineError`."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    _set_threads(settings)
     with ProgressBar() as progress:
         return Engine(engine_config(settings), progress=progress)
+
+
+def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngine:
+    """As `build_engine`, for a model that answers with vectors."""
+    _set_threads(settings)
+    with ProgressBar() as progress:
+        return PoolingEngine(engine_config(settings), kind, progress=progress)
+
+
+def _set_threads(settings: InstanceSettings) -> None:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
 
 
 class ProgressBar:

@@ -17,11 +17,12 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.errors import EngineError
 from services.instance.errors import EngineBroken
-from services.instance.ports import EnginePort, EngineStats, StepResult
+from services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+E = TypeVar("E", bound=SteppingPort)
 
 SWITCH_INTERVAL_S = 0.0002
 """How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
@@ -48,22 +49,30 @@ class EngineCalls(Protocol):
     def post(self, action: Callable[[EnginePort], object]) -> None: ...
 
 
-class EngineThread:
+class PoolingCalls(Protocol):
+    """The same for an engine that answers with vectors."""
+
+    def call(self, action: Callable[[PoolingPort], T]) -> asyncio.Future[T]: ...
+
+    def post(self, action: Callable[[PoolingPort], object]) -> None: ...
+
+
+class EngineThread(Generic[E]):
     """`start` builds the engine; `attach` begins to run it; `call` and `post` belong to the event loop's thread."""
 
-    def __init__(self, build: Callable[[], EnginePort]) -> None:
+    def __init__(self, build: Callable[[], E]) -> None:
         self._build = build
-        self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
+        self._commands: SimpleQueue[_Command[E, object] | None] = SimpleQueue()
         self._attached = threading.Event()
         self._is_broken = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._ready: Future[EnginePort] = Future()
+        self._ready: Future[E] = Future()
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    async def start(self) -> EnginePort:
+    async def start(self) -> E:
         """Builds the engine. Raises what that raised."""
         self._thread.start()
         return await asyncio.wrap_future(self._ready)
@@ -75,7 +84,7 @@ class EngineThread:
         self._on_broken = on_broken
         self._attached.set()
 
-    def call(self, action: Callable[[EnginePort], T]) -> asyncio.Future[T]:
+    def call(self, action: Callable[[E], T]) -> asyncio.Future[T]:
         """Runs `action` in the engine's thread, in order with all others, before its next step."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self._is_broken:
@@ -84,7 +93,7 @@ class EngineThread:
             self._commands.put(_Command(action, future))  # type: ignore[arg-type]
         return future
 
-    def post(self, action: Callable[[EnginePort], object]) -> None:
+    def post(self, action: Callable[[E], object]) -> None:
         """As `call`, for actions without an answer; an error is logged."""
         if not self._is_broken:
             self._commands.put(_Command(action, None))
@@ -115,7 +124,7 @@ class EngineThread:
                 pass
         engine.close()
 
-    def _run(self, engine: EnginePort) -> None:
+    def _run(self, engine: E) -> None:
         stats, stats_at, is_idle = engine.stats(), 0.0, True
         while True:
             commands = self._take(wait=is_idle)
@@ -132,9 +141,9 @@ class EngineThread:
                 stats, stats_at = engine.stats(), at
             self._deliver(self._on_turn, Turn(result, stats, at))
 
-    def _take(self, *, wait: bool) -> "list[_Command[object]] | None":
+    def _take(self, *, wait: bool) -> "list[_Command[E, object]] | None":
         """All commands that are there; when idle, waits for the first. None: stop."""
-        commands: list[_Command[object]] = []
+        commands: list[_Command[E, object]] = []
         while (wait and not commands) or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -147,14 +156,14 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, value)
 
 
-class _Command(Generic[T]):
-    def __init__(self, action: Callable[[EnginePort], T], future: "asyncio.Future[T] | None") -> None:
+class _Command(Generic[E, T]):
+    def __init__(self, action: Callable[[E], T], future: "asyncio.Future[T] | None") -> None:
         self.future = future
         self._action = action
         self._value: T | None = None
         self._error: Exception | None = None
 
-    def run(self, engine: EnginePort) -> None:
+    def run(self, engine: E) -> None:
         try:
             self._value = self._action(engine)
         except EngineError as exc:
@@ -178,6 +187,6 @@ def _frees_something(result: StepResult) -> bool:
     return bool(result.failed) or any(output.finish_reason is not None for output in result.tokens)
 
 
-def _settle(commands: list[_Command[object]]) -> None:
+def _settle(commands: "list[_Command[E, object]]") -> None:
     for command in commands:
         command.settle()

@@ -11,19 +11,38 @@ from contracts.identity import BlockName, RequestId, TicketId
 from contracts.instance import LinkStatus
 from contracts.layout import KVLayout
 from contracts.messages import Ticket, ToRouter, Work
+from contracts.pooling import PoolingInput, PoolingParams
 from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
 from services.common.rpc import RouterId
 
 Mode = Literal["generate", "prefill"]
 
 
-class EnginePort(Protocol):
-    """`engine.Engine`, called from one thread alone."""
+class SteppingPort(Protocol):
+    """Any engine, called from one thread alone."""
 
     @property
     def layout(self) -> KVLayout: ...
     @property
     def max_model_len(self) -> int: ...
+    def step(self) -> StepResult: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class PoolingPort(SteppingPort, Protocol):
+    """`engine.pooling.engine.PoolingEngine`."""
+
+    def pool(
+        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
+    ) -> None: ...
+    def cancel(self, request_id: RequestId) -> None: ...
+
+
+class EnginePort(SteppingPort, Protocol):
+    """`engine.Engine`."""
+
     def add(self, work: Work, *, mode: Mode = "generate") -> None: ...
     def reserve(self, work: Work) -> Reservation | None: ...
     def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None: ...
@@ -31,11 +50,7 @@ class EnginePort(Protocol):
     def admit_locally(self, request_id: RequestId) -> None: ...
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None: ...
     def release(self, request_id: RequestId) -> None: ...
-    def step(self) -> StepResult: ...
-    def has_work(self) -> bool: ...
     def cached_names(self) -> list[BlockName]: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...
 
 
 class FetchResult(Protocol):
@@ -109,9 +124,11 @@ __all__ = [
     "LinksPort",
     "Mode",
     "NamedBlock",
+    "PoolingPort",
     "Reservation",
     "RouterPort",
     "SinkPort",
     "SourcePort",
     "StepResult",
+    "SteppingPort",
 ]

@@ -8,33 +8,38 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import zmq
 from prometheus_client import CollectorRegistry
 
 from contracts.identity import new_generation
-from contracts.instance import InstanceRecord, Role
-from engine import Engine, EngineError
+from contracts.instance import InstanceRecord, LinkStatus, Load, Role
+from contracts.messages import ToInstance
+from engine import Engine, EngineError, EngineStats
+from engine.pooling.engine import PoolingEngine
 from kvtransfer import NodePorts, TransferError, TransferNode, TransferSettings
 from services.common.cluster_key import ClusterKey, read_cluster_key
+from services.common.configuration import stop
 from services.common.events import EventPublisher
 from services.common.http_server import HttpServer
 from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
 from services.common.registry import registry_client
-from services.common.rpc import InstanceServer
+from services.common.rpc import InstanceServer, RouterId
 from services.common.tracing import tracing_to
 from services.instance.addresses import advertised, advertised_http, check_ports, shared_memory_host, tcp
 from services.instance.draining import Draining
-from services.instance.engine_setup import build_engine
-from services.instance.engine_thread import EngineThread
+from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
+from services.instance.engine_thread import EngineThread, Turn
 from services.instance.errors import EngineBroken, InstanceError, StartFailed
 from services.instance.health import Health, create_app
 from services.instance.membership import Membership
 from services.instance.metrics import EngineCollector, TransferMetrics
 from services.instance.observed import ObservedRole
+from services.instance.pooling_serving import PoolingServing
 from services.instance.serving import Identity, RoleHandler, Serving
 from services.instance.settings import InstanceSettings, instance_id, model_names
 
@@ -48,7 +53,7 @@ EXPECTED = (StartFailed, EngineError, TransferError, zmq.ZMQError)
 class Parts:
     """What a role's handler is made of."""
 
-    engine: EngineThread
+    engine: EngineThread[Engine]
     transfer: TransferNode
     router: InstanceServer
     counter: TransferMetrics
@@ -57,10 +62,30 @@ class Parts:
 MakeHandler = Callable[[Parts], RoleHandler]
 
 
+class Service(Protocol):
+    """What this process does with its engine: `Serving`, or `PoolingServing`."""
+
+    stats: EngineStats
+    is_draining: bool
+
+    @property
+    def num_requests(self) -> int: ...
+    def load(self) -> Load: ...
+    def on_message(self, router: RouterId, message: ToInstance) -> None: ...
+    def on_router_lost(self, router: RouterId) -> None: ...
+    def on_turn(self, turn: Turn) -> None: ...
+    def fail_all(self, reason: str) -> None: ...
+    def refuse_new(self) -> None: ...
+    async def drain(self, timeout_s: float) -> None: ...
+
+
 def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> int:
     """Serves until a signal. Returns the exit status."""
     configure_logs(level=settings.log_level, format=settings.log_format)
-    process = InstanceProcess(settings, role, make_handler)
+    try:
+        process = InstanceProcess(settings, role, make_handler)
+    except EXPECTED as exc:
+        stop(f"baton {role}", str(exc))
     status = run(process.start, program=f"baton {role}", expected=EXPECTED)
     if process.is_loading:
         # Nobody can interrupt a thread that loads weights, and it must not run while Python shuts down.
@@ -77,7 +102,8 @@ class InstanceProcess:
         self._identity = Identity(instance_id(settings, role), new_generation())
         self._metrics = CollectorRegistry()
         self._counter = TransferMetrics(self._metrics)
-        self._engine_thread = EngineThread(lambda: build_engine(settings))
+        self._engine_thread = engine_thread(settings, role)
+        self._transfer: TransferNode | None = None
         self._started_at = time.monotonic()
 
     @property
@@ -92,11 +118,15 @@ class InstanceProcess:
         self._tracing = tracing_to(endpoint, service=service, instance=self._identity.instance)
         lifecycle.on_stop("traces", self._tracing.close)
         engine = await self._engine_thread.start()
-        assert isinstance(engine, Engine)
         self._engine = engine
         lifecycle.on_stop("engine", self._engine_thread.stop)
-        await self._start_links(lifecycle, engine)
-        await self._start_serving(lifecycle, engine)
+        await self._start_events(lifecycle)
+        self._rpc = InstanceServer(tcp(self._settings, self._settings.rpc_port), key=self._key)
+        if isinstance(engine, Engine):
+            self._serving: Service = await self._generation(lifecycle, engine)
+        else:
+            self._serving = self._pooling(engine)
+        await self._start_serving(lifecycle)
         await self._start_http(lifecycle)
         announce = self._join(lifecycle)
         self._prepare_drain(lifecycle, announce)
@@ -110,7 +140,7 @@ class InstanceProcess:
         await self._http.start()
         lifecycle.on_stop("http", self._http.close)
 
-    async def _start_links(self, lifecycle: Lifecycle, engine: Engine) -> None:
+    async def _start_events(self, lifecycle: Lifecycle) -> None:
         settings, identity = self._settings, self._identity
         self._events = EventPublisher(
             instance=identity.instance,
@@ -120,7 +150,10 @@ class InstanceProcess:
         )
         await self._events.start()
         lifecycle.on_stop("events", self._events.close)
-        self._transfer = TransferNode(
+
+    async def _generation(self, lifecycle: Lifecycle, engine: Engine) -> Serving:
+        settings, identity = self._settings, self._identity
+        self._transfer = transfer = TransferNode(
             instance=identity.instance,
             generation=identity.generation,
             layout=engine.layout,
@@ -128,27 +161,32 @@ class InstanceProcess:
             settings=transfer_settings(settings, self._key),
             ports=NodePorts(observer=self._counter),
         )
-        await self._transfer.start()
-        lifecycle.on_stop("transfer", self._transfer.close)
-
-    async def _start_serving(self, lifecycle: Lifecycle, engine: Engine) -> None:
-        settings = self._settings
-        self._rpc = InstanceServer(tcp(settings, settings.rpc_port), key=self._key)
-        parts = Parts(self._engine_thread, self._transfer, self._rpc, self._counter)
-        self._serving = serving = Serving(
-            self._identity,
-            role=ObservedRole(self._make_handler(parts), self._tracing),
-            engine=self._engine_thread,
+        await transfer.start()
+        lifecycle.on_stop("transfer", transfer.close)
+        thread = cast("EngineThread[Engine]", self._engine_thread)  # it is the one that has just built `engine`
+        return Serving(
+            identity,
+            role=ObservedRole(self._make_handler(Parts(thread, transfer, self._rpc, self._counter)), self._tracing),
+            engine=thread,
             stats=engine.stats(),
             router=self._rpc,
             events=self._events,
-            links=self._transfer,
+            links=transfer,
         )
+
+    def _pooling(self, engine: PoolingEngine) -> PoolingServing:
+        thread = cast("EngineThread[PoolingEngine]", self._engine_thread)
+        return PoolingServing(
+            self._identity, engine=thread, stats=engine.stats(), router=self._rpc, events=self._events
+        )
+
+    async def _start_serving(self, lifecycle: Lifecycle) -> None:
+        settings, serving = self._settings, self._serving
         collector = EngineCollector(
             model=model_names(settings)[0],
             stats=lambda: serving.stats,
             load=serving.load,
-            links=self._transfer.links,
+            links=self._links,
         )
         self._metrics.register(collector)
 
@@ -203,16 +241,20 @@ class InstanceProcess:
             layout=engine.layout,
             max_model_len=engine.max_model_len,
             rpc_address=advertised(settings, self._rpc.address),
-            transfer_address=advertised(settings, self._transfer.address),
+            transfer_address=advertised(settings, self._transfer.address) if self._transfer is not None else "",
             events_address=advertised(settings, self._events.address),
             http_address=advertised_http(settings, self._http.port),
             host=shared_memory_host(),
             load=self._serving.load(),
             draining=self._serving.is_draining,
+            pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
 
+    def _links(self) -> Sequence[LinkStatus]:
+        return self._transfer.links() if self._transfer is not None else []
+
     def _health(self) -> Health:
-        serving = self._serving
+        serving, engine = self._serving, self._engine
         return Health(
             status=self._draining.state,
             role=self._role,
@@ -220,10 +262,10 @@ class InstanceProcess:
             generation=self._identity.generation,
             pid=os.getpid(),
             model=model_names(self._settings)[0],
-            device=str(self._engine.kv.device),
+            device=str(engine.device if isinstance(engine, PoolingEngine) else engine.kv.device),
             uptime_s=time.monotonic() - self._started_at,
             load=serving.load(),
-            links=self._transfer.links(),
+            links=list(self._links()),
             routers=len(self._rpc.routers()),
             requests=serving.num_requests,
         )
@@ -240,12 +282,27 @@ class InstanceProcess:
             "http": record.http_address,
             "kv_tokens": record.load.total_blocks * record.layout.block_tokens,
         }
+        if record.pooling is not None:
+            words |= {"tasks": ",".join(record.pooling.tasks)}
         sys.stdout.write(f"ready {self._role} " + " ".join(f"{key}={value}" for key, value in words.items()) + "\n")
         sys.stdout.flush()
 
 
 async def _nobody_to_tell() -> None:
     """Without a registry there is no record."""
+
+
+def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engine] | EngineThread[PoolingEngine]":
+    """For what the model is made for. Raises `StartFailed` for a role that has nothing to do with it."""
+    kind = model_kind(settings)
+    if kind == "generate":
+        return EngineThread(lambda: build_engine(settings))
+    if role == "decode":
+        raise StartFailed(
+            f"{settings.model} answers with vectors (--task {kind}), which prefill and unified instances compute:"
+            " start no decode instance, or give --runner generate"
+        )
+    return EngineThread(lambda: build_pooling_engine(settings, kind))
 
 
 def transfer_settings(settings: InstanceSettings, key: ClusterKey | None = None) -> TransferSettings:

@@ -10,13 +10,11 @@ from typing import Protocol
 import msgspec
 
 from contracts.identity import RequestId
-from contracts.messages import ErrorCode, Failed, HandoffReport, PrefillReport, Tokens, Work
+from contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
 from engine.outputs import CompletedBlocks, FirstTokenInfo, SequenceOutput
 from services.common.rpc import RouterId
 from services.common.tracing import NO_SPAN, Span
 from services.instance.ports import StepResult
-
-Answer = Tokens | PrefillReport | HandoffReport | Failed
 
 
 class Progress(Protocol):

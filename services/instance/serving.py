@@ -21,6 +21,7 @@ from contracts.messages import (
     Generate,
     Heartbeat,
     LoadReport,
+    Pool,
     Prefill,
     Snapshot,
     SnapshotRequest,
@@ -110,6 +111,9 @@ class Serving:
                 self._cancel(router, message)
             case Heartbeat():
                 self._router.send(router, self._load_report())
+            case Pool():
+                message_ = "this model writes text: it does not answer with vectors"
+                self._router.send(router, Failed(request_id=message.request_id, code="invalid", message=message_))
             case SnapshotRequest():
                 names = self._engine.call(lambda engine: engine.cached_names())
                 names.add_done_callback(lambda done: self._send_snapshot(router, done))

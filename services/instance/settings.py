@@ -44,6 +44,14 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_index: Annotated[
         int | None, Meta(description="which device of the machine; the process sees that one alone", ge=0)
     ] = None
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(description="whether the model writes text or answers with vectors; auto sees it in its folder"),
+    ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "classify", "score"],
+        Meta(description="what the model is used for, more exactly than --runner; auto sees it in its folder"),
+    ] = "auto"
     dtype: Annotated[Dtype, Meta(description="of weights and KV; auto takes the model's own")] = "auto"
     max_model_len: Annotated[
         int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)

@@ -5,9 +5,12 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import msgspec
 
+from engine.errors import EngineError
+from engine.pooling.kind import Kind, Runner, Task, kind_of
 from services.common.configuration import environment, load_with, stop
 from services.common.errors import ConfigurationError
 from services.common.http_server import bind_tcp
@@ -22,6 +25,13 @@ from services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from services.local.supervisor import STOP_DEADLINE_S, Supervisor
 
 PROGRAM = "baton serve"
+
+
+class _Stated(TypedDict):
+    runner: Runner
+    task: Task
+
+
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
 
 
@@ -42,7 +52,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     given = Given(loaded.others, loaded.sections, own_router, own_instance)
     configure_logs(level="warning", format="text")
     try:
-        settings = _complete(loaded.settings)
+        settings = _complete(loaded.settings, given)
     except ConfigurationError as exc:
         stop(PROGRAM, str(exc))
     names = _names(loaded.settings, given)
@@ -66,8 +76,8 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     return run(start, program=PROGRAM)
 
 
-def _complete(settings: ServeSettings) -> ServeSettings:
-    """With the model's folder and the real port. Raises `ConfigurationError`."""
+def _complete(settings: ServeSettings, given: Given) -> ServeSettings:
+    """With the model's folder, pools that suit it, and the real port. Raises `ConfigurationError`."""
     folder = Path(settings.model) if settings.model else DEMO_MODEL
     if not (folder / "config.json").is_file():
         if not settings.model:
@@ -76,7 +86,28 @@ def _complete(settings: ServeSettings) -> ServeSettings:
         raise ConfigurationError(f"MODEL {settings.model} {what}: give the folder of a Hugging Face model")
     with bind_tcp(settings.host, settings.port) as probe:
         port = probe.getsockname()[1]
-    return msgspec.structs.replace(settings, model=str(folder), port=port)
+    return with_pools(msgspec.structs.replace(settings, model=str(folder), port=port), _kind(folder, given))
+
+
+def with_pools(settings: ServeSettings, kind: Kind) -> ServeSettings:
+    """No decode instances for a model that answers with vectors. Raises `ConfigurationError` for pools that cannot
+    serve."""
+    if kind != "generate":
+        if not settings.prefill and not settings.unified:
+            raise ConfigurationError("--prefill 0 needs --unified 1 or more: else no instance could compute a vector")
+        return msgspec.structs.replace(settings, decode=0)
+    if not settings.decode and not settings.unified:
+        raise ConfigurationError("--decode 0 needs --unified 1 or more: else no instance could write an answer")
+    return settings
+
+
+def _kind(folder: Path, given: Given) -> Kind:
+    """What the model is for. Raises `ConfigurationError`."""
+    stated = {name: str(given.values.get(name, "auto")) for name in ("runner", "task")}
+    try:
+        return kind_of(folder, **msgspec.convert(stated, _Stated))
+    except EngineError as exc:
+        raise ConfigurationError(str(exc)) from exc
 
 
 def _names(settings: ServeSettings, given: Given) -> list[str]:

@@ -20,6 +20,8 @@ from services.router.openai_schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from services.router.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
+from services.router.pooling.routes import pooling_endpoints
 from services.router.shell import ApiKeys, Asgi, Shell
 from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_routes
 
@@ -32,6 +34,7 @@ def create_app(frontend: Frontend, *, api_keys: list[str]) -> Shell:
         "/v1/completions": CompletionEndpoint(frontend),
         "/tokenize": TokenizeEndpoint(frontend),
         "/detokenize": DetokenizeEndpoint(frontend),
+        **pooling_endpoints(frontend),
     }
     app = _Documented(title="Baton", version=VERSION)
     app.include_router(system_routes(frontend))
@@ -72,6 +75,7 @@ class _Documented(FastAPI):
                 "/v1/completions": ("Continue prompts, streamed or whole", CompletionRequest),
                 "/tokenize": ("Token ids of a prompt or a chat", TokenizeRequest),
                 "/detokenize": ("Text of token ids", DetokenizeRequest),
+                **POOLING_DOCUMENTED,
             }
             _, schemas = models_json_schema(
                 [(model, "validation") for _, model in documented.values()], ref_template=_SCHEMAS

@@ -6,8 +6,8 @@ from math import ceil
 from typing import Protocol
 
 from contracts.identity import RequestId, new_ticket_id
-from contracts.messages import Cancel, Decode, Generate, Prefill, Ticket, Work
-from services.router.member import Answer, Member, Share
+from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Ticket, Work
+from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
 from services.router.sequence import TokenSequence
 

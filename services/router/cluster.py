@@ -16,10 +16,12 @@ from contracts.identity import BlockName, InstanceId
 from contracts.instance import InstanceRecord
 from contracts.layout import KVLayout
 from contracts.messages import (
+    Answer,
     Batch,
     Failed,
     HandoffReport,
     LoadReport,
+    Pooled,
     PrefillReport,
     Snapshot,
     SnapshotRequest,
@@ -27,7 +29,7 @@ from contracts.messages import (
     ToRouter,
 )
 from services.router.block_index import BlockIndex, Match
-from services.router.member import Answer, Link, Member
+from services.router.member import Link, Member
 from services.router.placement import ClusterView
 
 logger = logging.getLogger(__name__)
@@ -116,10 +118,10 @@ class Cluster:
         return lambda: self._listeners.discard(on_change)
 
     def view(self, names: Callable[[KVLayout], Sequence[BlockName]]) -> ClusterView:
-        """All that take work, with their cached prefix of the prompt that `names` names."""
+        """All that write text and take work, with their cached prefix of the prompt that `names` names."""
         now = self._clock()
         self.index.expire(now)
-        takers = [member for member in self._members.values() if member.takes_work]
+        takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
         matches = {layout: self.index.match(names(layout)) for layout in {m.record.layout for m in takers}}
         self._turn += 1
         return ClusterView(
@@ -208,7 +210,7 @@ class Cluster:
             case Batch(messages=answers):
                 for answer in answers:
                     self._deliver(member, answer)
-            case Tokens() | PrefillReport() | HandoffReport() | Failed():
+            case Tokens() | Pooled() | PrefillReport() | HandoffReport() | Failed():
                 self._deliver(member, message)
             case LoadReport():
                 self._on_load(member, message)

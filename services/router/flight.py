@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from contracts.identity import BlockName, InstanceId, RequestId
-from contracts.messages import Failed, HandoffReport, PrefillReport, TokenLogprobs, Tokens, Work
+from contracts.messages import Answer, Failed, HandoffReport, PrefillReport, TokenLogprobs, Tokens, Work
 from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
 from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
 from services.router.job import Arrival, FlightRules, Job, PromptNames
-from services.router.member import Answer, Member
+from services.router.member import Member
 from services.router.outbox import Outbox
 from services.router.placement import Demand, NoCapacity, Placement, place
 from services.router.refusals import failure, no_capacity

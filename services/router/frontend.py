@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from contracts.pooling import PoolingProfile
 from services.router.asgi import RequestContext
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
-from services.router.errors import ModelNotFoundError, UnavailableError
+from services.router.errors import BadRequestError, ModelNotFoundError, UnavailableError
 from services.router.generation import Generation
 from services.router.job import Arrival, Job
 from services.router.metrics import RouterMetrics
@@ -17,6 +18,7 @@ from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import GenerationRequest
 from services.router.outbox import Outbox
 from services.router.parameters import Limits, TextRules, num_sequences, sampling_params
+from services.router.pooling.calls import PoolingCalls
 from services.router.settings import RouterSettings
 from services.router.structured import Asked
 from services.router.writer import SequenceWriter
@@ -32,6 +34,7 @@ class Frontend:
         model: ServedModel,
         cluster: Cluster,
         dispatcher: Dispatcher,
+        pooling: PoolingCalls,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
@@ -39,6 +42,7 @@ class Frontend:
         self.model = model
         self.cluster = cluster
         self.dispatcher = dispatcher
+        self.pooling = pooling
         self.metrics = metrics
         self.clock = clock
         self.started_at = self.now()
@@ -68,9 +72,32 @@ class Frontend:
         stated = self.settings.max_model_len
         return min([*lengths, *([stated] if stated is not None else [])], default=None)
 
+    def pooling_profile(self) -> PoolingProfile:
+        """Of a model that answers with vectors. Raises `BadRequestError` for one that writes text, and
+        `UnavailableError` when no instance is known."""
+        profiles = [member.record.pooling for member in self.cluster.members()]
+        found = next((profile for profile in profiles if profile is not None), None)
+        if found is not None:
+            return found
+        if profiles:
+            raise BadRequestError(
+                "this model writes text and answers with no vectors: serve an embedding, scoring or classifying model,"
+                " or start the instances with --task embed, score or classify",
+                code="unsupported_endpoint",
+            )
+        raise UnavailableError("no instance is ready that computes vectors", retry_after_s=1.0)
+
     def limits(self) -> Limits:
-        """Raises `UnavailableError` when nothing is known of the context's length."""
+        """Raises `UnavailableError` when nothing is known of the context's length, and `BadRequestError` for a model
+        that writes no text."""
         max_model_len = self.max_model_len()
+        members = self.cluster.members()
+        if members and all(member.record.pooling is not None for member in members):
+            raise BadRequestError(
+                "this model answers with vectors and writes no text: ask /v1/embeddings, /pooling, /score, /rerank or"
+                " /classify",
+                code="unsupported_endpoint",
+            )
         if max_model_len is None:
             raise UnavailableError(
                 "no instance is ready: the prefill, decode and unified pools are empty", retry_after_s=1.0

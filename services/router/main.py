@@ -28,6 +28,7 @@ from services.router.job import FlightRules
 from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames, ServedModel
 from services.router.placement import PlacementPolicy
+from services.router.pooling.calls import PoolingCalls
 from services.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,21 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         clock=time.monotonic,
         tracing=tracing,
     )
+    pooling = PoolingCalls(
+        cluster,
+        rules=flight_rules(settings),
+        max_inputs=settings.max_concurrent_requests,
+        metrics=metrics,
+        clock=time.monotonic,
+    )
     frontend = Frontend(
-        settings, model=model, cluster=cluster, dispatcher=dispatcher, metrics=metrics, clock=time.monotonic
+        settings,
+        model=model,
+        cluster=cluster,
+        dispatcher=dispatcher,
+        pooling=pooling,
+        metrics=metrics,
+        clock=time.monotonic,
     )
     server = HttpServer(
         create_app(frontend, api_keys=keys),
@@ -87,9 +101,13 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     lifecycle.on_stop("connections to instances", cluster.close)
     await server.start()
 
-    async def stop_serving() -> None:
-        await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=dispatcher.close)
+    def end_requests() -> None:
         dispatcher.close()
+        pooling.close()
+
+    async def stop_serving() -> None:
+        await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=end_requests)
+        end_requests()
 
     lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
     logger.info("serving %s on http://%s:%d", ", ".join(frontend.names()), settings.host, server.port)

@@ -10,11 +10,10 @@ import msgspec
 
 from contracts.identity import RequestId
 from contracts.instance import InstanceRecord, LinkStatus
-from contracts.messages import Failed, HandoffReport, LoadReport, PrefillReport, ToInstance, Tokens
+from contracts.messages import Answer, LoadReport, ToInstance
 from services.router.block_index import Match
 from services.router.placement import Candidate
 
-Answer = Tokens | PrefillReport | HandoffReport | Failed
 State = Literal["connecting", "ready", "lost"]
 
 

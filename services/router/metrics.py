@@ -5,6 +5,8 @@ cache use, bytes moved) is for the instances, so nothing is counted twice in a s
 where dashboards know them.
 """
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.router.flight import Flight
@@ -87,6 +89,14 @@ class RouterMetrics:
         self._prompt_length.observe(len(flight.job.token_ids))
         self._n.observe(flight.job.num_sequences)
         self._max_tokens.observe(flight.job.sampling.max_tokens)
+
+    def pooled(self, lengths: Sequence[int], seconds: float) -> None:
+        """A call to a model that answers with vectors; `lengths` of its inputs in tokens."""
+        self._prompt_tokens.inc(sum(lengths))
+        for length in lengths:
+            self._prompt_length.observe(length)
+        self._success.labels(self._model, "stop").inc(len(lengths))
+        self._e2e.observe(seconds)
 
     def ended(self, flight: Flight) -> None:
         timeline = flight.timeline

@@ -35,6 +35,10 @@ class _Config(msgspec.Struct, frozen=True):
     text_config: _TextConfig | None = None
 
 
+class _SentenceConfig(msgspec.Struct, frozen=True):
+    do_lower_case: bool = False
+
+
 class ServedModel:
     def __init__(self, tokenizer: TextTokenizer, templates: ChatTemplates, *, settings: RouterSettings) -> None:
         self.tokenizer = tokenizer
@@ -42,6 +46,8 @@ class ServedModel:
         self.path = settings.model
         self._vocabulary = Vocabulary(tokenizer)
         self.vocab_size = tokenizer.vocab_size
+        self.lowercase = False
+        """Texts are embedded in lower case."""
         self.sampling_defaults = SamplingDefaults()
         self._templates = templates
         self._content_format = settings.chat_template_content_format
@@ -64,6 +70,8 @@ class ServedModel:
             model.sampling_defaults = defaults or SamplingDefaults()
         # Embeddings may have more rows than the tokenizer has tokens, or fewer.
         model.vocab_size = stated or tokenizer.vocab_size
+        sentences = read_json(Path(settings.model) / "sentence_bert_config.json", _SentenceConfig)
+        model.lowercase = sentences is not None and sentences.do_lower_case
         return model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:

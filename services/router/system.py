@@ -61,7 +61,8 @@ def health(frontend: Frontend) -> Health:
         role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
     }
     reason = None
-    if not pools["decode"] and not pools["unified"]:
+    computes_vectors = any(m.takes_work and m.record.pooling is not None for m in ready)
+    if not pools["decode"] and not pools["unified"] and not computes_vectors:
         empty = [name for name, size in pools.items() if not size]
         reason = f"no instance can write an answer: empty pools are {', '.join(empty)}"
     return Health(

@@ -17,7 +17,7 @@ class Watcher:
         self.three_tokens = asyncio.Event()
         self.broken: asyncio.Future[EngineBroken] = asyncio.get_running_loop().create_future()
 
-    def attach(self, thread: EngineThread) -> None:
+    def attach(self, thread: EngineThread[FakeEngine]) -> None:
         thread.attach(on_turn=self.on_turn, on_broken=self.broken.set_result)
 
     def on_turn(self, turn: Turn) -> None:
@@ -27,7 +27,7 @@ class Watcher:
             self.three_tokens.set()
 
 
-async def started(engine: FakeEngine) -> EngineThread:
+async def started(engine: FakeEngine) -> EngineThread[FakeEngine]:
     thread = EngineThread(lambda: engine)
     assert await thread.start() is engine
     return thread

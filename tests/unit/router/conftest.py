@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from contracts.instance import Role
+from contracts.pooling import PoolingProfile
 from services.router.app import create_app
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
@@ -20,6 +22,7 @@ from services.router.frontend import Frontend
 from services.router.main import flight_rules
 from services.router.metrics import RouterMetrics
 from services.router.model import ServedModel
+from services.router.pooling.calls import PoolingCalls
 from services.router.settings import RouterSettings
 from services.router.shell import Shell
 from tests.unit.router.fakes import FakeCluster, record
@@ -40,11 +43,19 @@ class Router:
             metrics=self.metrics,
             clock=time.monotonic,
         )
+        self.pooling = PoolingCalls(
+            self.cluster,
+            rules=flight_rules(settings),
+            max_inputs=settings.max_concurrent_requests,
+            metrics=self.metrics,
+            clock=time.monotonic,
+        )
         self.frontend = Frontend(
             settings,
             model=model,
             cluster=self.cluster,
             dispatcher=self.dispatcher,
+            pooling=self.pooling,
             metrics=self.metrics,
             clock=time.monotonic,
         )
@@ -112,12 +123,12 @@ def serve(model: ServedModel, model_folder: Path) -> Iterator[Serve]:
 
     @asynccontextmanager
     async def running(
-        prefill: int, decode: int, unified: int, keys: list[str], settings: dict[str, Any]
+        pools: dict[Role, int], keys: list[str], settings: dict[str, Any], pooling: PoolingProfile | None
     ) -> AsyncIterator[Router]:
         fakes = FakeCluster()
-        for role, count in (("prefill", prefill), ("decode", decode), ("unified", unified)):
+        for role, count in pools.items():
             for i in range(count):
-                fakes.add(record(f"{role}-{i}", role))  # type: ignore[arg-type]
+                fakes.add(record(f"{role}-{i}", role, pooling=pooling))
         chosen = RouterSettings(model=str(model_folder), disaggregation_min_tokens=0, instance_wait_s=0.05)
         chosen = msgspec.structs.replace(chosen, **settings)
         router = Router(fakes, chosen, model, keys)
@@ -136,10 +147,13 @@ def serve(model: ServedModel, model_folder: Path) -> Iterator[Serve]:
         decode: int = 1,
         unified: int = 0,
         keys: list[str] | None = None,
+        pooling: PoolingProfile | None = None,
         **settings: Any,
     ) -> None:
+        pools: dict[Role, int] = {"prefill": prefill, "decode": decode, "unified": unified}
+
         async def scenario() -> None:
-            async with asyncio.timeout(10), running(prefill, decode, unified, keys or [], settings) as router:
+            async with asyncio.timeout(10), running(pools, keys or [], settings, pooling) as router:
                 await test(router)
 
         asyncio.run(scenario())

@@ -1,6 +1,7 @@
 """A cluster without processes: instances that speak contracts.messages over links that are function calls."""
 
 import asyncio
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from contracts.identity import BlockName, Generation, InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus, Load, Role
 from contracts.layout import KVLayout
 from contracts.messages import (
+    Answer,
     Batch,
     Cancel,
     Decode,
@@ -19,6 +21,8 @@ from contracts.messages import (
     Heartbeat,
     LoadReport,
     Logprob,
+    Pool,
+    Pooled,
     Prefill,
     PrefillReport,
     Snapshot,
@@ -30,6 +34,7 @@ from contracts.messages import (
     ToRouter,
     Work,
 )
+from contracts.pooling import PoolingProfile
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 
@@ -49,6 +54,7 @@ def record(
     load: Load | None = None,
     layout: KVLayout = LAYOUT,
     max_model_len: int = 256,
+    pooling: PoolingProfile | None = None,
 ) -> InstanceRecord:
     return InstanceRecord(
         instance=InstanceId(instance),
@@ -63,6 +69,7 @@ def record(
         http_address=f"{instance}:80",
         host="here",
         load=load or Load(free_blocks=100, total_blocks=100, prefill_tokens_per_s=1000.0),
+        pooling=pooling,
     )
 
 
@@ -90,6 +97,8 @@ class FakeInstance:
         self.hold: int | None = None
         self.refuses: ErrorCode | None = None
         self.draining = False
+        self.answer_with: list[float] | None = None
+        """Scores of classes."""
         self.cached: list[BlockName] = []
         self.link: FakeLink | None = None
         self.sequence = 0
@@ -127,6 +136,8 @@ class FakeInstance:
                         del self.jobs[request_id]
             case Prefill() | Decode() | Generate():
                 self._accept(message)
+            case Pool():
+                self._pool(message)
 
     def report(self, load: Load | None = None) -> None:
         self.send(
@@ -157,6 +168,16 @@ class FakeInstance:
         if link is not None:
             link.lose(reason)
 
+    def _pool(self, message: Pool) -> None:
+        """Answers each input, unless it is held, with three numbers that tell of it alone."""
+        if self.refuses is not None:
+            failed = Failed(request_id=message.request_id, code=self.refuses, message="refused by the test")
+            asyncio.get_running_loop().call_soon(self.send, failed)
+            return
+        done = message.inputs[: self.hold]
+        answers: list[Answer] = [pooled(message, index, self.answer_with) for index in range(len(done))]
+        asyncio.get_running_loop().call_soon(self.send, Batch(answers))
+
     def _accept(self, message: Prefill | Decode | Generate) -> None:
         if self.refuses is not None:
             failed = Failed(request_id=message.work.request_id, code=self.refuses, message="refused by the test")
@@ -177,7 +198,7 @@ class FakeInstance:
             if self.hold <= 0:
                 return
             self.hold -= 1
-        answers: list[Tokens | PrefillReport | HandoffReport | Failed] = []
+        answers: list[Answer] = []
         for job in list(self.jobs.values()):
             answers += self._advance(job)
         if answers:
@@ -229,6 +250,19 @@ class FakeInstance:
             finish_reason="stop" if is_stop else "length" if is_last else None,
             stop_token_id=token_id if is_stop else None,
         )
+
+
+def pooled(message: Pool, index: int, classes: list[float] | None) -> Pooled:
+    given = message.inputs[index]
+    values = [float(len(given.token_ids)), float(sum(given.token_ids)), float(sum(given.token_type_ids or []))]
+    rows = 1
+    if message.params.task == "classify":
+        values = classes or [1 / (1 + len(given.token_ids))]
+    elif message.params.task == "token_embed":
+        rows = len(given.token_ids)
+    data = struct.pack(f"<{len(values)}f", *values) * rows
+    shape = [len(values)] if message.params.task != "token_embed" else [rows, len(values)]
+    return Pooled(request_id=message.request_id, index=index, shape=shape, data=data)
 
 
 def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:

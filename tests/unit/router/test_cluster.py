@@ -9,10 +9,10 @@ import pytest
 
 from contracts.identity import BlockName, Generation, RequestId
 from contracts.instance import Load
-from contracts.messages import LoadReport, SnapshotRequest
+from contracts.messages import Answer, LoadReport, SnapshotRequest
 from services.router.block_index import Match
 from services.router.cluster import Cluster
-from services.router.member import Answer, Member, Share
+from services.router.member import Member, Share
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, record
 

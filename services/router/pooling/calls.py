@@ -1,0 +1,277 @@
+"""One API call's inputs to vectors: in groups to the instances that are done with them first, again if one is lost.
+
+However a call ends, every instance that works for it is told.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from contracts.identity import InstanceId, RequestId
+from contracts.messages import Answer, Cancel, Failed, Pool, Pooled
+from contracts.pooling import PoolingInput, PoolingParams
+from services.router.block_index import Match
+from services.router.cluster import Cluster
+from services.router.errors import ApiError, BadRequestError, DeadlineError, RateLimitError, UnavailableError
+from services.router.job import FlightRules
+from services.router.member import Member, Share
+from services.router.metrics import RouterMetrics
+from services.router.placement import Candidate
+from services.router.pooling.vectors import Vector
+from services.router.refusals import failure
+
+logger = logging.getLogger(__name__)
+
+GROUP_TOKENS = 8192
+LEAST_GROUP_TOKENS = 512
+"""Fewer are not worth a second instance."""
+_BACKOFF_S = 0.05
+_RETRY_AFTER_S = 1.0
+_NO_MATCH = Match()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingJob:
+    """`request_id` is unique in the cluster."""
+
+    request_id: str
+    inputs: Sequence[PoolingInput]
+    params: PoolingParams
+    priority: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(given.token_ids) for given in self.inputs)
+
+
+class PoolingCalls:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        rules: FlightRules,
+        max_inputs: int,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cluster = cluster
+        self._rules = rules
+        self._max_inputs = max_inputs
+        self._metrics = metrics
+        self._clock = clock
+        self._tasks: set[asyncio.Task[list[Vector]]] = set()
+        self._num_inputs = 0
+        self._is_closed = False
+
+    async def vectors(self, job: PoolingJob, *, arrived_at: float) -> list[Vector]:
+        """One for each input, in their order. Raises `ApiError`; cancelling it ends the work."""
+        if self._num_inputs and self._num_inputs + len(job.inputs) > self._max_inputs:
+            raise RateLimitError(
+                f"{self._num_inputs} inputs are being computed and {self._max_inputs} is the limit: try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._num_inputs += len(job.inputs)
+        call = _Call(job, self._cluster, self._rules, deadline=arrived_at + self._rules.request_timeout_s)
+        task = asyncio.create_task(call.run(self._clock()))
+        self._tasks.add(task)
+        try:
+            found = await task
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise UnavailableError("the router stops", code="stopping") from None
+            task.cancel()
+            raise
+        finally:
+            self._tasks.discard(task)
+            self._num_inputs -= len(job.inputs)
+        lengths = [len(given.token_ids) for given in job.inputs]
+        self._metrics.pooled(lengths, self._clock() - arrived_at)
+        return found
+
+    def close(self) -> None:
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+
+
+@dataclass(slots=True)
+class _Group:
+    """`positions` are those of its inputs in the call."""
+
+    positions: list[int]
+    num_tokens: int = 0
+
+
+class _Call:
+    def __init__(self, job: PoolingJob, cluster: Cluster, rules: FlightRules, *, deadline: float) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._rules = rules
+        self._deadline = deadline
+        self._found: dict[int, Vector] = {}
+        self._avoid: set[InstanceId] = set()
+        self._num_asked = 0
+
+    async def run(self, now: float) -> list[Vector]:
+        left_s = max(0.0, self._deadline - now)
+        try:
+            async with asyncio.timeout(left_s):
+                await self._compute_all(now, left_s)
+        except TimeoutError as exc:
+            seconds = self._rules.request_timeout_s
+            raise DeadlineError(f"the request was not done within {seconds:g} s") from exc
+        return [self._found[position] for position in range(len(self._job.inputs))]
+
+    async def _compute_all(self, now: float, left_s: float) -> None:
+        error: ApiError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in split(self._job.inputs, max(1, len(candidates(self._cluster, now)))):
+                    tasks.create_task(self._compute(group, now, left_s))
+        except* ApiError as errors:
+            error = _first(errors)
+        if error is not None:
+            raise error
+
+    async def _compute(self, group: _Group, now: float, left_s: float) -> None:
+        """Asks instances until all of the group's vectors are there."""
+        for attempt in range(self._rules.max_replays + 1):
+            member = await self._member(group, now)
+            asked = _Asked(self._positions_left(group), self._found)
+            self._num_asked += 1
+            await self._ask(member, asked, RequestId(f"{self._job.request_id}~{self._num_asked}"), left_s)
+            error = asked.error()
+            if error is None:
+                return
+            if isinstance(error, BadRequestError):
+                raise error
+            instance = member.record.instance
+            logger.warning("request %s is asked again: %s: %s", self._job.request_id, instance, error.message)
+            self._avoid.add(instance)
+            if attempt == self._rules.max_replays:
+                raise error
+            await asyncio.sleep(_BACKOFF_S * 2**attempt)
+
+    async def _ask(self, member: Member, asked: "_Asked", request_id: RequestId, left_s: float) -> None:
+        inputs = [self._job.inputs[position] for position in asked.positions]
+        num_tokens = sum(len(given.token_ids) for given in inputs)
+        member.assign(request_id, Share(assignment=asked, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0))
+        message = Pool(
+            request_id=request_id,
+            inputs=inputs,
+            params=self._job.params,
+            priority=self._job.priority,
+            timeout_s=max(0.1, left_s),
+        )
+        try:
+            member.send(message)
+            await asked.end
+        finally:
+            member.release(request_id)
+            if not asked.is_over:
+                member.send(Cancel(request_id))
+
+    async def _member(self, group: _Group, now: float) -> Member:
+        """The one that is done first; waits a while for one to come. Raises `UnavailableError`."""
+        chosen = self._choose(group, now)
+        if chosen is None and self._cluster.awaits_instances(within_s=self._rules.instance_wait_s):
+            changed = asyncio.Event()
+            unlisten = self._cluster.listen(changed.set)
+            try:
+                async with asyncio.timeout(self._rules.instance_wait_s):
+                    while (chosen := self._choose(group, now)) is None:
+                        await changed.wait()
+                        changed.clear()
+            except TimeoutError:
+                chosen = None
+            finally:
+                unlisten()
+        if chosen is None:
+            raise UnavailableError("no instance is ready that computes vectors", retry_after_s=_RETRY_AFTER_S)
+        return chosen
+
+    def _choose(self, group: _Group, now: float) -> Member | None:
+        found = candidates(self._cluster, now)
+        trusted = [candidate for candidate in found if candidate.instance not in self._avoid]
+        best = quickest(group.num_tokens, trusted or found)
+        return self._cluster.member(best.instance) if best is not None else None
+
+    def _positions_left(self, group: _Group) -> list[int]:
+        return [position for position in group.positions if position not in self._found]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """`services.router.member.Assignment`: some inputs at one instance."""
+
+    positions: list[int]
+    found: dict[int, Vector]
+    end: "asyncio.Future[None]" = field(init=False)
+    num_answers: int = 0
+    failed: Failed | None = None
+    lost: str | None = None
+
+    def __post_init__(self) -> None:
+        self.end = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """The instance has nothing more to do for it."""
+        return self.num_answers == len(self.positions) or self.failed is not None or self.lost is not None
+
+    def error(self) -> ApiError | None:
+        if self.lost is not None:
+            return UnavailableError(f"an instance was lost: {self.lost}", code="instance_lost")
+        if self.failed is None:
+            return None
+        if self.failed.code in ("invalid", "too_long"):
+            return BadRequestError(self.failed.message, code=self.failed.code)
+        return failure(self.failed)
+
+    def on_answer(self, member: Member, answer: Answer) -> None:
+        match answer:
+            case Pooled():
+                self.found[self.positions[answer.index]] = Vector(answer.shape, answer.data)
+                self.num_answers += 1
+            case Failed():
+                self.failed = answer
+        self._end_if_over()
+
+    def on_lost(self, member: Member, reason: str) -> None:
+        self.lost = reason
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self.is_over and not self.end.done():
+            self.end.set_result(None)
+
+
+def candidates(cluster: Cluster, now: float) -> list[Candidate]:
+    """Instances that compute vectors and take work."""
+    members = (m for m in cluster.members() if m.takes_work and m.record.pooling is not None)
+    return [member.candidate(_NO_MATCH, now) for member in members]
+
+
+def quickest(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
+    """The one that will have computed so many more tokens first."""
+    return min(among, key=lambda c: (c.time_to_first_token_s(num_tokens), c.instance), default=None)
+
+
+def split(inputs: Sequence[PoolingInput], num_instances: int) -> list[_Group]:
+    """In their order, into groups that keep all instances busy and no frame too long."""
+    total = sum(len(given.token_ids) for given in inputs)
+    wanted = min(GROUP_TOKENS, max(LEAST_GROUP_TOKENS, -(-total // num_instances)))
+    groups: list[_Group] = []
+    for position, given in enumerate(inputs):
+        if not groups or groups[-1].num_tokens >= wanted:
+            groups.append(_Group([]))
+        groups[-1].positions.append(position)
+        groups[-1].num_tokens += len(given.token_ids)
+    return groups
+
+
+def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
+    for error in errors.exceptions:
+        return error if isinstance(error, ApiError) else _first(error)
+    raise AssertionError("an exception group is never empty")

@@ -1,0 +1,130 @@
+"""Texts, pairs of texts, token ids and chats to what a model that answers with vectors reads: token ids that fit.
+
+A pair goes through the tokenizer as a pair, as cross-encoders were trained; truncation keeps the first tokens and the
+special tokens that frame them.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Encoding, Tokenizer
+
+from contracts.pooling import PoolingInput
+from services.router.errors import BadRequestError
+
+_INLINE_CHARS = 20_000
+"""More is tokenised in a thread, so that running streams do not wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRules:
+    """`truncate` None refuses what is longer than `max_tokens`; -1 cuts to `max_tokens`."""
+
+    max_tokens: int
+    vocab_size: int
+    truncate: int | None = None
+    add_special_tokens: bool = True
+    lowercase: bool = False
+
+    def limit(self) -> int | None:
+        """Raises `BadRequestError`."""
+        if self.truncate is None:
+            return None
+        if self.truncate == 0 or self.truncate > self.max_tokens:
+            raise BadRequestError(
+                f"truncate_prompt_tokens is {self.truncate}; the model takes 1..{self.max_tokens} tokens, -1 for all",
+                param="truncate_prompt_tokens",
+            )
+        return self.max_tokens if self.truncate == -1 else self.truncate
+
+
+async def of_texts(
+    tokenizer: Tokenizer, texts: Sequence[str] | Sequence[tuple[str, str]], rules: InputRules, *, param: str
+) -> list[PoolingInput]:
+    """Raises `BadRequestError`."""
+    limit = rules.limit()
+    size = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
+    if size <= _INLINE_CHARS:
+        inputs = _encode(tokenizer, texts, rules, limit)
+    else:
+        inputs = await asyncio.to_thread(_encode, tokenizer, texts, rules, limit)
+    _check(inputs, rules, param)
+    return inputs
+
+
+def of_token_ids(prompts: Sequence[list[int]], rules: InputRules, *, param: str) -> list[PoolingInput]:
+    """Raises `BadRequestError`."""
+    limit = rules.limit()
+    for token_ids in prompts:
+        if max(token_ids) >= rules.vocab_size:
+            raise BadRequestError(f"{param}: token ids must lie in 0..{rules.vocab_size - 1}", param=param)
+    inputs = [PoolingInput(token_ids[:limit]) for token_ids in prompts]
+    _check(inputs, rules, param)
+    return inputs
+
+
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str] | Sequence[tuple[str, str]], rules: InputRules, limit: int | None
+) -> list[PoolingInput]:
+    if limit is not None:
+        return [_input(_cut(tokenizer, text, rules, limit)) for text in texts]
+    lowered = [_lowered(text, rules) for text in texts]
+    encodings = tokenizer.encode_batch_fast(lowered, add_special_tokens=rules.add_special_tokens)
+    return [_input(encoding) for encoding in encodings]
+
+
+def _cut(tokenizer: Tokenizer, text: str | tuple[str, str], rules: InputRules, limit: int) -> Encoding:
+    """The longer text of a pair is cut first, as transformers' `longest_first` does."""
+    text = _lowered(text, rules)
+    texts = [text] if isinstance(text, str) else list(text)
+    parts = tokenizer.encode_batch(texts, add_special_tokens=False)
+    is_pair = len(parts) == 2
+    room = limit - (tokenizer.num_special_tokens_to_add(is_pair) if rules.add_special_tokens else 0)
+    if room < 0:
+        raise BadRequestError(
+            f"truncate_prompt_tokens is {limit}, fewer than the special tokens around a text",
+            param="truncate_prompt_tokens",
+        )
+    for part, keep in zip(parts, shares([len(part.ids) for part in parts], room), strict=True):
+        part.truncate(keep)
+    pair = parts[1] if is_pair else None
+    return tokenizer.post_process(parts[0], pair, add_special_tokens=rules.add_special_tokens)
+
+
+def shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens of each text fit, taking from the longest; of equal ones, from the last."""
+    if sum(lengths) <= room:
+        return list(lengths)
+    if len(lengths) == 1:
+        return [room]
+    short = min(lengths)
+    if 2 * short <= room:
+        kept = room - short
+        return [kept, short] if lengths[0] > lengths[1] else [short, kept]
+    return [room - room // 2, room // 2]
+
+
+def _lowered(text: str | tuple[str, str], rules: InputRules) -> str | tuple[str, str]:
+    if not rules.lowercase:
+        return text
+    return text.lower() if isinstance(text, str) else (text[0].lower(), text[1].lower())
+
+
+def _input(encoding: Encoding) -> PoolingInput:
+    types = encoding.type_ids
+    return PoolingInput(encoding.ids, types if any(types) else None)
+
+
+def _check(inputs: Sequence[PoolingInput], rules: InputRules, param: str) -> None:
+    for number, given in enumerate(inputs):
+        length = len(given.token_ids)
+        if length > rules.max_tokens:
+            raise BadRequestError(
+                f"{param}: number {number} has {length} tokens, but the model takes {rules.max_tokens}; shorten it, or"
+                " give truncate_prompt_tokens (-1 cuts to what fits)",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if not length:
+            raise BadRequestError(f"{param}: number {number} has no tokens", param=param)
