@@ -16,10 +16,10 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`at_s` is when it is sent, counted from the start. Prompts are text; lengths in tokens are approximate there."""
+    """`at_s` is when it is sent, counted from the start. Of text, lengths in tokens are approximate."""
 
     at_s: float
-    prompt: str
+    prompt: str | list[int]
     max_tokens: int
 
 

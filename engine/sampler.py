@@ -47,7 +47,7 @@ class Sampler:
         Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary."""
         params = [row.sequence.request.work.sampling for row in rows]
         if masks is None and all(is_plain_greedy(p) for p in params):
-            return Choice(logits.argmax(dim=-1) if largest is None else largest)
+            return Choice(logits.max(dim=-1).indices if largest is None else largest)
         raw = logits.float()
         scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
