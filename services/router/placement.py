@@ -1,8 +1,9 @@
 """Which instances serve a request: filter, predict, pick. A pure function of values.
 
 The prefill instance is the one with the smallest predicted time to first token: tokens queued there plus tokens not
-cached there, over its measured rate. So a cached prefix attracts work until the queue it causes costs more than
-computing elsewhere. The decode instance is the least busy one with room; blocks that it already has count only as bytes
+cached there, over its measured rate. Under load, tokens to compute weigh more than tokens queued: those who come next
+wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
+decode instance is the least busy one with room; blocks that it already has count only as bytes
 not moved. That is the policy `prefix`; the others are there to compare with.
 """
 
@@ -22,6 +23,9 @@ PolicyName = Literal["prefix", "least_loaded", "round_robin", "random"]
 HOST_TIER_CREDIT = 0.75
 """Share of a token's compute time that a block in the host tier saves: it must still be copied in."""
 UNMEASURED_TOKENS_PER_S = 5000.0
+FOLLOWERS_PER_QUEUED_PROMPT = 2.0
+MAX_FOLLOWERS = 4.0
+"""Bounds what a cached prefix may cost: a queue of at most 1 + this times the tokens that it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,10 @@ class Candidate:
         cached = self.cached_tokens + HOST_TIER_CREDIT * self.host_cached_tokens
         return max(1.0, num_tokens - cached)
 
-    def time_to_first_token_s(self, num_tokens: int) -> float:
+    def time_to_first_token_s(self, num_tokens: int, *, followers: float = 0.0) -> float:
+        """With `followers`: plus the time that so many later prompts would wait for this one."""
         rate = self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
-        return (self.queued_tokens + self.uncached(num_tokens)) / rate
+        return (self.queued_tokens + (1.0 + followers) * self.uncached(num_tokens)) / rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +172,25 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand) -> Placemen
     return Placement(decision=decision, decode=candidate, predicted_ttft_s=ttft_s)
 
 
-def _quickest(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
-    return min(
-        candidates,
-        key=lambda c: (c.time_to_first_token_s(demand.num_tokens), c.active_sequences, -c.free_blocks, c.instance),
-        default=None,
-    )
+def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+    followers = _followers(demand, candidates)
+
+    def cost(c: Candidate) -> tuple[float, int, int, InstanceId]:
+        cost_s = c.time_to_first_token_s(demand.num_tokens, followers=followers)
+        return (cost_s, c.active_sequences, -c.free_blocks, c.instance)
+
+    return min(candidates, key=cost, default=None)
+
+
+def _followers(demand: Demand, candidates: Sequence[Candidate]) -> float:
+    """How many prompts will wait for this one: as many as wait on average now (Little's law), in prompts of its size.
+
+    The factor and the bound were found by replaying a trace: docs/experiments.md.
+    """
+    if not candidates:
+        return 0.0
+    queued = sum(c.queued_tokens for c in candidates) / len(candidates)
+    return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued / max(1, demand.num_tokens))
 
 
 def _roomiest(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:

@@ -68,7 +68,17 @@ def test_a_warm_prefix_beats_a_shorter_queue() -> None:
 
 def test_a_hot_prefix_does_not_melt_one_instance() -> None:
     hot = replace(P1, cached_tokens=300, queued_tokens=301)
-    assert chosen(LONG, P0, hot, D0)[1] == "p0"
+    idle = [candidate(f"p{i}", "prefill") for i in range(2, 9)]
+    assert chosen(LONG, P0, *idle, replace(hot, queued_tokens=400), D0)[1] == "p0"
+    assert chosen(LONG, P0, replace(hot, queued_tokens=1501), D0)[1] == "p0"  # whatever the load: five times
+
+
+def test_under_load_a_cached_prefix_is_worth_a_longer_queue() -> None:
+    warm = replace(P1, cached_tokens=300)
+    assert chosen(LONG, P0, replace(warm, queued_tokens=301), D0)[1] == "p1"
+    queued = replace(P0, queued_tokens=4000)
+    assert chosen(LONG, queued, replace(warm, queued_tokens=5400), D0)[1] == "p1"
+    assert chosen(LONG, queued, replace(warm, queued_tokens=5600), D0)[1] == "p0"
 
 
 def test_a_faster_instance_takes_more() -> None:
