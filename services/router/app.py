@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from services.common.version import VERSION
+from services.router.api_keys import ApiKeys
 from services.router.chat import ChatEndpoint
 from services.router.completions import CompletionEndpoint
 from services.router.errors import ErrorBody, ErrorDetail
@@ -22,13 +23,13 @@ from services.router.openai_schema import (
 )
 from services.router.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
 from services.router.pooling.routes import pooling_endpoints
-from services.router.shell import ApiKeys, Asgi, Shell
+from services.router.shell import Asgi, Shell
 from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_routes
 
 _SCHEMAS = "#/components/schemas/{model}"
 
 
-def create_app(frontend: Frontend, *, api_keys: list[str]) -> Shell:
+def create_app(frontend: Frontend, *, api_keys: ApiKeys) -> Shell:
     direct: dict[str, Asgi] = {
         "/v1/chat/completions": ChatEndpoint(frontend),
         "/v1/completions": CompletionEndpoint(frontend),
@@ -44,7 +45,7 @@ def create_app(frontend: Frontend, *, api_keys: list[str]) -> Shell:
     return Shell(
         app,
         direct,
-        keys=ApiKeys(api_keys),
+        keys=api_keys,
         max_body_bytes=frontend.settings.max_request_bytes,
         metrics=frontend.metrics,
         clock=frontend.clock,

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.errors import ApiError, RequestTooLargeError
 
 Scope = MutableMapping[str, Any]
@@ -26,6 +27,8 @@ class RequestContext:
     explain: bool
     max_body_bytes: int
     trace_headers: Mapping[str, str]
+    caller: Caller = ANONYMOUS
+    slo: Slo = NO_SLO
 
     def attach(self, scope: Scope) -> None:
         scope[_CONTEXT] = self

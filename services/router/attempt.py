@@ -68,6 +68,7 @@ class Attempt:
         """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
         for member in self.members():
             member.release(self.request_id)
+            member.circuit.given_up()
             if cancel:
                 member.send(Cancel(self.request_id))
 

@@ -30,7 +30,7 @@ from contracts.messages import (
 )
 from services.router.block_index import BlockIndex, Match
 from services.router.member import Link, Member
-from services.router.placement import ClusterView
+from services.router.placement import UNMEASURED_TOKENS_PER_S, ClusterView
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,12 @@ class Cluster:
             return True
         return self._clock() - self._left_at < within_s
 
+    def prefill_tokens_per_s(self) -> float:
+        """Of all instances that read prompts and take work."""
+        takers = [member for member in self._members.values() if member.takes_work]
+        readers = [m for m in takers if m.record.role != "decode"] or takers
+        return sum(m.record.load.prefill_tokens_per_s for m in readers) or UNMEASURED_TOKENS_PER_S
+
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """`on_change` is called whenever an instance becomes ready or is lost. Returns what ends that."""
         self._listeners.add(on_change)
@@ -122,6 +128,9 @@ class Cluster:
         now = self._clock()
         self.index.expire(now)
         takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
+        # An instance whose circuit is open is better than none: the others of its role decide.
+        sound = {member.record.role for member in takers if member.circuit.allows(now)}
+        takers = [m for m in takers if m.circuit.allows(now) or m.record.role not in sound]
         matches = {layout: self.index.match(names(layout)) for layout in {m.record.layout for m in takers}}
         self._turn += 1
         return ClusterView(
@@ -175,6 +184,7 @@ class Cluster:
         if self._members.get(member.record.instance) is not member or member.state == "lost":
             return
         if member.state == "ready":
+            member.circuit.failed(self._clock())
             logger.warning("instance %s is lost: %s", member.record.instance, reason)
         self._disconnect(member, reason)
         asyncio.get_running_loop().call_later(_RECONNECT_S, self._reconnect, member)

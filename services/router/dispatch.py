@@ -1,55 +1,84 @@
-"""Admits prompts, launches their flights, and tells logs and metrics how each ended."""
+"""Admits prompts, launches their flights or lets them wait, and tells logs and metrics how each ended."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from services.common.tracing import Span, Tracing
+from services.router.admission import AdmissionRules, Refusal, Waiting, breaks_promise, judge
 from services.router.cluster import Cluster
+from services.router.ended_line import ended_line
 from services.router.errors import ApiError, RateLimitError, UnavailableError
+from services.router.fair_queue import FairQueue
 from services.router.flight import Flight
 from services.router.job import Arrival, FlightRules, Job
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
+from services.router.placement import Placement
 from services.router.recent import RecentRequest, RecentRequests
+from services.router.retry_budget import RetryBudget
 from services.router.span import attributes_of
+from services.router.usage import UsageLedger
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1.0
+_LOOK_AGAIN_S = 0.02
+"""Requests of other routers end unseen: while something waits, the cluster is looked at so often."""
+_FADE = 0.9
+
+
+@dataclass(slots=True)
+class Admission:
+    """What a dispatcher decides with: rules, and what has been used so far."""
+
+    rules: AdmissionRules
+    max_flights: int
+    ledger: UsageLedger = field(default_factory=UsageLedger)
+    retries: RetryBudget = field(default_factory=lambda: RetryBudget(0.2))
+    wall_clock: Callable[[], float] = time.time
 
 
 class Dispatcher:
+    """`services.router.flight.Owner`."""
+
     def __init__(
         self,
         cluster: Cluster,
         *,
         rules: FlightRules,
-        max_flights: int,
+        admission: Admission,
         metrics: RouterMetrics,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
     ) -> None:
         self._cluster = cluster
         self._rules = rules
-        self._max_flights = max_flights
+        self._admission = admission
         self._metrics = metrics
         self._clock = clock
         self._tracing = tracing or Tracing()
         self._flights: dict[Flight, Span] = {}
+        self._waiting: FairQueue[Flight] = FairQueue()
+        self._resuming: Flight | None = None
+        self._look_again: asyncio.TimerHandle | None = None
+        self._ended_at = 0.0
+        self._ends_every_s = 1.0
         self.recent = RecentRequests()
+        cluster.listen(self._pump)
 
     @property
     def num_flights(self) -> int:
         return len(self._flights)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def launch(self, jobs: Sequence[Job], outbox: Outbox, *, arrival: Arrival) -> list[Flight]:
         """One flight a job, all or none; what comes back goes to `outbox`. Raises `ApiError`."""
-        if len(self._flights) + len(jobs) > self._max_flights:
-            raise RateLimitError(
-                f"{len(self._flights)} requests are being served and {self._max_flights} is the limit: try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        self._check_limits(jobs, arrival)
         flights: list[Flight] = []
         try:
             for job in jobs:
@@ -63,6 +92,74 @@ class Dispatcher:
     def close(self) -> None:
         for flight in list(self._flights):
             flight.fail(UnavailableError("the router stops", code="stopping"))
+        if self._look_again is not None:
+            self._look_again.cancel()
+
+    def admits(self, flight: Flight, placement: Placement) -> bool:
+        now, arrival = self._clock(), flight.arrival
+        if flight is self._resuming:
+            return self._admits_again(flight, placement)
+        tokens, rate = len(flight.job.token_ids), self._cluster.prefill_tokens_per_s()
+        before = self._waiting.tokens_before(arrival.caller, priority=flight.job.priority) if self._waiting else 0
+        waiting = Waiting(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
+        verdict = judge(
+            placement,
+            arrival.slo,
+            self._admission.rules,
+            waited_s=now - arrival.at,
+            tokens=tokens,
+            waiting=waiting,
+        )
+        if isinstance(verdict, Refusal):
+            raise self._refused(verdict)
+        if verdict == "wait":
+            self._waiting.push(flight, arrival.caller, priority=flight.job.priority, tokens=tokens)
+            self._count_waiting()
+            self._look_soon()
+        return verdict == "go"
+
+    def prefilled(self, flight: Flight) -> None:
+        self._pump()
+
+    def allows_retry(self) -> bool:
+        return self._admission.retries.allows_retry(self._clock())
+
+    def ended(self, flight: Flight) -> None:
+        now = self._clock()
+        self._learn_end(now)
+        if self._waiting.remove(flight):
+            self._count_waiting()
+        if (span := self._flights.pop(flight, None)) is not None:
+            span.set(attributes_of(flight))
+            span.end(at=flight.timeline.ended_at, error=None if flight.error is None else flight.error.message)
+        generated = sum(len(sequence.token_ids) for sequence in flight.sequences)
+        self._admission.ledger.add(flight.arrival.caller, tokens=generated, now=self._admission.wall_clock())
+        self._metrics.in_flight.set(len(self._flights))
+        self._metrics.ended(flight)
+        self.recent.add(
+            RecentRequest(
+                prompt_tokens=len(flight.job.token_ids),
+                generated_tokens=generated,
+                finish_reasons=[str(reason) for reason in flight.timeline.finish_reasons],
+                baton=flight.timeline.explain(flight.job.request_id, now),
+            )
+        )
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("request ended", extra=ended_line(flight, now))
+        self._pump()
+
+    def _check_limits(self, jobs: Sequence[Job], arrival: Arrival) -> None:
+        """Raises `RateLimitError`."""
+        admission = self._admission
+        if len(self._flights) + len(jobs) > admission.max_flights:
+            message = f"{len(self._flights)} requests are being served and {admission.max_flights} is the limit"
+            raise self._refused(Refusal("queue", message, None))
+        tokens = sum(len(job.token_ids) for job in jobs)
+        over = admission.ledger.admit(arrival.caller, tokens=tokens, now=admission.wall_clock())
+        if over is not None:
+            self._metrics.refused("key")
+            raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
+        admission.retries.request()
 
     def _start(self, job: Job, outbox: Outbox, arrival: Arrival) -> Flight:
         span = self._tracing.span("llm_request", arrival.trace_headers, at=arrival.at)
@@ -74,7 +171,7 @@ class Dispatcher:
             rules=self._rules,
             clock=self._clock,
             arrival=arrival,
-            on_end=self._ended,
+            owner=self,
         )
         try:
             flight.start()
@@ -86,46 +183,47 @@ class Dispatcher:
         self._metrics.started(flight)
         return flight
 
-    def _ended(self, flight: Flight) -> None:
-        if (span := self._flights.pop(flight, None)) is not None:
-            span.set(attributes_of(flight))
-            span.end(at=flight.timeline.ended_at, error=None if flight.error is None else flight.error.message)
-        self._metrics.in_flight.set(len(self._flights))
-        self._metrics.ended(flight)
-        self.recent.add(
-            RecentRequest(
-                prompt_tokens=len(flight.job.token_ids),
-                generated_tokens=sum(len(sequence.token_ids) for sequence in flight.sequences),
-                finish_reasons=[str(reason) for reason in flight.timeline.finish_reasons],
-                baton=flight.timeline.explain(flight.job.request_id, self._clock()),
-            )
-        )
-        timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
-        logger.info(
-            "request ended",
-            extra={
-                "request_id": flight.job.request_id,
-                "decision": timeline.decision,
-                "prefill": timeline.prefill,
-                "decode": timeline.decode,
-                "finish_reasons": timeline.finish_reasons,
-                "prompt_tokens": len(flight.job.token_ids),
-                "generated_tokens": sum(len(sequence.token_ids) for sequence in flight.sequences),
-                "cached_tokens": sum(timeline.cached_tokens.values()),
-                "predicted_ttft_s": _rounded(timeline.predicted_ttft_s),
-                "ttft_s": _rounded(timeline.ttft_s),
-                "tokenize_s": _rounded(timeline.tokenize_s),
-                "queue_s": _rounded(report.queue_s if report is not None else None),
-                "prefill_s": _rounded(report.prefill_s if report is not None else None),
-                "handoff_s": _rounded(handoff.handoff_s if handoff is not None else None),
-                "exposed_s": _rounded(handoff.exposed_s if handoff is not None else None),
-                "transport": handoff.transport if handoff is not None else None,
-                "decode_s": _rounded(timeline.decode_s),
-                "e2e_s": _rounded(self._clock() - timeline.arrived_at),
-                "replays": timeline.replays,
-            },
-        )
+    def _admits_again(self, flight: Flight, placement: Placement) -> bool:
+        """It is the first of those that wait."""
+        waited_s = self._clock() - flight.arrival.at
+        if (refusal := breaks_promise(placement, flight.arrival.slo, waited_s=waited_s)) is not None:
+            raise self._refused(refusal)
+        if placement.computing.queue_s > self._admission.rules.dispatch_ahead_s:
+            return False
+        self._waiting.remove(flight)
+        self._count_waiting()
+        return True
 
+    def _pump(self) -> None:
+        """Lets go what may, in order. The first that must wait holds those behind it."""
+        while (flight := self._waiting.first()) is not None and self._resuming is None:
+            before = len(self._waiting)
+            self._resuming = flight
+            try:
+                flight.resume()
+            finally:
+                self._resuming = None
+            if len(self._waiting) == before:
+                self._look_soon()
+                return
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+    def _look_soon(self) -> None:
+        if self._look_again is None:
+            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
+
+    def _look(self) -> None:
+        self._look_again = None
+        self._pump()
+
+    def _refused(self, refusal: Refusal) -> RateLimitError:
+        self._metrics.refused(refusal.cause)
+        retry_after_s = self._ends_every_s if refusal.retry_after_s is None else refusal.retry_after_s
+        return RateLimitError(f"{refusal.message}: try again later", retry_after_s=retry_after_s)
+
+    def _count_waiting(self) -> None:
+        self._metrics.waiting(requests=len(self._waiting), tokens=self._waiting.tokens)
+
+    def _learn_end(self, now: float) -> None:
+        if self._ended_at:
+            self._ends_every_s = _FADE * self._ends_every_s + (1 - _FADE) * (now - self._ended_at)
+        self._ended_at = now

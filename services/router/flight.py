@@ -8,6 +8,7 @@ However a flight ends, every instance that works for it is told.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -29,6 +30,20 @@ logger = logging.getLogger(__name__)
 _BACKOFF_S = 0.05
 
 
+class Owner(Protocol):
+    """The dispatcher."""
+
+    def admits(self, flight: "Flight", placement: Placement) -> bool:
+        """False: it waits until the owner calls `resume`. Raises `ApiError`."""
+
+    def prefilled(self, flight: "Flight") -> None:
+        """An instance has less to compute."""
+
+    def allows_retry(self) -> bool: ...
+
+    def ended(self, flight: "Flight") -> None: ...
+
+
 class Flight:
     def __init__(
         self,
@@ -39,7 +54,7 @@ class Flight:
         rules: FlightRules,
         clock: Callable[[], float],
         arrival: Arrival,
-        on_end: Callable[["Flight"], None],
+        owner: Owner,
     ) -> None:
         self.job = job
         self.timeline = Timeline(arrived_at=arrival.at, tokenize_s=arrival.tokenize_s)
@@ -50,21 +65,29 @@ class Flight:
         self._cluster = cluster
         self._outbox = outbox
         self._rules = rules
-        self._on_end = on_end
+        self._owner = owner
+        self.arrival = arrival
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._deadline = arrival.at + rules.request_timeout_s
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
         self._avoid: frozenset[InstanceId] = frozenset()
+        self._keep_decode: InstanceId | None = None
+        self._naming = PromptNames(job.token_ids, job.cache_salt)
         self._waiting: list[tuple[list[TokenSequence], int]] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._unlisten: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Raises `ApiError` when no instance can take it."""
+        """Raises `ApiError` when no instance can take it, or its owner refuses it."""
         self._timers.append(self._loop.call_later(self._deadline - self._clock(), self._on_deadline))
-        refused = self._launch(self.sequences, 0)
+        try:
+            refused = self._launch(self.sequences, 0)
+        except ApiError:
+            self.is_over = True
+            self._clear()
+            raise
         if refused is None:
             return
         if refused.reason == "empty_pool" and self._awaits_instances():
@@ -73,6 +96,10 @@ class Flight:
         self.is_over = True
         self._clear()
         raise no_capacity(refused)
+
+    def resume(self) -> None:
+        """After it was not admitted: asks again."""
+        self._relaunch(self.sequences, 0)
 
     def stop(self, index: int) -> None:
         """Enough of this sequence: its text has ended."""
@@ -99,11 +126,14 @@ class Flight:
                 self._on_tokens(attempt, member, answer)
             case PrefillReport():
                 member.prefilled(attempt.request_id)
+                member.circuit.succeeded()
+                self._owner.prefilled(self)
                 if self.timeline.report is None:
                     self.timeline.report = answer
                     self.prompt_logprobs = answer.prompt_logprobs
             case HandoffReport():
                 self.timeline.handoff = answer
+                member.circuit.succeeded()
                 attempt.decode_has_blocks = True
             case Failed():
                 self._on_failed(attempt, member, answer)
@@ -114,6 +144,7 @@ class Flight:
             attempt.prefill = None
             return
         error = UnavailableError(f"instance {member.record.instance} was lost: {reason}", code="instance_lost")
+        self._keep_decode = _other(attempt, member.record.instance)
         self._replay(attempt, error, delay_s=0.0)
 
     def _on_tokens(self, attempt: Attempt, member: Member, message: Tokens) -> None:
@@ -127,6 +158,7 @@ class Flight:
             if self.timeline.first_token_at is None:
                 self.timeline.first_token_at = now
             self.timeline.last_token_at = now
+            self.timeline.num_later_tokens = max(self.timeline.num_later_tokens, len(sequence.token_ids) - 1)
             self._outbox.put(self.job.first_choice + sequence.index, tokens)
             if tokens.finish_reason is not None:
                 self.timeline.finish_reasons.append(tokens.finish_reason)
@@ -144,21 +176,41 @@ class Flight:
         if failed.code in ("invalid", "too_long"):
             self.fail(BadRequestError(failed.message, code=failed.code))
             return
-        self._avoid |= {failed.lost if failed.lost is not None else instance}
+        culprit = failed.lost if failed.lost is not None else instance
+        is_first = culprit not in self._avoid
+        self._avoid |= {culprit}
+        self._keep_decode = _other(attempt, culprit)
+        if failed.code == "draining" and is_first:
+            # Nobody's fault, and known to placement from now on.
+            self._replay(attempt, failure(failed), delay_s=0.0, is_counted=False)
+            return
+        self._blame(culprit, failed)
+        may_retry = failed.code not in ("overloaded", "internal") or self._owner.allows_retry()
+        if not may_retry:
+            self._end_attempt(attempt, cancel=True)
+            self.fail(failure(failed))
+            return
         delay_s = _BACKOFF_S * 2**attempt.replays if failed.code in ("overloaded", "internal") else 0.0
         self._replay(attempt, failure(failed), delay_s=delay_s)
 
-    def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float) -> None:
+    def _blame(self, culprit: InstanceId, failed: Failed) -> None:
+        """An instance that is merely full is not broken."""
+        blamed = self._cluster.member(culprit)
+        if blamed is not None and failed.code in ("internal", "timeout", "handoff_failed"):
+            blamed.circuit.failed(self._clock())
+
+    def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float, is_counted: bool = True) -> None:
         """Places what is missing of an attempt again."""
         self._end_attempt(attempt, cancel=True)
         live = attempt.live()
         if not live:
             self._end_if_done(None)
             return
-        if attempt.replays >= self._rules.max_replays:
+        if is_counted and attempt.replays >= self._rules.max_replays:
             self.fail(error)
             return
         self.timeline.replays += 1
+        replays = attempt.replays + is_counted
         logger.warning("replayed: %s", error.message, extra={"request_id": attempt.request_id})
         fresh = [sequence for sequence in live if not sequence.token_ids]
         groups = ([fresh] if fresh else []) + [[sequence] for sequence in live if sequence.token_ids]
@@ -166,13 +218,17 @@ class Flight:
             sequence.forget_early()
         for group in groups:
             # Later in any case: this may be called in the middle of the loss of an instance.
-            self._timers.append(self._loop.call_later(delay_s, self._relaunch, group, attempt.replays + 1))
+            self._timers.append(self._loop.call_later(delay_s, self._relaunch, group, replays))
 
     def _relaunch(self, group: list[TokenSequence], replays: int) -> None:
         live = [sequence for sequence in group if not sequence.is_finished]
         if self.is_over or not live:
             return
-        refused = self._launch(live, replays)
+        try:
+            refused = self._launch(live, replays)
+        except ApiError as exc:
+            self.fail(exc)
+            return
         if refused is None:
             return
         # A stream that has begun waits for whatever may come; one that has not, for instances that are expected.
@@ -207,16 +263,20 @@ class Flight:
     def _launch(self, sequences: Sequence[TokenSequence], replays: int) -> NoCapacity | None:
         """Places sequences that have the same tokens so far: one of them, or several that have none."""
         token_ids = self.job.token_ids + sequences[0].token_ids
-        naming = PromptNames(token_ids, self.job.cache_salt)
+        naming = self._naming if len(token_ids) == len(self.job.token_ids) else None
+        naming = naming or PromptNames(token_ids, self.job.cache_salt)
         demand = Demand(
             num_tokens=len(token_ids),
             num_sequences=len(sequences),
             max_new_tokens=self.job.sampling.max_tokens - len(sequences[0].token_ids),
             avoid=self._avoid,
+            keep_decode=self._keep_decode,
         )
         placement = place(demand, self._cluster.view(naming.names), self._rules.policy)
         if isinstance(placement, NoCapacity):
             return placement
+        if not self._num_attempts and not self._owner.admits(self, placement):
+            return None
         prefill, decode = self._members_of(placement)
         attempt = Attempt(
             owner=self,
@@ -230,12 +290,13 @@ class Flight:
         )
         self._num_attempts += 1
         self._attempts.add(attempt)
-        self.timeline.placed(placement)
+        self.timeline.placed(placement, self._clock())
         layout = placement.computing.layout
         work = self._work(attempt, token_ids, naming.root(layout), indexes(sequences))
         attempt.start(work, placement, handoff_timeout_s=min(self._rules.handoff_timeout_s, work.timeout_s))
         until = self._clock() + self._rules.expected_blocks_ttl_s
         for member in attempt.members():
+            member.circuit.tries(self._clock())
             self._cluster.index.expect(member.record.instance, naming.names(layout), until=until)
         return None
 
@@ -291,7 +352,7 @@ class Flight:
             self._end_attempt(attempt, cancel=True)
         self._clear()
         self.timeline.ended_at = self._clock()
-        self._on_end(self)
+        self._owner.ended(self)
 
     def _clear(self) -> None:
         for timer in self._timers:
@@ -301,3 +362,9 @@ class Flight:
         if self._unlisten is not None:
             self._unlisten()
             self._unlisten = None
+
+
+def _other(attempt: Attempt, culprit: InstanceId) -> InstanceId | None:
+    """The decode instance, when it is not to blame: it keeps the blocks that have arrived there."""
+    decode = attempt.decode
+    return decode.record.instance if decode is not None and decode.record.instance != culprit else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from contracts.pooling import PoolingProfile
 from services.router.asgi import RequestContext
+from services.router.caller import Slo
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.errors import BadRequestError, ModelNotFoundError, UnavailableError
@@ -117,6 +118,8 @@ class Frontend:
             tokenizing_at=tokenizing_at,
             tokenized_at=self.clock(),
             trace_headers=context.trace_headers,
+            caller=context.caller,
+            slo=self._slo(context),
         )
 
     async def tokenize(self, text: str, limits: Limits, *, add_special_tokens: bool, truncate: int | None) -> list[int]:
@@ -161,6 +164,15 @@ class Frontend:
         flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
         writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(n * len(prompts))]
         return Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)
+
+    def _slo(self, context: RequestContext) -> Slo:
+        """What the request says, else what the settings say for this model."""
+        ttft_ms, itl_ms = self.settings.default_ttft_ms, self.settings.default_itl_ms
+        ttft_s, itl_s = context.slo.ttft_s, context.slo.itl_s
+        return Slo(
+            ttft_s if ttft_s is not None or ttft_ms is None else ttft_ms / 1e3,
+            itl_s if itl_s is not None or itl_ms is None else itl_ms / 1e3,
+        )
 
     def _log(self, jobs: Sequence[Job]) -> None:
         """Only where it was asked for: prompts are nobody else's business."""

@@ -8,6 +8,7 @@ from contracts.identity import BlockName
 from contracts.layout import KVLayout
 from contracts.naming import block_names, root_name
 from contracts.sampling import SamplingParams
+from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.placement import PlacementPolicy
 
 
@@ -19,6 +20,8 @@ class Arrival:
     tokenizing_at: float
     tokenized_at: float
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    caller: Caller = ANONYMOUS
+    slo: Slo = NO_SLO
 
     @property
     def tokenize_s(self) -> float:

@@ -5,7 +5,6 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -18,10 +17,13 @@ from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
 from services.common.registry import registry_view
 from services.common.tracing import tracing_to
+from services.router.admission import AdmissionRules
+from services.router.api_keys import ApiKeys
 from services.router.app import create_app
+from services.router.caller import Caller
 from services.router.cluster import Cluster
 from services.router.connections import ZeromqConnector
-from services.router.dispatch import Dispatcher
+from services.router.dispatch import Admission, Dispatcher
 from services.router.errors import ModelFolderError
 from services.router.frontend import Frontend
 from services.router.job import FlightRules
@@ -29,7 +31,10 @@ from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames, ServedModel
 from services.router.placement import PlacementPolicy
 from services.router.pooling.calls import PoolingCalls
+from services.router.retry_budget import RetryBudget
 from services.router.settings import RouterSettings
+from services.router.usage import UsageLedger
+from services.router.usage_redis import RedisUsageStore, UsageExchange
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +67,11 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
     view = registry_view(settings.registry, secret)
     cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))
+    admission = admission_of(settings)
     dispatcher = Dispatcher(
         cluster,
         rules=flight_rules(settings),
-        max_flights=settings.max_concurrent_requests,
+        admission=admission,
         metrics=metrics,
         clock=time.monotonic,
         tracing=tracing,
@@ -99,6 +105,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     except zmq.ZMQError as exc:
         raise ConfigurationError(f"cannot host the registry at {settings.registry}: {exc.strerror}") from exc
     lifecycle.on_stop("connections to instances", cluster.close)
+    if (exchange := usage_exchange(settings, admission.ledger)) is not None:
+        exchange.start()
+        lifecycle.on_stop("usage of keys", exchange.close)
     await server.start()
 
     def end_requests() -> None:
@@ -126,15 +135,29 @@ def flight_rules(settings: RouterSettings) -> FlightRules:
     )
 
 
-def api_keys(settings: RouterSettings) -> list[str]:
+def admission_of(settings: RouterSettings) -> Admission:
+    return Admission(
+        AdmissionRules(
+            max_queued_tokens=settings.max_queued_tokens,
+            dispatch_ahead_s=settings.dispatch_ahead_s,
+        ),
+        max_flights=settings.max_concurrent_requests,
+        retries=RetryBudget(settings.retry_budget),
+    )
+
+
+def api_keys(settings: RouterSettings) -> ApiKeys:
     """Raises `ConfigurationError` for a file that cannot be read, or that holds no key."""
-    if settings.api_key_file is None:
-        return list(settings.api_key)
-    try:
-        lines = Path(settings.api_key_file).read_text().splitlines()
-    except OSError as exc:
-        raise ConfigurationError(f"--api-key-file {settings.api_key_file}: {exc.strerror}") from exc
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigurationError(f"--api-key-file {settings.api_key_file} holds no key")
-    return [*settings.api_key, *keys]
+    defaults = Caller(
+        requests_per_minute=settings.requests_per_minute,
+        tokens_per_minute=settings.tokens_per_minute,
+        tokens_per_day=settings.tokens_per_day,
+    )
+    return ApiKeys(settings.api_key, file=settings.api_key_file, defaults=defaults, clock=time.monotonic)
+
+
+def usage_exchange(settings: RouterSettings, ledger: UsageLedger) -> UsageExchange | None:
+    """None where no other router can share this registry."""
+    if settings.registry.startswith("memory:"):
+        return None
+    return UsageExchange(ledger, RedisUsageStore(settings.registry), wall_clock=time.time)

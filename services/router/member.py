@@ -12,7 +12,9 @@ from contracts.identity import RequestId
 from contracts.instance import InstanceRecord, LinkStatus
 from contracts.messages import Answer, LoadReport, ToInstance
 from services.router.block_index import Match
+from services.router.circuit import Circuit
 from services.router.placement import Candidate
+from services.router.step_times import StepTimes
 
 State = Literal["connecting", "ready", "lost"]
 
@@ -58,6 +60,8 @@ class Member:
     foreign_tokens: int = 0
     """Queued there by other routers, as of the last report."""
     foreign_sequences: int = 0
+    steps: StepTimes = field(default_factory=StepTimes)
+    circuit: Circuit = field(default_factory=Circuit)
 
     @property
     def takes_work(self) -> bool:
@@ -92,6 +96,7 @@ class Member:
         self.links = report.links
         self.draining = report.draining
         self.reported_at = now
+        self.steps.observe(load.running, load.decode_step_s)
         self.foreign_tokens = max(0, load.queued_tokens - self.own_tokens)
         self.foreign_sequences = max(0, load.running + load.waiting - self.own_sequences)
         self.unreported_blocks = 0
@@ -113,6 +118,7 @@ class Member:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
+            next_step_s=self.steps.predict(self.own_sequences + self.foreign_sequences + 1),
         )
 
     def check_invariants(self) -> None:

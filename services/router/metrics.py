@@ -53,6 +53,12 @@ class RouterMetrics:
         self._ttft_error = self._histogram(
             "baton:ttft_prediction_error_seconds", "Distance of predicted and actual time to first token.", _TTFT_S
         )
+        self._itl_error = self._histogram(
+            "baton:itl_prediction_error_seconds", "Distance of predicted and mean actual time between tokens.", _TPOT_S
+        )
+        self._admission = self._histogram(
+            "baton:admission_seconds", "Arrival until instances were chosen: tokenising, and waiting here.", _TTFT_S
+        )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
         self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
@@ -71,11 +77,29 @@ class RouterMetrics:
         self._errors = Counter(
             "baton:http_errors", "Requests refused or failed, by status.", ["model_name", "status"], registry=registry
         )
+        self._refusals = Counter(
+            "baton:admission_refusals",
+            "Requests refused with 429, by cause.",
+            ["model_name", "cause"],
+            registry=registry,
+        )
+        self._waiting = Gauge("baton:router_waiting_requests", "Prompts that wait.", ["model_name"], registry=registry)
+        self._waiting_tokens = Gauge(
+            "baton:router_waiting_tokens", "Tokens of them.", ["model_name"], registry=registry
+        )
+        self.waiting(requests=0, tokens=0)
         gauge = Gauge("baton:requests_in_flight", "Prompts being answered.", ["model_name"], registry=registry)
         self.in_flight = gauge.labels(model_name)
 
     def error(self, status: int) -> None:
         self._errors.labels(self._model, str(status)).inc()
+
+    def refused(self, cause: str) -> None:
+        self._refusals.labels(self._model, cause).inc()
+
+    def waiting(self, *, requests: int, tokens: int) -> None:
+        self._waiting.labels(self._model).set(requests)
+        self._waiting_tokens.labels(self._model).set(tokens)
 
     def between_tokens(self, seconds: float) -> None:
         self._tpot.observe(seconds)
@@ -122,6 +146,10 @@ class RouterMetrics:
         if timeline.ttft_s is not None:
             self._ttft.observe(timeline.ttft_s)
             self._ttft_error.observe(abs(timeline.ttft_s - timeline.predicted_ttft_s))
+        if timeline.itl_s is not None and timeline.predicted_itl_s:
+            self._itl_error.observe(abs(timeline.itl_s - timeline.predicted_itl_s))
+        if timeline.admission_s is not None:
+            self._admission.observe(timeline.admission_s)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)

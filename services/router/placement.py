@@ -37,6 +37,8 @@ class Demand:
     max_new_tokens: int = 1
     avoid: frozenset[InstanceId] = frozenset()
     """Instances that failed this request before."""
+    keep_decode: InstanceId | None = None
+    """Where blocks of this request have arrived already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +56,25 @@ class Candidate:
     cached_tokens: int = 0
     """In the device tier, of this request's tokens."""
     host_cached_tokens: int = 0
+    next_step_s: float = 0.0
+    """Predicted time of a decode step with one sequence more; 0: not measured."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""
         cached = self.cached_tokens + HOST_TIER_CREDIT * self.host_cached_tokens
         return max(1.0, num_tokens - cached)
 
+    @property
+    def queue_s(self) -> float:
+        return self.queued_tokens / self._rate
+
+    @property
+    def _rate(self) -> float:
+        return self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
+
     def time_to_first_token_s(self, num_tokens: int, *, followers: float = 0.0) -> float:
         """With `followers`: plus the time that so many later prompts would wait for this one."""
-        rate = self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
-        return (self.queued_tokens + (1.0 + followers) * self.uncached(num_tokens)) / rate
+        return (self.queued_tokens + (1.0 + followers) * self.uncached(num_tokens)) / self._rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,10 @@ class Placement:
     prefill: Candidate | None = None
     decode: Candidate | None = None
     predicted_ttft_s: float
+
+    @property
+    def predicted_itl_s(self) -> float:
+        return self.decode.next_step_s if self.decode is not None else 0.0
 
     @property
     def computing(self) -> Candidate:
@@ -144,7 +159,8 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
     """Instances of one layout: only these may exchange blocks."""
     pick_reader, pick_writer = _PICKS[policy.name]
     prefill = pick_reader(demand, [c for c in group if c.role == "prefill"], turn)
-    decode = pick_writer(demand, [c for c in group if c.role == "decode"], turn)
+    writers = [c for c in group if c.role == "decode"]
+    decode = next((c for c in writers if c.instance == demand.keep_decode), None) or pick_writer(demand, writers, turn)
     unified = pick_reader(demand, [c for c in group if c.role == "unified"], turn)
     split = _split(demand, prefill, decode, policy)
     if unified is None:

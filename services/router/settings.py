@@ -46,7 +46,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="file with the secret that the cluster shares; without it ZeroMQ is not encrypted"),
     ] = None
     api_key: Annotated[list[str], Meta(description="accepted keys; without any key nobody is refused")] = []
-    api_key_file: Annotated[str | None, Meta(description="file with one accepted key a line")] = None
+    api_key_file: Annotated[
+        str | None,
+        Meta(description="file with a key a line, name=… and limits may follow; read again when it changes"),
+    ] = None
     ssl_keyfile: Annotated[str | None, Meta(description="file of the TLS key")] = None
     ssl_certfile: Annotated[str | None, Meta(description="file of the TLS certificate")] = None
     root_path: Annotated[str, Meta(description="path prefix that a proxy in front strips")] = ""
@@ -90,6 +93,30 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_requests: Annotated[
         int, Meta(description="requests in flight before others get status 429", ge=1)
     ] = 4096
+    max_queued_tokens: Annotated[
+        int, Meta(description="tokens of prompts that may wait in the router before others get status 429", ge=0)
+    ] = 1_000_000
+    dispatch_ahead_s: Annotated[
+        float,
+        Meta(description="work that instances are given ahead; what is more waits here, by priority and key", gt=0),
+    ] = 1.0
+    default_ttft_ms: Annotated[
+        float | None,
+        Meta(description="a request whose first token would come later is refused, unless x-baton-ttft-ms says", gt=0),
+    ] = None
+    default_itl_ms: Annotated[
+        float | None,
+        Meta(description="a request whose tokens would come more slowly is refused, unless x-baton-itl-ms says", gt=0),
+    ] = None
+    requests_per_minute: Annotated[
+        int, Meta(description="of each key whose line in --api-key-file says nothing else; 0: any", ge=0)
+    ] = 0
+    tokens_per_minute: Annotated[int, Meta(description="as above: prompt and answer, of each key", ge=0)] = 0
+    tokens_per_day: Annotated[int, Meta(description="as above: prompt and answer, of each key", ge=0)] = 0
+    retry_budget: Annotated[
+        float,
+        Meta(description="part of requests that may be tried again after an instance refused or failed; 0: none", ge=0),
+    ] = 0.2
     request_timeout_s: Annotated[float, Meta(description="longest life of a request", gt=0)] = 3600.0
     handoff_timeout_s: Annotated[
         float, Meta(description="longest time from placement until decode has the prompt's blocks", gt=0)

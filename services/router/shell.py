@@ -1,16 +1,17 @@
 """The outermost layer: request ids, API keys, the way to the endpoints, and errors in OpenAI's shape. Plain ASGI."""
 
-import hmac
 import logging
+import math
 import secrets
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from hashlib import sha256
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from services.common.logs import request_logs
 from services.common.tracing import trace_headers
-from services.router.asgi import Receive, RequestContext, Scope, Send, header, send_error
-from services.router.errors import ApiError, AuthenticationError, ClientGoneError, InternalError
+from services.router.api_keys import ApiKeys
+from services.router.asgi import Receive, RequestContext, Scope, Send, send_error
+from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
+from services.router.errors import ApiError, AuthenticationError, BadRequestError, ClientGoneError, InternalError
 from services.router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,7 @@ _OPEN_PATHS = frozenset(
 )
 _LONGEST_REQUEST_ID = 200
 
-
-class ApiKeys:
-    """Compares digests in constant time, and always all of them."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [sha256(key.encode()).digest() for key in keys if key]
-
-    def accepts(self, authorization: str | None) -> bool:
-        if not self._digests:
-            return True
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = sha256(key.strip().encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+Headers = Mapping[bytes, bytes]
 
 
 class Shell:
@@ -53,7 +41,7 @@ class Shell:
     ) -> None:
         self._app = app
         self._direct = direct
-        self._keys = keys
+        self.keys = keys
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
         self._clock = clock
@@ -62,21 +50,27 @@ class Shell:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(header(scope, b"x-request-id"))
-        context = RequestContext(
-            request_id=request_id,
-            arrived_at=self._clock(),
-            explain=header(scope, b"x-baton-explain") in ("1", "true"),
-            max_body_bytes=self._max_body_bytes,
-            trace_headers=trace_headers(lambda name: header(scope, name.encode())),
-        )
-        context.attach(scope)
+        arrived_at = self._clock()
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id"))
         response = _Response(send, request_id)
         with request_logs(request_id):
-            await self._answer(scope, receive, response)
+            await self._answer(scope, receive, response, headers, arrived_at)
 
-    async def _answer(self, scope: Scope, receive: Receive, response: "_Response") -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, response: "_Response", headers: Headers, arrived_at: float
+    ) -> None:
         try:
+            context = RequestContext(
+                request_id=response.request_id,
+                arrived_at=arrived_at,
+                explain=headers.get(b"x-baton-explain") in (b"1", b"true"),
+                max_body_bytes=self._max_body_bytes,
+                trace_headers=trace_headers(lambda name: _text(headers.get(name.encode()))),
+                caller=self._caller(scope["path"], headers),
+                slo=_slo(headers),
+            )
+            context.attach(scope)
             await self._serve(scope, receive, response.send)
         except ClientGoneError:
             return
@@ -86,11 +80,17 @@ class Shell:
             logger.exception("request failed")
             await self._refuse(InternalError("an internal error has been logged"), response)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if path not in _OPEN_PATHS and not self._keys.accepts(header(scope, b"authorization")):
+    def _caller(self, path: str, headers: Headers) -> Caller:
+        """Raises `AuthenticationError`."""
+        if path in _OPEN_PATHS:
+            return ANONYMOUS
+        caller = self.keys.caller(_text(headers.get(b"authorization")))
+        if caller is None:
             raise AuthenticationError("a valid API key is required: send it as 'Authorization: Bearer KEY'")
-        endpoint = self._direct.get(path) if scope["method"] == "POST" else None
+        return caller
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         await (endpoint or self._app)(scope, receive, send)
 
     async def _refuse(self, error: ApiError, response: "_Response") -> None:
@@ -104,17 +104,42 @@ class _Response:
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self._request_id = request_id.encode()
+        self.request_id = request_id
         self.is_started = False
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
 
 
-def _request_id(given: str | None) -> str:
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
+
+
+def _request_id(value: bytes | None) -> str:
+    given = _text(value)
     if given and len(given) <= _LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
     return secrets.token_hex(16)
+
+
+def _slo(headers: Headers) -> Slo:
+    """Raises `BadRequestError`."""
+    ttft, itl = headers.get(b"x-baton-ttft-ms"), headers.get(b"x-baton-itl-ms")
+    if ttft is None and itl is None:
+        return NO_SLO
+    return Slo(_seconds(ttft, "x-baton-ttft-ms"), _seconds(itl, "x-baton-itl-ms"))
+
+
+def _seconds(value: bytes | None, name: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise BadRequestError(f"{name}: a number of milliseconds above 0 is wanted", param=name)
+    return milliseconds / 1e3

@@ -20,6 +20,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decode: str | None
     cached_tokens: Mapping[str, int]
     predicted_ttft_s: float
+    predicted_itl_s: float
+    itl_s: float | None
+    admission_s: float | None
     ttft_s: float | None
     tokenize_s: float
     queue_s: float | None
@@ -46,24 +49,42 @@ class Timeline:
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
     predicted_ttft_s: float = 0.0
+    predicted_itl_s: float = 0.0
+    placed_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     ended_at: float | None = None
     report: PrefillReport | None = None
     handoff: HandoffReport | None = None
     replays: int = 0
+    num_later_tokens: int = 0
+    """Of the longest sequence, after its first."""
     finish_reasons: list[FinishReason | str] = field(default_factory=list)
 
-    def placed(self, placement: Placement) -> None:
+    def placed(self, placement: Placement, now: float) -> None:
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
         if self.first_token_at is None:
-            self.predicted_ttft_s = placement.predicted_ttft_s
+            self.predicted_ttft_s = now - self.arrived_at + placement.predicted_ttft_s
+            self.predicted_itl_s = placement.predicted_itl_s
+            self.placed_at = now
 
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def admission_s(self) -> float | None:
+        """From arrival until instances were chosen: reading, tokenising, waiting in the router."""
+        return None if self.placed_at is None else self.placed_at - self.arrived_at
+
+    @property
+    def itl_s(self) -> float | None:
+        """Mean time between tokens."""
+        if self.decode_s is None or self.num_later_tokens <= 0:
+            return None
+        return self.decode_s / self.num_later_tokens
 
     @property
     def decode_s(self) -> float | None:
@@ -84,6 +105,9 @@ class Timeline:
             decode=self.decode,
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
+            predicted_itl_s=self.predicted_itl_s,
+            itl_s=self.itl_s,
+            admission_s=self.admission_s,
             ttft_s=self.ttft_s,
             tokenize_s=self.tokenize_s,
             queue_s=None if report is None else report.queue_s,

@@ -88,6 +88,7 @@ def everything_set() -> list[Manifest]:
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
     engine |= {"numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
+    router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
     tls = {"secretName": "tls"}
     return objects(

@@ -15,21 +15,19 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord
 from contracts.wire import Decoder, WireError, encode
 from services.common.errors import RegistryUnavailable, Superseded
+from services.common.redis_client import TIMEOUT_S, connect_redis
 from services.common.registry.port import without_load
 from services.common.registry.table import GENERATIONS_KEPT
 
 logger = logging.getLogger(__name__)
 
 CHANNEL = "baton:changes"
-TIMEOUT_S = 2.0
 REFRESH_S = 1.0
 GRACE_S = 15.0
 """After an outage: how long a record of the last view is kept for its instance to register again."""
@@ -75,17 +73,6 @@ class _Script(Protocol):
     async def __call__(self, *, keys: list[str], args: list[bytes | str | int]) -> object: ...
 
 
-def _connect(url: str) -> redis.asyncio.Redis:
-    """Without retries inside the client: an outage must be seen."""
-    return redis.asyncio.Redis.from_url(
-        url,
-        socket_timeout=TIMEOUT_S,
-        socket_connect_timeout=TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-    )
-
-
 def _script(client: redis.asyncio.Redis, text: str) -> _Script:
     return cast(_Script, client.register_script(text))
 
@@ -94,7 +81,7 @@ class RedisRegistryClient:
     """The instance's side."""
 
     def __init__(self, url: str) -> None:
-        self._redis = _connect(url)
+        self._redis = connect_redis(url)
         self._register = _script(self._redis, _REGISTER)
         self._leave = _script(self._redis, _LEAVE)
         self._last: InstanceRecord | None = None
@@ -128,7 +115,7 @@ class RedisRegistryView:
     def __init__(self, url: str, *, refresh_s: float = REFRESH_S, grace_s: float = GRACE_S) -> None:
         self._refresh_s = refresh_s
         self._grace_s = grace_s
-        self._redis = _connect(url)
+        self._redis = connect_redis(url)
         self._look = _script(self._redis, _LOOK)
         self._decoder = Decoder[InstanceRecord](InstanceRecord)
         self._records: dict[InstanceId, InstanceRecord] = {}

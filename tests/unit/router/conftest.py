@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from contracts.instance import Role
 from contracts.pooling import PoolingProfile
+from services.router.api_keys import ApiKeys
 from services.router.app import create_app
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.frontend import Frontend
-from services.router.main import flight_rules
+from services.router.main import admission_of, flight_rules
 from services.router.metrics import RouterMetrics
 from services.router.model import ServedModel
 from services.router.pooling.calls import PoolingCalls
@@ -39,7 +40,7 @@ class Router:
         self.dispatcher = Dispatcher(
             self.cluster,
             rules=flight_rules(settings),
-            max_flights=settings.max_concurrent_requests,
+            admission=admission_of(settings),
             metrics=self.metrics,
             clock=time.monotonic,
         )
@@ -59,7 +60,7 @@ class Router:
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self.app: Shell = create_app(self.frontend, api_keys=keys)
+        self.app: Shell = create_app(self.frontend, api_keys=ApiKeys(keys))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
 
     async def start(self) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from contracts.identity import Generation
-from contracts.instance import InstanceRecord
+from contracts.instance import InstanceRecord, Load
 from contracts.messages import Decode, Failed, Generate, Prefill, Tokens
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.fakes import handoff_report
@@ -104,6 +104,32 @@ def test_a_stream_that_broke_before_its_first_token_is_replayed_whole(serve: Ser
         assert [c.request_id for c in router.fakes["decode-0"].cancels()] == [first.work.request_id]
 
     serve(scenario, prefill=2)
+
+
+def test_a_lost_prefill_keeps_its_decode_where_blocks_have_arrived(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        expected = await undisturbed(router, **BODY)
+        router.fakes["prefill-0"].hold = 0
+        asked = Asked(router, **BODY)
+        await settle()
+        (chosen,) = [d for d in (router.fakes["decode-0"], router.fakes["decode-1"]) if d.jobs]
+        # The other one would look better now.
+        chosen.report(Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=1000.0, running=9))
+        router.fakes["prefill-0"].die()
+        assert await asked.texts() == expected
+        assert chosen.assignments()[-1].work.request_id.endswith("~1")
+
+    serve(scenario, prefill=2, decode=2)
+
+
+def test_an_instance_that_drains_costs_no_replay(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        expected = await undisturbed(router, **BODY)
+        for name in ("prefill-0", "prefill-1", "decode-0"):
+            router.fakes[name].refuses = "draining"
+        assert await Asked(router, **BODY).texts() == expected
+
+    serve(scenario, prefill=3, decode=2, max_replays=0)
 
 
 def test_without_another_prefill_decode_serves_alone(serve: Serve) -> None:

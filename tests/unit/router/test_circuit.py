@@ -1,0 +1,56 @@
+from services.router.circuit import FAILURES, FIRST_PAUSE_S, Circuit
+from services.router.retry_budget import RetryBudget
+from tests.unit.router.conftest import Router, Serve
+
+
+def test_a_circuit_opens_after_failures_in_a_row_and_one_request_tries_again() -> None:
+    circuit = Circuit()
+    for _ in range(FAILURES - 1):
+        circuit.failed(0.0)
+    circuit.succeeded()
+    for _ in range(FAILURES):
+        assert circuit.allows(0.0)
+        circuit.failed(0.0)
+    assert circuit.state(0.0) == "open" and not circuit.allows(FIRST_PAUSE_S / 2)
+    assert circuit.allows(FIRST_PAUSE_S)
+    circuit.tries(FIRST_PAUSE_S)
+    assert not circuit.allows(FIRST_PAUSE_S), "one at a time"
+    circuit.failed(FIRST_PAUSE_S)
+    assert not circuit.allows(2 * FIRST_PAUSE_S), "the pause grows"
+    assert circuit.allows(3 * FIRST_PAUSE_S)
+    circuit.tries(3 * FIRST_PAUSE_S)
+    circuit.succeeded()
+    assert circuit.state(3 * FIRST_PAUSE_S) == "closed"
+
+
+def test_retries_are_a_share_of_requests() -> None:
+    budget = RetryBudget(0.1)
+    while budget.allows_retry(0.0):
+        pass
+    for _ in range(21):
+        budget.request()
+    assert [budget.allows_retry(0.0) for _ in range(3)] == [True, True, False]
+    assert budget.allows_retry(1.0), "and a few each second"
+    assert not RetryBudget(0.0).allows_retry(0.0)
+
+
+def test_an_instance_that_keeps_failing_is_left_alone(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        router.fakes["decode-0"].refuses = "internal"
+        for _ in range(12):
+            await router.complete(prompt="abcdefgh", max_tokens=3)
+        failed = len(router.fakes["decode-0"].assignments())
+        assert failed == FAILURES
+        assert len(router.fakes["decode-1"].assignments()) == 12
+
+    serve(test, decode=2)
+
+
+def test_without_a_budget_a_refusal_reaches_the_client(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        router.fakes["decode-0"].refuses = "overloaded"
+        answer = await router.http.post("/v1/completions", json={"prompt": "abcdefgh", "max_tokens": 3})
+        assert answer.status_code == 429
+        assert len(router.fakes["decode-0"].assignments()) == 1
+
+    serve(test, decode=1, retry_budget=0.0)
