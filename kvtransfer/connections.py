@@ -26,10 +26,12 @@ class Connections:
         *,
         on_message: Callable[[ConsumerLink, ToConsumer, list[zmq.Frame]], None],
         on_lost: Callable[[ConsumerLink, str, bool], None],
+        on_broken: Callable[[ConsumerLink, str, str], None],
     ) -> None:
         self._context = context
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_broken = on_broken
         self._links: dict[str, ConsumerLink] = {}
         self._opening: dict[str, asyncio.Task[ConsumerLink]] = {}
 
@@ -92,7 +94,9 @@ class Connections:
         old = self._links.pop(address, None)
         if old is not None:
             await old.close()
-        link = ConsumerLink(self._context, address, on_message=self._on_message, on_lost=self._lost)
+        link = ConsumerLink(
+            self._context, address, on_message=self._on_message, on_lost=self._lost, on_broken=self._on_broken
+        )
         self._links[address] = link
         await link.open(timeout_s)
         return link

@@ -14,7 +14,7 @@ from kvtransfer import errors
 from kvtransfer.connections import Connections
 from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.context import NodeContext
-from kvtransfer.copying import CopyJob, CopyResult, Receipt, StopFlag
+from kvtransfer.copying import Assembly, CopyJob, CopyResult, Receipt, StopFlag, StreamLanding
 from kvtransfer.fetching import Fetching, FetchResult, OnBlocks
 from kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renewed, ToConsumer
 from kvtransfer.renewals import Renewals
@@ -52,7 +52,7 @@ class ConsumerSide:
         self._fetches: dict[TicketId, Fetching] = {}
         self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
         self._renewals = Renewals(context.limits.lease_s / 3)
-        self.connections = Connections(context, on_message=self._receive, on_lost=self._lost)
+        self.connections = Connections(context, on_message=self._receive, on_lost=self._lost, on_broken=self._broken)
 
     async def fetch(
         self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], *, on_blocks: OnBlocks | None, partial: bool
@@ -159,6 +159,15 @@ class ConsumerSide:
             if fetching.link is link:
                 self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
 
+    def _broken(self, link: ConsumerLink, transport: str, reason: str) -> None:
+        """This transport carries nothing any more: all that use it fetch again by another."""
+        if not link.demote(transport, reason):
+            return
+        now = self._context.clock()
+        for fetching in list(self._fetches.values()):
+            if fetching.link is link and fetching.session.transport == transport:
+                self._apply(fetching, fetching.session.transport_lost(reason, now))
+
     def _receive(self, link: ConsumerLink, message: ToConsumer, frames: list[zmq.Frame]) -> None:
         match message:
             case Bytes():
@@ -173,7 +182,8 @@ class ConsumerSide:
     def _hear(self, link: ConsumerLink, message: Ready | Blocks | Done | Fail, frames: list[zmq.Frame]) -> None:
         now, fetching = self._context.clock(), self._fetches.get(message.ticket)
         if fetching is None or fetching.link is not link:
-            _credit(link, frames)
+            if isinstance(message, Blocks):
+                self._pass_over(link, message, frames)
             if fetching is None and isinstance(message, Blocks | Done):
                 link.send(Release(message.ticket, message.attempt, "unknown"))
             return
@@ -181,11 +191,11 @@ class ConsumerSide:
             fetching.done_at = now
         steps = fetching.session.handle(message, now)
         if isinstance(message, Blocks):
-            for step in steps:
-                if isinstance(step, Copy):
-                    self._copy(fetching, step.placements, message, frames)
-                    frames = []
-            _credit(link, frames)
+            copies = [step for step in steps if isinstance(step, Copy)]
+            for step in copies:
+                self._copy(fetching, step.placements, message, frames)
+            if not copies:
+                self._pass_over(link, message, frames)
         self._apply(fetching, steps)
 
     def _apply(self, fetching: Fetching, steps: Sequence[ConsumerStep]) -> None:
@@ -233,7 +243,7 @@ class ConsumerSide:
         logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
         self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
         if step.demote is not None and link is not None:
-            link.demote(step.demote, step.reason)
+            self._broken(link, step.demote, step.reason)
         self._connect(fetching, limits.connect_timeout_s if step.demote else limits.relink_timeout_s)
 
     def _stop(self, fetching: Fetching) -> None:
@@ -250,16 +260,15 @@ class ConsumerSide:
         context, link, inlet = self._context, fetching.link, fetching.inlet
         assert link is not None and inlet is not None
         block_bytes = context.memory.block_bytes
+        num_bytes = len(message.pieces) * block_bytes
         link.meter.announced(len(placements) * block_bytes, context.clock())
+        report, assembly = partial(self._reported, fetching, link), Assembly(inlet, placements, block_bytes)
+        if message.epoch:
+            self._expect(link, message, StreamLanding(assembly, fetching.stop, num_bytes, context.workers, report))
+            return
         if fetching.is_buffered and not frames:
             link.receipts[message.parcel] = Receipt(
-                inlet,
-                placements,
-                num_bytes=len(message.pieces) * block_bytes,
-                block_bytes=block_bytes,
-                stop=fetching.stop,
-                workers=context.workers,
-                report=partial(self._reported, fetching, link),
+                assembly, num_bytes=num_bytes, stop=fetching.stop, workers=context.workers, report=report
             )
             return
         each = len(frames) // len(message.pieces)
@@ -274,6 +283,22 @@ class ConsumerSide:
             context.workers.post(partial(self._reported, fetching, link, job.run(), credit))
 
         context.workers.submit(run)
+
+    def _expect(self, link: ConsumerLink, message: Blocks, landing: StreamLanding) -> None:
+        stream = link.stream(message.epoch)
+        if stream is None:
+            landing.abandon("the pair was given up")
+        else:
+            stream.expect(message.pieces, landing)
+
+    def _pass_over(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
+        """Nobody wants these blocks (any more), but their bytes must be taken out of the way."""
+        _credit(link, frames)
+        if message.epoch and (inlet := link.inlet) is not None:
+            num_bytes = len(message.pieces) * self._context.memory.block_bytes
+            assembly = Assembly(inlet, [], self._context.memory.block_bytes)
+            landing = StreamLanding(assembly, StopFlag(), num_bytes, self._context.workers, partial(_give_credit, link))
+            self._expect(link, message, landing)
 
     def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
         receipt = link.receipts.get(message.parcel)
@@ -347,6 +372,10 @@ async def _settled(future: "asyncio.Future[FetchResult]") -> None:
             continue
     if not future.cancelled():
         future.exception()
+
+
+def _give_credit(link: ConsumerLink, result: CopyResult, credit: int) -> None:
+    link.send(Got(credit))
 
 
 def _credit(link: ConsumerLink, frames: Sequence[zmq.Frame]) -> None:

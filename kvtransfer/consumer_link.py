@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -14,7 +15,12 @@ from kvtransfer.copying import Receipt
 from kvtransfer.errors import PeerLost, Refused, TransportUnavailable
 from kvtransfer.frames import (
     PROTOCOL,
+    Attach,
+    Attached,
+    Detach,
+    Detached,
     Hello,
+    Offer,
     Refuse,
     ToConsumer,
     ToProducer,
@@ -25,7 +31,7 @@ from kvtransfer.frames import (
 from kvtransfer.liveness import ProcessWatch, watch_process
 from kvtransfer.meter import Meter
 from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
-from kvtransfer.transports.port import Inlet, Transport
+from kvtransfer.transports.port import Inlet, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,7 @@ class ConsumerLink:
         *,
         on_message: Callable[["ConsumerLink", ToConsumer, list[zmq.Frame]], None],
         on_lost: Callable[["ConsumerLink", str, bool], None],
+        on_broken: Callable[["ConsumerLink", str, str], None],
     ) -> None:
         self.address = address
         self.peer: tuple[InstanceId, Generation] | None = None
@@ -52,6 +59,9 @@ class ConsumerLink:
         self._context = context
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_broken = on_broken
+        self._epoch = 0
+        self._answers: dict[int, asyncio.Future[Attached]] = {}
         self._welcome: asyncio.Future[Welcome] = context.loop.create_future()
         self._demoted: set[str] = set()
         self._attaching: asyncio.Task[None] | None = None
@@ -94,15 +104,22 @@ class ConsumerLink:
         if self._attaching is not None:
             await asyncio.shield(self._attaching)
 
-    def demote(self, name: str, reason: str) -> None:
-        """Never use this transport on this connection again."""
-        if self.transport is not None and self.transport.name == name:
-            logger.warning("peer=%s transport %s demoted: %s", self.peer and self.peer[0], name, reason)
-            self._demoted.add(name)
-            self.why.append(f"{name}: demoted, {reason}")
-            if self.inlet is not None:
-                self.inlet.close()
-            self.inlet = self.transport = None
+    def demote(self, name: str, reason: str) -> bool:
+        """Never use this transport on this connection again. False: it is not in use."""
+        if self.transport is None or self.transport.name != name:
+            return False
+        logger.warning("peer=%s transport %s demoted: %s", self.peer and self.peer[0], name, reason)
+        self._demoted.add(name)
+        self.why.append(f"{name}: demoted, {reason}")
+        inlet, self.inlet, self.transport = self.inlet, None, None
+        if inlet is not None:
+            inlet.close()
+        self.send(Detach(name, self._epoch))
+        return True
+
+    def stream(self, epoch: int) -> Stream | None:
+        """Where the bytes of this epoch's announcements are to be taken from; None: it was given up."""
+        return self.inlet.stream if self.inlet is not None and epoch == self._epoch else None
 
     def is_same_host(self) -> bool:
         return self._welcome.done() and self._welcome.result().host.boot_id == self._context.host.boot_id
@@ -130,9 +147,11 @@ class ConsumerLink:
             self._watch.close()
         if self.inlet is not None:
             self.inlet.close()
-        if not self._welcome.done():
-            self._welcome.set_exception(PeerLost(f"{self.address}: {reason}"))
-            self._welcome.exception()
+        waiting: list[asyncio.Future[Any]] = [self._welcome, *self._answers.values()]
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(PeerLost(f"{self.address}: {reason}"))
+                answer.exception()
         self._on_lost(self, reason, dead)
 
     async def close(self) -> None:
@@ -144,18 +163,18 @@ class ConsumerLink:
 
     async def _climb(self) -> None:
         welcome = self._welcome.result()
-        offers = {offer.name: offer for offer in welcome.offers}
         try:
             for name, transport in self._context.transports.items():
                 if name in self._demoted:
                     continue
-                if name not in offers:
+                if name not in welcome.transports:
                     self.why.append(f"{name}: not offered by the producer")
                     continue
                 try:
-                    inlet = await transport.attach(welcome, offers[name])
+                    inlet = await transport.attach(welcome, await self._ask_for(transport))
                 except TransportUnavailable as exc:
                     self.why.append(f"{name}: {exc}")
+                    self.send(Detach(name, self._epoch))
                     continue
                 if not self.is_up:
                     inlet.close()
@@ -167,6 +186,23 @@ class ConsumerLink:
             raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(self.why)}")
         finally:
             self._attaching = None
+
+    async def _ask_for(self, transport: Transport) -> Offer:
+        """Each attachment is an epoch of its own. Raises `TransportUnavailable` or `PeerLost`."""
+        self._epoch += 1
+        epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s
+        answer: asyncio.Future[Attached] = self._context.loop.create_future()
+        self._answers[epoch] = answer
+        self.send(Attach(transport=transport.name, epoch=epoch, dialects=list(transport.dialects)))
+        try:
+            attached = await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as exc:
+            raise TransportUnavailable(f"the producer was not ready for it within {timeout_s:g} s") from exc
+        finally:
+            del self._answers[epoch]
+        if attached.offer is None:
+            raise TransportUnavailable(attached.reason)
+        return attached.offer
 
     def _on_down(self, _: int) -> None:
         self._socket.drain()
@@ -187,5 +223,12 @@ class ConsumerLink:
                 self._welcome.set_exception(Refused(message.reason))
                 self._welcome.exception()
             self.lose(message.reason)
+        elif isinstance(message, Attached):
+            answer = self._answers.get(message.epoch)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, Detached):
+            if message.epoch == self._epoch and self.transport is not None:
+                self._on_broken(self, self.transport.name, message.reason)
         else:
             self._on_message(self, message, frames[1:])

@@ -1,4 +1,4 @@
-"""Placing the bytes that messages announce or carry: what runs in a copy thread, or inline when it is little."""
+"""Placing the bytes that messages announce or carry: what runs in a thread, or inline when it is little."""
 
 import logging
 import threading
@@ -30,6 +30,13 @@ class CopyResult:
     abandoned: list[int] = field(default_factory=list)
     error: str = ""
 
+    def __bool__(self) -> bool:
+        return bool(self.copied or self.damaged or self.abandoned)
+
+
+Report = Callable[[CopyResult, int], None]
+"""Called on the loop with what became of placements, and how many bytes were taken out of the connection."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
@@ -60,37 +67,120 @@ class CopyJob:
         return result
 
 
-class Receipt:
-    """A parcel whose bytes come in several messages: copied as they come, by one thread at a time.
+class Assembly:
+    """Blocks of one parcel from bytes that come in order, cut anywhere. Knows no thread; never raises."""
 
-    `report` is called on the loop with what became of placements and how many bytes were taken out of the connection.
-    """
-
-    def __init__(
-        self,
-        inlet: Inlet,
-        placements: Sequence[Placement],
-        *,
-        num_bytes: int,
-        block_bytes: int,
-        stop: StopFlag,
-        workers: Workers,
-        report: Callable[[CopyResult, int], None],
-    ) -> None:
-        self.stop = stop
+    def __init__(self, inlet: Inlet, placements: Sequence[Placement], block_bytes: int) -> None:
+        self.open = {placement.position: placement for placement in placements}
+        self.num_taken = 0
+        """Bytes, wanted or not."""
         self._inlet = inlet
-        self._open = {placement.position: placement for placement in placements}
-        self._num_bytes = self._missing = num_bytes
         self._block_bytes = block_bytes
+        self._position = 0
+        self._intake: Intake | None = None
+        self._in_block = 0
+        self._result = CopyResult()
+
+    @property
+    def has_trouble(self) -> bool:
+        return bool(self._result.damaged or self._result.abandoned)
+
+    def pop_result(self) -> CopyResult:
+        """What happened since the last call."""
+        result, self._result = self._result, CopyResult()
+        return result
+
+    def take(self, frame: Buffer) -> None:
+        """A frame may end one block and begin the next."""
+        rest = memoryview(frame)
+        try:
+            while len(rest):
+                step = min(self._block_bytes - self._in_block, len(rest))
+                self._take_of_block(rest[:step])
+                rest = rest[step:]
+        except TransportUnavailable as exc:
+            self.abandon(str(exc))
+        except Exception as exc:
+            logger.exception("a copy failed")
+            self.abandon(f"{type(exc).__name__}: {exc}")
+        self.num_taken += len(frame)
+
+    def placed(self, placement: Placement, *, matches: bool) -> None:
+        """The transport has placed this block itself."""
+        if self.open.pop(placement.position, None) is not None:
+            (self._result.copied if matches else self._result.damaged).append(placement.index)
+
+    def abandon(self, reason: str) -> None:
+        self._result.error = self._result.error or reason
+        self._result.abandoned += [placement.index for placement in self.open.values()]
+        self.open.clear()
+        self._intake = None
+
+    def _take_of_block(self, part: memoryview) -> None:
+        """Blocks whose placement is not (or no longer) wanted are skipped."""
+        placement = self.open.get(self._position)
+        if placement is not None:
+            if self._in_block == 0:
+                self._intake = self._inlet.intake(placement)
+            if self._intake is not None:
+                self._intake.take(part)
+        self._in_block += len(part)
+        if self._in_block < self._block_bytes:
+            return
+        if placement is not None and self._intake is not None:
+            self.placed(placement, matches=self._intake.is_right())
+        self._position, self._in_block, self._intake = self._position + 1, 0, None
+
+
+class StreamLanding:
+    """`transports.port.Landing`: a parcel that a transport's own thread takes out of its stream."""
+
+    def __init__(self, assembly: Assembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report) -> None:
+        self._assembly = assembly
+        self._stop = stop
+        self._num_bytes = num_bytes
+        self._workers = workers
+        self._report = report
+
+    @property
+    def placements(self) -> Sequence[Placement]:
+        self._heed()
+        return list(self._assembly.open.values())
+
+    def take(self, frame: Buffer) -> None:
+        self._heed()
+        self._assembly.take(frame)
+
+    def placed(self, placement: Placement, *, matches: bool) -> None:
+        self._assembly.placed(placement, matches=matches)
+
+    def end(self) -> None:
+        self._tell(self._assembly.pop_result(), self._num_bytes)
+
+    def abandon(self, reason: str) -> None:
+        self._assembly.abandon(reason)
+        self._tell(self._assembly.pop_result(), self._num_bytes)
+
+    def _tell(self, result: CopyResult, credit: int) -> None:
+        self._workers.post(partial(self._report, result, credit))
+
+    def _heed(self) -> None:
+        if self._stop.is_set:
+            self._assembly.abandon("")
+
+
+class Receipt:
+    """A parcel whose bytes come in several messages: copied as they come, by one thread at a time."""
+
+    def __init__(self, assembly: Assembly, *, num_bytes: int, stop: StopFlag, workers: Workers, report: Report) -> None:
+        self.stop = stop
+        self._assembly = assembly
+        self._num_bytes = self._missing = num_bytes
         self._workers = workers
         self._report = report
         self._frames: deque[Buffer] = deque()
         self._lock = threading.Lock()
         self._is_scheduled = False
-        self._position = 0
-        self._intake: Intake | None = None
-        self._in_block = 0
-        self._result = CopyResult()
         self._credit = 0
 
     def feed(self, frames: Sequence[Buffer]) -> bool:
@@ -114,9 +204,9 @@ class Receipt:
             with self._lock:
                 frame = self._frames.popleft() if self._frames else None
             if self.stop.is_set:
-                self._abandon("")
+                self._assembly.abandon("")
             if frame is not None:
-                self._guarded_take(frame)
+                self._assembly.take(frame)
                 self._credit += len(frame)
             if self._is_news():
                 self._tell()
@@ -125,58 +215,17 @@ class Receipt:
 
     def _is_news(self) -> bool:
         """Trouble, the parcel's end, or enough to be worth waking the loop."""
-        is_whole = self._position * self._block_bytes >= self._num_bytes
-        has_trouble = bool(self._result.damaged or self._result.abandoned)
-        return has_trouble or self._credit >= REPORT_BYTES or (is_whole and self._credit > 0)
+        is_whole = self._assembly.num_taken >= self._num_bytes
+        return self._assembly.has_trouble or self._credit >= REPORT_BYTES or (is_whole and self._credit > 0)
 
     def _is_left_alone(self) -> bool:
         """The last thing this thread does here: from then on another may run."""
         with self._lock:
-            if self._frames or (self.stop.is_set and self._open):
+            if self._frames or (self.stop.is_set and self._assembly.open):
                 return False
             self._is_scheduled = False
             return True
 
     def _tell(self) -> None:
-        self._workers.post(partial(self._report, self._result, self._credit))
-        self._result, self._credit = CopyResult(), 0
-
-    def _guarded_take(self, frame: Buffer) -> None:
-        try:
-            self._take(frame)
-        except TransportUnavailable as exc:
-            self._abandon(str(exc))
-        except Exception as exc:
-            logger.exception("a copy failed")
-            self._abandon(f"{type(exc).__name__}: {exc}")
-
-    def _take(self, frame: Buffer) -> None:
-        """A frame may end one block and begin the next."""
-        rest = memoryview(frame)
-        while len(rest):
-            step = min(self._block_bytes - self._in_block, len(rest))
-            self._take_of_block(rest[:step])
-            rest = rest[step:]
-
-    def _take_of_block(self, part: memoryview) -> None:
-        """Blocks whose placement is not (or no longer) wanted are skipped."""
-        placement = self._open.get(self._position)
-        if placement is not None:
-            if self._in_block == 0:
-                self._intake = self._inlet.intake(placement)
-            if self._intake is not None:
-                self._intake.take(part)
-        self._in_block += len(part)
-        if self._in_block < self._block_bytes:
-            return
-        if placement is not None and self._intake is not None:
-            matches = self._intake.is_right()
-            (self._result.copied if matches else self._result.damaged).append(placement.index)
-            del self._open[self._position]
-        self._position, self._in_block, self._intake = self._position + 1, 0, None
-
-    def _abandon(self, reason: str) -> None:
-        self._result.error = self._result.error or reason
-        self._result.abandoned += [placement.index for placement in self._open.values()]
-        self._open.clear()
-        self._intake = None
+        self._workers.post(partial(self._report, self._assembly.pop_result(), self._credit))
+        self._credit = 0

@@ -13,7 +13,7 @@ from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.wire import Decoder
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_BLOCKS = 65_536
 MAX_PAYLOAD_BYTES = 256 * 1024
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
@@ -32,11 +32,12 @@ Outcome = Literal["received", "cancelled", "failed", "unknown"]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A transport the producer can serve this consumer with, and what is needed to reach it."""
+    """What is needed to reach the producer by one transport. `dialect` is the way of it that the producer chose."""
 
     name: Id
     address: Annotated[bytes, Meta(max_length=512)] = b""
     secret: Annotated[bytes, Meta(max_length=4096)] = b""
+    dialect: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -58,12 +59,44 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     transports: Annotated[list[Id], Meta(max_length=16)]
 
 
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
+    """The consumer is about to use this transport. `dialects` are the ways of it that it knows, best first."""
+
+    transport: Id
+    epoch: Natural
+    dialects: Annotated[list[Id], Meta(max_length=16)]
+
+
+class Detach(msgspec.Struct, frozen=True, tag="detach"):
+    """The consumer uses this transport no more: the producer frees what it holds for it."""
+
+    transport: Id
+    epoch: Natural
+
+
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     instance: InstanceField
     generation: GenerationField
     host: Host
     num_blocks: Natural
-    offers: Annotated[list[Offer], Meta(max_length=16)]
+    transports: Annotated[list[Id], Meta(max_length=16)]
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
+    """The answer to `Attach`. Without an offer the transport cannot be had, for this reason."""
+
+    transport: Id
+    epoch: Natural
+    offer: Offer | None = None
+    reason: Text = ""
+
+
+class Detached(msgspec.Struct, frozen=True, tag="detached"):
+    """The producer's end of this transport broke: what it announced by it may never come."""
+
+    transport: Id
+    epoch: Natural
+    reason: Text
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
@@ -107,13 +140,15 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     """These blocks exist and do not move until the consumer lets go.
 
     A transport that sends bytes here sends them in order: as frames behind this message if they are few, else behind
-    `Bytes` messages that name the `parcel`.
+    `Bytes` messages that name the `parcel`. With `epoch` they come over the pair of that epoch, in the order of these
+    messages, and the consumer must take them out of it whether it still wants them or not.
     """
 
     ticket: TicketField
     attempt: Natural
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_BLOCKS)]
     parcel: Natural = 0
+    epoch: Natural = 0
 
 
 class Bytes(msgspec.Struct, frozen=True, tag="bytes"):
@@ -179,8 +214,8 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     outcome: Outcome
 
 
-ToProducer = Hello | Fetch | Got | Again | Renew | Release
-ToConsumer = Welcome | Refuse | Ready | Blocks | Bytes | Done | Fail | Renewed
+ToProducer = Hello | Attach | Detach | Fetch | Got | Again | Renew | Release
+ToConsumer = Welcome | Refuse | Attached | Detached | Ready | Blocks | Bytes | Done | Fail | Renewed
 
 producer_decoder = Decoder[ToProducer](ToProducer, max_bytes=MAX_CONTROL_BYTES)
 consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)

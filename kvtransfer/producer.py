@@ -19,6 +19,8 @@ from kvtransfer.errors import LocalTransferError, UnknownTicket
 from kvtransfer.frames import (
     MAX_PAYLOAD_BYTES,
     Again,
+    Attach,
+    Detach,
     Fail,
     Fetch,
     Got,
@@ -231,6 +233,10 @@ class ProducerSide:
                     self._apply(handoff, handoff.session.again(message, now))
             case Release():
                 self._released(link, message)
+            case Attach():
+                link.attach(message)
+            case Detach():
+                link.detach(message.transport, message.epoch)
             case Hello():
                 return
 

@@ -1,5 +1,6 @@
 """One consumer's connection as the producer sees it: what is queued for it, what is on its way, whether it lives."""
 
+import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -10,17 +11,41 @@ import zmq
 from contracts.identity import TicketId
 from contracts.wire import encode
 from kvtransfer.context import NodeContext
-from kvtransfer.frames import PROTOCOL, Blocks, Bytes, Hello, Offer, Piece, Refuse, ToConsumer, Welcome, peer_of
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.frames import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Blocks,
+    Bytes,
+    Detached,
+    Hello,
+    Piece,
+    Refuse,
+    ToConsumer,
+    Welcome,
+    peer_of,
+)
 from kvtransfer.liveness import watch_process
 from kvtransfer.sockets import LoopSocket
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
-from kvtransfer.transports.port import Buffer, Outlet
+from kvtransfer.transports.port import Buffer, Outlet, Transport, Wish
 from kvtransfer.window import Parcel, SendQueue
 
 logger = logging.getLogger(__name__)
 
 SAMPLE = 8
 """`sampled` checks one block in so many."""
+
+
+class Way:
+    """A transport that the consumer has attached, with what is queued for it."""
+
+    def __init__(self, epoch: int, outlet: Outlet, queue: SendQueue, *, is_stream: bool) -> None:
+        self.epoch = epoch
+        self.outlet = outlet
+        self.queue = queue
+        self.is_stream = is_stream
 
 
 class ProducerLink:
@@ -41,8 +66,9 @@ class ProducerLink:
         self._context = context
         self._socket = socket
         self._on_lost = on_lost
-        self._queues: dict[str, SendQueue] = {}
-        self._outlets: dict[str, Outlet] = {}
+        self._hello = hello
+        self._ways: dict[str, Way] = {}
+        self._attaching: dict[str, asyncio.Task[None]] = {}
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
         self._num_parcels = 0
         self._hashing: Counter[TicketId] = Counter()
@@ -52,30 +78,38 @@ class ProducerLink:
     def send(self, message: ToConsumer) -> None:
         self._send([encode(message)])
 
+    def attach(self, message: Attach) -> None:
+        """Prepare a transport for this consumer, and say what it needs to use it."""
+        self.detach(message.transport)
+        self._attaching[message.transport] = self._context.loop.create_task(self._attach(message))
+
+    def detach(self, transport: str, epoch: int | None = None) -> None:
+        """Free what is held for it; with `epoch` only if it is still that one."""
+        way = self._ways.get(transport)
+        if way is not None and epoch in (None, way.epoch):
+            del self._ways[transport]
+            way.outlet.close()
+        task = self._attaching.pop(transport, None)
+        if task is not None:
+            task.cancel()
+
     def serve(self, transport: str, parcel: Parcel) -> None:
         """Queue blocks; they leave as the window allows."""
-        queue = self._queues.get(transport)
-        if queue is None:
-            settings, carrier = self._context.settings, self._context.transports[transport]
-            self._outlets[transport] = carrier.outlet()
-            queue = self._queues[transport] = SendQueue(
-                block_bytes=self._context.memory.block_bytes,
-                batch_bytes=settings.batch_bytes,
-                window_bytes=settings.window_bytes if carrier.buffers else None,
-            )
-        queue.add(parcel.ticket, parcel.attempt, parcel.blocks)
-        self._pump(transport)
+        way = self._ways.get(transport)
+        if way is not None:  # else it broke, and the consumer has been told
+            way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks)
+            self._pump(transport)
 
     def drop(self, ticket: TicketId) -> None:
-        for queue in self._queues.values():
-            queue.drop(ticket)
+        for way in self._ways.values():
+            way.queue.drop(ticket)
 
     def credit(self, num_bytes: int) -> None:
         while self._flight and self._flight[0][1].done:
             self._flight.popleft()
-        for name, queue in self._queues.items():
-            if queue.travelling_bytes:
-                queue.credit(num_bytes)
+        for name, way in list(self._ways.items()):
+            if way.queue.travelling_bytes:
+                way.queue.credit(num_bytes)
                 self._pump(name)
 
     def is_reading(self, ticket: TicketId) -> bool:
@@ -91,15 +125,44 @@ class ProducerLink:
     def lose(self) -> None:
         """The connection is gone; the process is watched until `close`."""
         self.is_up = False
-        self._queues.clear()
-        for outlet in self._outlets.values():
-            outlet.close()
-        self._outlets.clear()
+        for name in {*self._ways, *self._attaching}:
+            self.detach(name)
 
     def close(self) -> None:
         self.lose()
         if self._watch is not None:
             self._watch.close()
+
+    async def _attach(self, message: Attach) -> None:
+        name, epoch = message.transport, message.epoch
+        carrier = self._context.transports.get(name)
+        reason = f"no transport {name} here"
+        if carrier is not None:
+            wish = Wish(self._hello, epoch, message.dialects)
+            try:
+                outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
+            except TransportUnavailable as exc:
+                reason = str(exc)
+            else:
+                self._ways[name] = Way(epoch, outlet, self._queue_for(carrier), is_stream=carrier.streams)
+                self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
+                return
+        self.send(Attached(transport=name, epoch=epoch, reason=reason))
+
+    def _queue_for(self, carrier: Transport) -> SendQueue:
+        settings = self._context.settings
+        return SendQueue(
+            block_bytes=self._context.memory.block_bytes,
+            batch_bytes=settings.batch_bytes,
+            window_bytes=settings.window_bytes if carrier.buffers else None,
+        )
+
+    def _broke(self, transport: str, epoch: int, reason: str) -> None:
+        way = self._ways.get(transport)
+        if way is not None and way.epoch == epoch:
+            logger.warning("peer=%s transport %s broke: %s", self.peer[0], transport, reason)
+            self.detach(transport)
+            self.send(Detached(transport, epoch, reason))
 
     def _send(self, parts: Sequence[Buffer], copy: bool = True) -> zmq.MessageTracker | None:
         if not self.is_up:
@@ -112,7 +175,7 @@ class ProducerLink:
             return None
 
     def _pump(self, transport: str) -> None:
-        while (queue := self._queues.get(transport)) is not None and (parcel := queue.take()) is not None:
+        while (way := self._ways.get(transport)) is not None and (parcel := way.queue.take()) is not None:
             self._prepare(transport, parcel)
 
     def _prepare(self, transport: str, parcel: Parcel) -> None:
@@ -141,10 +204,12 @@ class ProducerLink:
             del self._hashing[parcel.ticket]
 
     def _push(self, transport: str, parcel: Parcel, pieces: list[Piece]) -> None:
-        if self.is_up and transport in self._outlets:
+        way = self._ways.get(transport)
+        if self.is_up and way is not None:
             self._num_parcels += 1
-            announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels)
-            self._outlets[transport].send(pieces, partial(self._announce, announcement))
+            epoch = way.epoch if way.is_stream else 0
+            announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch)
+            way.outlet.send(pieces, partial(self._announce, announcement))
 
     def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
         self._send([encode(announcement), *groups[0]])
@@ -165,17 +230,12 @@ def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
 
 
 def welcome(context: NodeContext, hello: Hello) -> Welcome:
-    offers: list[Offer] = []
-    for transport in context.transports.values():
-        offer = transport.offer(hello) if transport.name in hello.transports else None
-        if offer is not None:
-            offers.append(offer)
     return Welcome(
         instance=context.instance,
         generation=context.generation,
         host=context.host,
         num_blocks=context.memory.num_blocks,
-        offers=offers,
+        transports=[name for name, t in context.transports.items() if name in hello.transports and t.serves(hello)],
     )
 
 

@@ -35,6 +35,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: Annotated[float, Meta(gt=0, description="first connection to a peer")] = 5.0
     relink_timeout_s: Annotated[float, Meta(gt=0, description="second chance after a connection broke")] = 0.3
     answer_timeout_s: Annotated[float, Meta(gt=0, description="a fetch that nobody acknowledges")] = 10.0
+    attach_timeout_s: Annotated[float, Meta(gt=0, description="both ends of a transport must be ready by then")] = 10.0
     lease_s: Annotated[float, Meta(gt=0, description="a silent consumer loses its claim after this")] = 10.0
     tick_s: Annotated[float, Meta(gt=0, description="granularity of all deadlines")] = 0.05
 

@@ -148,6 +148,12 @@ class ConsumerSession:
             return self._retry(reason, now, demote=self.transport)
         return self._after_copies(now)
 
+    def transport_lost(self, reason: str, now: float) -> list[ConsumerStep]:
+        """The connection stands, but nothing more comes over the transport of this attempt."""
+        if self.state not in LIVE or self.state is State.LINKING:
+            return []
+        return self._retry(reason, now, demote=self.transport)
+
     def cancel(self) -> list[ConsumerStep]:
         return self._fail(Fault.CANCELLED, "cancelled") if self.state in LIVE else []
 

@@ -1,6 +1,6 @@
 """`memory`: both nodes live in one process and share an `InProcess`. Reference for the others, and test double."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from contracts.identity import Generation, InstanceId
 from kvtransfer.errors import TransportUnavailable
@@ -8,7 +8,7 @@ from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.transports.hostcopy import HostBlocks, copy_block, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts
+from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts, Wish
 
 
 class InProcess:
@@ -21,6 +21,9 @@ class InProcess:
 class AnnounceOnly:
     """An outlet for transports whose consumer takes the bytes itself."""
 
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+
     def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
         announce([()])
 
@@ -30,6 +33,8 @@ class AnnounceOnly:
 
 class HostInlet:
     """Copies out of a producer's memory that this process can address."""
+
+    stream = None
 
     def __init__(self, source: HostBlocks, target: HostBlocks) -> None:
         self._source: HostBlocks | None = source
@@ -52,6 +57,8 @@ class MemoryTransport:
     name = "memory"
     pulls = True
     buffers = False
+    streams = False
+    dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, in_process: InProcess) -> None:
         self._facts = facts
@@ -61,17 +68,17 @@ class MemoryTransport:
     async def start(self) -> None:
         self._shared.memories[self._key] = self._facts.memory
 
-    def offer(self, hello: Hello) -> Offer | None:
-        return Offer(self.name) if (hello.instance, hello.generation) in self._shared.memories else None
+    def serves(self, hello: Hello) -> bool:
+        return (hello.instance, hello.generation) in self._shared.memories
+
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
+        return AnnounceOnly(Offer(self.name))
 
     async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))
         if memory is None:
             raise TransportUnavailable("the producer is not in this process")
         return HostInlet(host_blocks(memory), host_blocks(self._facts.memory))
-
-    def outlet(self) -> AnnounceOnly:
-        return AnnounceOnly()
 
     async def close(self) -> None:
         self._shared.memories.pop(self._key, None)

@@ -1,7 +1,8 @@
 """What a transport must do. Sessions, credits, checksums' bookkeeping and liveness are not its business.
 
-The producer's `Outlet` announces blocks once their bytes can be had; the consumer's `Inlet` places one block. A
-transport that `pulls` lets the consumer read the producer's memory, so the producer holds blocks for the lease.
+A consumer attaches: the producer makes an `Outlet` for it, which announces blocks once their bytes can be had, and the
+consumer an `Inlet`, which places them. A transport that `pulls` has the consumer's copies read the producer's memory,
+so the producer holds blocks for the lease.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,15 @@ class NodeFacts:
     host: Host
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A consumer that attaches: who it is, and the dialects it knows."""
+
+    hello: Hello
+    epoch: int
+    dialects: Sequence[str]
+
+
 class Intake(Protocol):
     """One block on its way in."""
 
@@ -39,7 +49,45 @@ class Intake(Protocol):
         ...
 
 
+class Landing(Protocol):
+    """One announced parcel on its way through a `Stream`. Called by one thread at a time, except `abandon`."""
+
+    @property
+    def placements(self) -> Sequence[Placement]:
+        """Of the parcel's blocks, those that are still wanted."""
+        ...
+
+    def take(self, frame: Buffer) -> None:
+        """The parcel's next bytes: placed, verified, or skipped where nobody wants them."""
+        ...
+
+    def placed(self, placement: Placement, *, matches: bool) -> None:
+        """Instead of `take`: the transport has placed this block itself."""
+        ...
+
+    def end(self) -> None:
+        """All of the parcel is out of the pair."""
+        ...
+
+    def abandon(self, reason: str) -> None:
+        """The rest of it will never come. Nothing writes into its places any more."""
+        ...
+
+
+class Stream(Protocol):
+    """Bytes that come in the order of their announcements, whichever transfer they are for."""
+
+    def expect(self, pieces: Sequence[Piece], landing: Landing) -> None:
+        """Called on the event loop, in the order of the announcements. Never blocks; answers through `landing`."""
+        ...
+
+
 class Inlet(Protocol):
+    @property
+    def stream(self) -> Stream | None:
+        """Where a transport has one, `receive` is not called."""
+        ...
+
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
         """Place one block; may run in any thread, several at once. False: the bytes do not match the checksum.
 
@@ -48,13 +96,18 @@ class Inlet(Protocol):
         ...
 
     def intake(self, placement: Placement) -> Intake:
-        """As `receive`, for a block that comes in several messages. Only transports with `buffers` need it."""
+        """As `receive`, for a block that comes piecemeal. Only transports with `buffers` need it."""
         ...
 
     def close(self) -> None: ...
 
 
 class Outlet(Protocol):
+    @property
+    def offer(self) -> Offer:
+        """What the consumer needs to attach."""
+        ...
+
     def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
         """Make the blocks' bytes available to the consumer, then call `announce`."""
         ...
@@ -73,18 +126,28 @@ class Transport(Protocol):
         """Sent bytes wait in queues, so they must be bounded by a window."""
         ...
 
+    @property
+    def streams(self) -> bool:
+        """Bytes come over a channel of the pair's own, in the order of the announcements, through `Inlet.stream`."""
+        ...
+
     async def start(self) -> None: ...
 
-    def offer(self, hello: Hello) -> Offer | None:
-        """What this consumer needs to be served this way; None: impossible from here."""
+    @property
+    def dialects(self) -> Sequence[str]:
+        """Ways of this transport that both ends must agree on, best first; most have none."""
+        ...
+
+    def serves(self, hello: Hello) -> bool:
+        """Could this consumer be served this way?"""
+        ...
+
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+        """For one connection. Raises `TransportUnavailable`. `on_failed`: it broke later; call it on the loop, once."""
         ...
 
     async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
         """Raises `TransportUnavailable` with the reason."""
-        ...
-
-    def outlet(self) -> Outlet:
-        """Raises `TransportUnavailable`."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """`usm`: the consumer maps the producer's KV memory and copies blocks straight out of it, one copy.
 
 The producer hands out its memfd, read-only, over a unix socket (SCM_RIGHTS) to whoever names the secret from its
-welcome: no memory has a name in a file system that a `kill -9` could leave behind, and a descriptor cannot be
+offer: no memory has a name in a file system that a `kill -9` could leave behind, and a descriptor cannot be
 guessed. Containers that share no network namespace set `run_dir` to a folder that both mount.
 """
 
@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtransfer.errors import TransportUnavailable
@@ -21,7 +22,7 @@ from kvtransfer.memory import seal_size
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
 from kvtransfer.transports.memory import AnnounceOnly, HostInlet
-from kvtransfer.transports.port import NodeFacts
+from kvtransfer.transports.port import NodeFacts, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class UsmTransport:
     name = "usm"
     pulls = True
     buffers = False
+    streams = False
+    dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._facts = facts
@@ -65,10 +68,11 @@ class UsmTransport:
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
-    def offer(self, hello: Hello) -> Offer | None:
-        if self._listener is None or hello.host.boot_id != self._facts.host.boot_id:
-            return None
-        return Offer(self.name, self._address, self._secret)
+    def serves(self, hello: Hello) -> bool:
+        return self._listener is not None and hello.host.boot_id == self._facts.host.boot_id
+
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
+        return AnnounceOnly(Offer(self.name, self._address, self._secret))
 
     async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
         try:
@@ -80,9 +84,6 @@ class UsmTransport:
             return self._map(fd, num_blocks, block_bytes)
         finally:
             os.close(fd)
-
-    def outlet(self) -> AnnounceOnly:
-        return AnnounceOnly()
 
     async def close(self) -> None:
         if self._listener is not None:

@@ -3,18 +3,19 @@
 Larger frames are slower: each would be a fresh mapping with page faults. Nothing is joined.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, NodeFacts
+from kvtransfer.transports.port import Announce, Buffer, NodeFacts, Wish
 
 
 class FrameOutlet:
-    def __init__(self, blocks: HostBlocks, settings: TransferSettings) -> None:
+    def __init__(self, offer: Offer, blocks: HostBlocks, settings: TransferSettings) -> None:
+        self.offer = offer
         self._blocks = blocks
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
@@ -42,6 +43,8 @@ class FrameOutlet:
 
 
 class FrameInlet:
+    stream = None
+
     def __init__(self, target: HostBlocks) -> None:
         self._target = target
 
@@ -62,6 +65,8 @@ class ZeromqTransport:
     name = "zeromq"
     pulls = False
     buffers = True
+    streams = False
+    dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._memory = facts.memory
@@ -70,14 +75,14 @@ class ZeromqTransport:
     async def start(self) -> None:
         keep_freed_memory()
 
-    def offer(self, hello: Hello) -> Offer | None:
-        return Offer(self.name) if self._memory.host_view is not None else None
+    def serves(self, hello: Hello) -> bool:
+        return self._memory.host_view is not None
+
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> FrameOutlet:
+        return FrameOutlet(Offer(self.name), host_blocks(self._memory), self._settings)
 
     async def attach(self, welcome: Welcome, offer: Offer) -> FrameInlet:
         return FrameInlet(host_blocks(self._memory))
-
-    def outlet(self) -> FrameOutlet:
-        return FrameOutlet(host_blocks(self._memory), self._settings)
 
     async def close(self) -> None:
         return

@@ -70,6 +70,8 @@ class Meddler:
                 return self._intake.is_right() and meddler.after(transport, self._placement) is None
 
         class Between:
+            stream = inlet.stream
+
             def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
                 meddler.before(placement)
                 matches = inlet.receive(placement, frames)

@@ -24,7 +24,7 @@ from kvtransfer.frames import (
 from tests.unit.kvtransfer.samples import LAYOUT, TICKET
 
 HELLO = Hello(
-    protocol=1,
+    protocol=2,
     instance=InstanceId("decode-0"),
     generation=Generation(2**53),
     layout=LAYOUT,
