@@ -6,12 +6,17 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check format clean bench
+INTEL := .venv-intel
+# Pins that work together; newer ones of each miss a library of another (docs/hardware.md). 2.8 GB, under a minute to install.
+INTEL_PINS := oneccl==2021.17.2 impi-rt==2021.18.1 intel-sycl-rt==2025.3.3 intel-opencl-rt==2025.3.3 dpctl==0.21.1
+
+.PHONY: setup demo test test-intel check format clean bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a local cluster (router + prefill + decode) answers a chat; TORCH_INDEX=... picks other torch wheels"
 	@echo "make test    set up and run the whole test suite"
+	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
 
 $(BIN)/python:
@@ -32,6 +37,16 @@ test: setup
 	@./tools/install_system_packages.sh
 	$(BIN)/python -m pytest -q
 
+$(INTEL)/.installed: Makefile
+	$(PYTHON) -m venv $(INTEL)
+	$(INTEL)/bin/pip install -q $(INTEL_PINS) msgspec numpy pyzmq pytest pytest-timeout uvloop xxhash
+	@touch $@
+
+# Not in CI: it downloads 0.9 GB. Needs x86-64; no GPU, no torch.
+test-intel: $(INTEL)/.installed
+	OCL_ICD_FILENAMES=$(CURDIR)/$(INTEL)/lib/libintelocl.so $(INTEL)/bin/python -m pytest -q tests/intel
+	$(INTEL)/bin/python -m pytest -q tests/contract/test_transports_processes.py -k oneccl
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,4 +59,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEL) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -146,7 +146,7 @@ class ConsumerSide:
     def _linked(self, fetching: Fetching, link: ConsumerLink) -> None:
         transport = link.transport
         if transport is None or not link.is_up:
-            self._connect(fetching, self._context.limits.relink_timeout_s)
+            self._connect(fetching, self._context.settings.relink_timeout_s)
             return
         fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
         fetching.stop = StopFlag()
@@ -238,13 +238,13 @@ class ConsumerSide:
             fetching.future.set_exception(error)
 
     def _relink(self, fetching: Fetching, step: Relink) -> None:
-        link, limits = fetching.link, self._context.limits
+        link, settings = fetching.link, self._context.settings
         peer = fetching.ticket.source
         logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
         self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
         if step.demote is not None and link is not None:
             self._broken(link, step.demote, step.reason)
-        self._connect(fetching, limits.connect_timeout_s if step.demote else limits.relink_timeout_s)
+        self._connect(fetching, settings.connect_timeout_s if step.demote else settings.relink_timeout_s)
 
     def _stop(self, fetching: Fetching) -> None:
         fetching.stop.is_set = True

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import zmq
 
@@ -35,6 +35,10 @@ from kvtransfer.transports.port import Inlet, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+LAST_WORDS_S = 0.25
+"""A dying peer's own connections may break before the system says that it is dead."""
+
 
 class ConsumerLink:
     """`open()` it once; then `inlet` is the best transport that works."""
@@ -61,10 +65,12 @@ class ConsumerLink:
         self._on_lost = on_lost
         self._on_broken = on_broken
         self._epoch = 0
+        self._dialect = ""
         self._answers: dict[int, asyncio.Future[Attached]] = {}
         self._welcome: asyncio.Future[Welcome] = context.loop.create_future()
         self._demoted: set[str] = set()
         self._attaching: asyncio.Task[None] | None = None
+        self._gone: asyncio.Future[None] = context.loop.create_future()
         self._watch: ProcessWatch | None = None
         socket = context.zmq.socket(zmq.DEALER)
         configure(socket, context.settings)
@@ -141,6 +147,7 @@ class ConsumerLink:
         if not self.is_up:
             return
         self.is_up = False
+        self._gone.set_result(None)
         self._socket.close(linger_ms=linger_ms)
         dead = dead or self.is_dead()
         if self._watch is not None:
@@ -171,21 +178,41 @@ class ConsumerLink:
                     self.why.append(f"{name}: not offered by the producer")
                     continue
                 try:
-                    inlet = await transport.attach(welcome, await self._ask_for(transport))
+                    self._dialect = ""
+                    inlet = await self._unless_lost(self._attach_by(transport, welcome))
                 except TransportUnavailable as exc:
                     self.why.append(f"{name}: {exc}")
                     self.send(Detach(name, self._epoch))
                     continue
-                if not self.is_up:
-                    inlet.close()
-                    raise PeerLost(f"{self.address}: connection lost")
                 self.inlet, self.transport = inlet, transport
-                self.why.append(f"{name}: in use")
+                self.why.append(f"{name}: in use{self._dialect and f' by {self._dialect}'}")
                 logger.info("peer=%s transport=%s (%s)", welcome.instance, name, "; ".join(self.why))
                 return
+            await self._unless_lost(asyncio.sleep(LAST_WORDS_S))
             raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(self.why)}")
         finally:
             self._attaching = None
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises `PeerLost` as soon as the connection is: what cannot be interrupted is left behind."""
+        task = self._context.loop.create_task(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            raise PeerLost(f"{self.address}: connection lost")
+        return task.result()
+
+    async def _attach_by(self, transport: Transport, welcome: Welcome) -> Inlet:
+        inlet = await transport.attach(welcome, await self._ask_for(transport))
+        if not self.is_up:
+            inlet.close()
+            raise PeerLost(f"{self.address}: connection lost")
+        return inlet
 
     async def _ask_for(self, transport: Transport) -> Offer:
         """Each attachment is an epoch of its own. Raises `TransportUnavailable` or `PeerLost`."""
@@ -202,6 +229,7 @@ class ConsumerLink:
             del self._answers[epoch]
         if attached.offer is None:
             raise TransportUnavailable(attached.reason)
+        self._dialect = attached.offer.dialect
         return attached.offer
 
     def _on_down(self, _: int) -> None:

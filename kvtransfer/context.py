@@ -60,7 +60,6 @@ class NodeContext:
 def limits_of(settings: TransferSettings) -> SessionLimits:
     return SessionLimits(
         connect_timeout_s=settings.connect_timeout_s,
-        relink_timeout_s=settings.relink_timeout_s,
         answer_timeout_s=settings.answer_timeout_s,
         lease_s=settings.lease_s,
         max_attempts=settings.max_attempts,

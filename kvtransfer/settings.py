@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-TransportName = Literal["auto", "memory", "usm", "zeromq"]
+TransportName = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
+OneCclBackend = Literal["auto", "libccl", "gloo"]
 ChecksumMode = Literal["full", "sampled", "off"]
 
 LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")
@@ -21,6 +22,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[
         tuple[TransportName, ...], Meta(min_length=1, description="allowed transports, best first; auto: all")
     ] = ("auto",)
+    oneccl_backend: Annotated[
+        OneCclBackend, Meta(description="of oneccl on hosts; auto: oneCCL's own library where it is, else gloo")
+    ] = "auto"
+    oneccl_library: Annotated[str, Meta(description="folder of libccl.so.2; empty: this Python's lib")] = ""
+    stall_timeout_s: Annotated[float, Meta(gt=0, description="an oneccl pair that stands still is given up")] = 10.0
     run_dir: Annotated[
         str,
         Meta(description="folder of the socket that hands out shared memory; empty: a name of this host's network"),
@@ -33,7 +39,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: Seconds = 0.2
     heartbeat_timeout_s: Seconds = 0.6
     connect_timeout_s: Annotated[float, Meta(gt=0, description="first connection to a peer")] = 5.0
-    relink_timeout_s: Annotated[float, Meta(gt=0, description="second chance after a connection broke")] = 0.3
+    relink_timeout_s: Annotated[float, Meta(gt=0, description="answer to a second hello after a connection broke")] = (
+        0.3
+    )
     answer_timeout_s: Annotated[float, Meta(gt=0, description="a fetch that nobody acknowledges")] = 10.0
     attach_timeout_s: Annotated[float, Meta(gt=0, description="both ends of a transport must be ready by then")] = 10.0
     lease_s: Annotated[float, Meta(gt=0, description="a silent consumer loses its claim after this")] = 10.0

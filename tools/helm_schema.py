@@ -48,7 +48,7 @@ FRACTION = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 INTEGER = {"type": "integer", "minimum": 0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "gpu.device": {"enum": ["xpu", "cuda", "cpu"]},
-    "kvTransfer.transport": {"enum": ["auto", "usm", "zeromq"]},  # `memory` is for one process
+    "kvTransfer.transport": {"enum": ["auto", "usm", "zeromq", "oneccl"]},  # `memory` is for one process
     "router.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "router.service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "kvCacheUsage": FRACTION,

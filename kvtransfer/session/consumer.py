@@ -260,7 +260,7 @@ class ConsumerSession:
         self._move(Trigger.RETRY)
         self._link = None
         self._done = None
-        self._state_deadline = now + (self._limits.connect_timeout_s if demote else self._limits.relink_timeout_s)
+        self._state_deadline = now + self._limits.connect_timeout_s
         return [StopCopies(), Relink(reason, demote)]
 
     def _fail(self, fault: Fault, reason: str) -> list[ConsumerStep]:

@@ -29,7 +29,6 @@ class Fault(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     connect_timeout_s: float = 5.0
-    relink_timeout_s: float = 0.3
     answer_timeout_s: float = 10.0
     lease_s: float = 10.0
     lease_grace_s: float = 0.5

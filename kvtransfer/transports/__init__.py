@@ -2,6 +2,7 @@
 
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.memory import InProcess, MemoryTransport
+from kvtransfer.transports.oneccl.transport import OneCclTransport
 from kvtransfer.transports.port import NodeFacts, Transport
 from kvtransfer.transports.usm import UsmTransport
 from kvtransfer.transports.zeromq import ZeromqTransport
@@ -19,6 +20,8 @@ def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | 
                 made[name] = UsmTransport(facts, settings)
             case "zeromq":
                 made[name] = ZeromqTransport(facts, settings)
+            case "oneccl":
+                made[name] = OneCclTransport(facts, settings)
             case _:
                 raise ValueError(f"no transport is named {name!r}")
     return made

@@ -112,6 +112,7 @@ class InstanceProcess:
 
     async def start(self, lifecycle: Lifecycle) -> None:
         """Everything in order; how to stop each thing is registered right after it, so it stops in reverse."""
+        check_transport(self._settings, self._role)
         check_ports(self._settings)
         self._key = read_cluster_key(self._settings.cluster_key_file)
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
@@ -286,6 +287,15 @@ class InstanceProcess:
             words |= {"tasks": ",".join(record.pooling.tasks)}
         sys.stdout.write(f"ready {self._role} " + " ".join(f"{key}={value}" for key, value in words.items()) + "\n")
         sys.stdout.flush()
+
+
+def check_transport(settings: InstanceSettings, role: Role) -> None:
+    """Raises `StartFailed` for a transport by which this role could reach nobody."""
+    if settings.kv_transport == "memory" and role != "unified":
+        raise StartFailed(
+            "--kv-transport memory joins instances of one process, and every instance is a process of its own:"
+            f" it serves unified instances alone, which hand nothing off; for {role} take auto, usm, zeromq or oneccl"
+        )
 
 
 async def _nobody_to_tell() -> None:

@@ -16,7 +16,7 @@ from contracts.instance import Role
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-Transport = Literal["auto", "usm", "zeromq"]
+Transport = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
 Checksum = Literal["full", "sampled", "off"]
 Fallback = Literal["fail", "local"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -120,7 +120,9 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_transport: Annotated[
         Transport,
         Meta(
-            description="how blocks travel; auto takes the fastest that works for a pair",
+            description="how blocks travel: usm in shared memory of one machine, zeromq over TCP, oneccl from device to"
+            " device (xccl, nccl; gloo or oneCCL on CPUs), memory inside one process: only where nothing is handed"
+            " off (unified instances); auto takes the fastest that works for a pair",
             extra={"group": "handoff"},
         ),
     ] = "auto"

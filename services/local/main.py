@@ -53,6 +53,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     configure_logs(level="warning", format="text")
     try:
         settings = _complete(loaded.settings, given)
+        _check_transport(settings, str(given.values.get("kv_transport", "auto")))
     except ConfigurationError as exc:
         stop(PROGRAM, str(exc))
     names = _names(loaded.settings, given)
@@ -74,6 +75,15 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
         sys.stdout.flush()
 
     return run(start, program=PROGRAM)
+
+
+def _check_transport(settings: ServeSettings, transport: str) -> None:
+    """Raises `ConfigurationError` for one by which these instances could not hand anything off."""
+    if transport == "memory" and (settings.prefill or settings.decode):
+        raise ConfigurationError(
+            "--kv-transport memory joins instances of one process, and every instance is a process of its own:"
+            " take auto, usm, zeromq or oneccl, or --prefill 0 --decode 0 --unified 1, which hands nothing off"
+        )
 
 
 def _complete(settings: ServeSettings, given: Given) -> ServeSettings:

@@ -17,7 +17,7 @@ from tests.contract.transports_peer import Peer, peer
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=("usm", "zeromq", "auto"))
+@pytest.fixture(params=("usm", "zeromq", "oneccl", "auto"))
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -84,6 +84,7 @@ def test_a_killed_producer_is_noticed_at_once(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)
         async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            await here.node.connect(source.address)
             ticket = to_here(source, here)
             await source.ask("open", full=text(ticket))
             fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0), (1, 1))))
@@ -99,10 +100,26 @@ def test_a_killed_producer_is_noticed_at_once(transport: str) -> None:
     run(test())
 
 
+def test_a_producer_killed_while_a_transport_is_being_attached_is_lost(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            ticket = to_here(source, here)
+            fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0))))
+            await asyncio.sleep(0.01)
+            source.signal(signal.SIGKILL)
+            with pytest.raises(PeerLost):
+                await fetch
+            assert here.node.num_sessions() == 0
+
+    run(test())
+
+
 def test_a_killed_consumer_frees_the_producers_blocks_at_once(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)
         async with running("prefill-0", settings) as here, peer("decode-0", settings, 7) as sink:
+            await sink.ask("connect", address=here.node.address)
             ticket = from_here(here, sink)
             here.node.open(ticket)
             here.node.publish(ticket.ticket, wanted((0, 0)))
@@ -121,6 +138,7 @@ def test_a_frozen_producer_is_noticed_by_its_silence(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)
         async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            await here.node.connect(source.address)
             ticket = to_here(source, here)
             await source.ask("open", full=text(ticket))
             fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0))))
@@ -141,6 +159,7 @@ def test_a_frozen_consumer_never_uses_blocks_that_were_freed_meanwhile(transport
     async def test() -> None:
         settings = only(transport, lease_s=0.5, checksum="off")
         async with running("prefill-0", settings) as here, peer("decode-0", settings, 7) as sink:
+            await sink.ask("connect", address=here.node.address)
             ticket = from_here(here, sink)
             here.node.open(ticket)
             await sink.ask("fetch", full=text(ticket), blocks=[(0, 0), (1, 1)])
@@ -164,6 +183,7 @@ def test_a_consumer_that_froze_briefly_finishes_its_fetch(transport: str) -> Non
     async def test() -> None:
         settings = only(transport, lease_s=8.0)
         async with running("prefill-0", settings) as here, peer("decode-0", settings, 7) as sink:
+            await sink.ask("connect", address=here.node.address)
             ticket = from_here(here, sink)
             here.node.open(ticket)
             here.fill(0, seed=0)
@@ -186,6 +206,7 @@ def test_a_busy_peer_is_not_taken_for_a_dead_one(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)
         async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            await here.node.connect(source.address)
             ticket = to_here(source, here)
             await source.ask("open", full=text(ticket))
             fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0))))

@@ -5,12 +5,12 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.messages import Ticket
-from kvtransfer import HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
+from kvtransfer import BlockMemory, HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
 from kvtransfer.session.steps import Placement
 from kvtransfer.transports import build
 from kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transport
@@ -87,10 +87,17 @@ class Meddler:
         return Between()
 
 
+class Blocks(BlockMemory, Protocol):
+    """Memory that a test looks into."""
+
+    def block(self, index: int) -> memoryview: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class Node:
     node: TransferNode
-    memory: HostMemory
+    memory: Blocks
     tally: Tally
     instance: InstanceId
     generation: Generation
@@ -140,8 +147,9 @@ async def running(
     layout: KVLayout = LAYOUT,
     in_process: InProcess | None = None,
     meddler: Meddler | None = None,
+    memory: Blocks | None = None,
 ) -> AsyncIterator[Node]:
-    memory, tally = HostMemory(NUM_BLOCKS, layout.block_bytes), Tally()
+    memory, tally = memory or HostMemory(NUM_BLOCKS, layout.block_bytes), Tally()
 
     def make(facts: NodeFacts, settings: TransferSettings, shared: InProcess | None) -> dict[str, Transport]:
         made = build(facts, settings, shared)

@@ -20,8 +20,9 @@ import uvloop
 from contracts.identity import Generation, InstanceId, TicketId
 from contracts.messages import Ticket
 from kvtransfer import TransferError, TransferSettings
-from tests.contract.transports_pair import Node, name, running
+from tests.contract.transports_pair import Blocks, Node, name, running
 
+MARK = b"answer "
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,18 +36,21 @@ class Peer:
     async def ask(self, op: str, **arguments: object) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
-        return json.loads(await self.process.stdout.readline())
+        return await _answer_of(self.process.stdout)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
 
 @contextlib.asynccontextmanager
-async def peer(instance: str, settings: TransferSettings, generation: int) -> AsyncIterator[Peer]:
+async def peer(
+    instance: str, settings: TransferSettings, generation: int, *, module: str = "tests.contract.transports_peer"
+) -> AsyncIterator[Peer]:
+    """`module` runs `main` below, perhaps with other memory."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "tests.contract.transports_peer",
+        module,
         instance,
         str(generation),
         msgspec.json.encode(settings).decode(),
@@ -57,11 +61,19 @@ async def peer(instance: str, settings: TransferSettings, generation: int) -> As
     )
     assert process.stdout is not None
     try:
-        yield Peer(process, json.loads(await process.stdout.readline()))
+        yield Peer(process, await _answer_of(process.stdout))
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def _answer_of(stdout: asyncio.StreamReader) -> Any:
+    """The next line of ours: libraries print what they like."""
+    while line := await stdout.readline():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    raise EOFError("the peer ended")
 
 
 async def serve(node: Node) -> None:
@@ -73,11 +85,15 @@ async def serve(node: Node) -> None:
     fetches: dict[str, asyncio.Task[str]] = {}
     while line := await reader.readline():
         command = json.loads(line)
-        answer(await obey(node, command, fetches))
+        if command["op"] == "connect":
+            await node.node.connect(command["address"])
+            answer(None)
+        else:
+            answer(await obey(node, command, fetches))
 
 
 def answer(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.write(MARK.decode() + json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
@@ -118,10 +134,10 @@ async def _fetch(node: Node, ticket: Ticket, blocks: list[tuple[int, int]]) -> s
     return f"{result.transport}: {'right' if right else 'WRONG'}"
 
 
-async def main() -> None:
+async def main(memory: Blocks | None = None) -> None:
     instance, generation, settings = sys.argv[1:]
     decoded = msgspec.json.decode(settings, type=TransferSettings)
-    async with running(instance, decoded, generation=int(generation)) as node:
+    async with running(instance, decoded, generation=int(generation), memory=memory) as node:
         await serve(node)
 
 

@@ -72,10 +72,11 @@ def test_a_bad_value_is_named(llama: Path) -> None:
     assert "tpu" in said and "xpu" in said and len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("transport", ["memory", "oneccl"])
-def test_a_transport_that_cannot_join_two_processes_is_refused_at_start(transport: str) -> None:
-    said = fails_at_start("serve", "--kv-transport", transport)
-    assert transport in said and "usm" in said and len(said.splitlines()) == 1
+@pytest.mark.parametrize("command", [["serve"], ["decode", "--model", "MODEL"], ["prefill", "--model", "MODEL"]])
+def test_a_transport_that_cannot_join_two_processes_is_refused_at_start(command: list[str], llama: Path) -> None:
+    command = [str(llama) if word == "MODEL" else word for word in command]
+    said = fails_at_start(*command, "--kv-transport", "memory")
+    assert "memory" in said and "usm" in said and "unified" in said and len(said.splitlines()) == 1
 
 
 def test_an_unknown_variable_is_named(llama: Path) -> None:

@@ -62,6 +62,23 @@ def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) 
         wait_until(lambda: links_of(cluster) == [transport], timeout_s=5, what=f"a link over {transport} in /health")
 
 
+def test_tokens_equal_transformers_through_a_collective_library(llama: Path) -> None:
+    """`oneccl` on CPUs: a group of two ranks over gloo, made when the two instances first meet."""
+    flags = ("--kv-transport", "oneccl", "--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
+    with Cluster(llama, args=(*ALWAYS, *flags)) as cluster:
+        for case, prompt in PROMPTS.items():
+            assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(llama, prompt, NEW_TOKENS), case
+        cluster.wait_idle()
+        assert cluster.metrics()["baton:handoff_seconds_count"] == len(PROMPTS)
+        wait_until(lambda: links_of(cluster) == ["oneccl"], timeout_s=5, what="a link over oneccl in /health")
+
+
+def test_unified_instances_need_no_transport_between_processes(llama: Path) -> None:
+    with Cluster(llama, prefill=0, decode=0, unified=1, args=(*ALWAYS, "--kv-transport", "memory")) as cluster:
+        prompt = PROMPTS["many blocks"]
+        assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(llama, prompt, NEW_TOKENS)
+
+
 def links_of(cluster: Cluster) -> list[str]:
     (decode,) = cluster.instances("decode")
     return [str(link["transport"]) for link in decode["links"]]

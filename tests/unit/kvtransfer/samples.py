@@ -6,9 +6,7 @@ from contracts.messages import Ticket
 from kvtransfer.session.steps import SessionLimits
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
-LIMITS = SessionLimits(
-    connect_timeout_s=2, relink_timeout_s=1, answer_timeout_s=3, lease_s=4, lease_grace_s=0.5, max_attempts=3
-)
+LIMITS = SessionLimits(connect_timeout_s=2, answer_timeout_s=3, lease_s=4, lease_grace_s=0.5, max_attempts=3)
 TICKET = Ticket(
     ticket=TicketId("t"),
     source=InstanceId("p"),

@@ -134,8 +134,8 @@ def test_a_dead_peer_or_no_new_connection_ends_the_fetch() -> None:
     assert isinstance(steps[-1], Give) and steps[-1].fault is Fault.LOST
     one = streaming()
     one.link_lost("reset", dead=False, now=0.0)
-    assert one.tick(0.9) == []
-    steps = one.tick(1.0)
+    assert one.tick(1.9) == []
+    steps = one.tick(2.0)
     assert isinstance(steps[-1], Give) and steps[-1].fault is Fault.LOST
 
 

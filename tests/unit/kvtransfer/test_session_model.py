@@ -34,7 +34,7 @@ from kvtransfer.session.steps import (
 )
 from kvtransfer.session.table import ProducerState
 
-LIMITS = SessionLimits(connect_timeout_s=8, relink_timeout_s=5, answer_timeout_s=9, lease_s=4, lease_grace_s=0.5)
+LIMITS = SessionLimits(connect_timeout_s=8, answer_timeout_s=9, lease_s=4, lease_grace_s=0.5)
 TICKET = Ticket(
     ticket=TicketId("t"),
     source=InstanceId("p"),

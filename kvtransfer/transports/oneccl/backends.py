@@ -1,0 +1,56 @@
+"""Which backends there are here, by what is installed, best first. Loads nothing that it does not need."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.transports.oneccl.library import LibraryBackend, find_library
+from kvtransfer.transports.oneccl.pair import Backend
+
+LEGACY_BINDINGS = "oneccl_bindings_for_pytorch"
+
+
+def host_backends(library_folder: str = "") -> list[Backend]:
+    """For memory of the host: oneCCL's own library where it is installed, and gloo where torch is."""
+    found: list[Backend] = []
+    library = find_library(library_folder)
+    if library is not None:
+        found.append(LibraryBackend(library))
+    if importlib.util.find_spec("torch") is not None:
+        found.append(LazyGloo())
+    return found
+
+
+def device_backend(kind: str) -> str:
+    """The name of torch's backend for a device. Raises `TransportUnavailable`."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    if kind == "cuda" and distributed.is_nccl_available():
+        return "nccl"
+    if kind == "xpu":
+        has_xccl = getattr(distributed, "is_xccl_available", None)
+        if has_xccl is not None and has_xccl():
+            return "xccl"
+        if importlib.util.find_spec(LEGACY_BINDINGS) is not None:
+            return "ccl"
+    raise TransportUnavailable(f"torch has no collective library for {kind} here")
+
+
+class LazyGloo:
+    """torch.distributed is imported when the first pair needs it."""
+
+    name = "gloo"
+
+    def load(self) -> None:
+        self._backend()
+
+    def meet(self, host: str) -> Any:
+        return self._backend().meet(host)
+
+    def join(self, address: bytes, secret: bytes, timeout_s: float) -> Any:
+        return self._backend().join(address, secret, timeout_s)
+
+    def _backend(self) -> Backend:
+        module = importlib.import_module("kvtransfer.transports.oneccl.torch_pair")
+        backend: Backend = module.TorchBackend()
+        return backend

@@ -1,0 +1,105 @@
+"""Both ends of a pair whose blocks lie in host memory.
+
+What comes is received into a buffer of the pair and copied from there while it is verified: a library that cannot be
+interrupted may write to that buffer whenever it likes, never to blocks that by then hold something else.
+"""
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.frames import Offer, Piece
+from kvtransfer.session.steps import Placement
+from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
+from kvtransfer.transports.oneccl.pair import Pair
+from kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
+from kvtransfer.transports.oneccl.thread import PairThread
+from kvtransfer.transports.port import Announce, Buffer, Landing
+
+
+class HostOutlet:
+    """Announces, and sends behind the announcement."""
+
+    def __init__(self, offer: Offer, thread: PairThread, view: memoryview, block_bytes: int) -> None:
+        self.offer = offer
+        self._thread = thread
+        self._view = view
+        self._block_bytes = block_bytes
+
+    def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
+        announce([()])
+        messages = groups(pieces, self._block_bytes)
+
+        def job(pair: Pair) -> None:
+            for message in messages:
+                pair.send([self._view[region.offset : region.offset + region.size] for region in message])
+
+        self._thread.submit(job)
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+class HostInlet:
+    """`stream` is itself: parcels are taken out of the pair in the order in which they were announced."""
+
+    def __init__(self, target: HostBlocks) -> None:
+        self._target = target
+        self._buffer = memoryview(mmap.mmap(-1, MESSAGE_BYTES))
+        self._lock = threading.Lock()
+        self._waiting: list[Landing] = []
+        self._is_closed = False
+        self._reason = "the pair was given up"
+        self.thread: PairThread | None = None
+
+    @property
+    def stream(self) -> "HostInlet":
+        return self
+
+    def expect(self, pieces: Sequence[Piece], landing: Landing) -> None:
+        if self._is_closed or self.thread is None:
+            landing.abandon(self._reason)
+            return
+        self._waiting.append(landing)
+        messages = groups(pieces, self._target.block_bytes)
+        self.thread.submit(lambda pair: self._take(pair, messages, landing))
+
+    def intake(self, placement: Placement) -> BlockIntake:
+        return BlockIntake(self._target, placement.destination, placement.checksum)
+
+    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        raise TransportUnavailable("blocks of a pair come as a stream")
+
+    def close(self) -> None:
+        """What has not arrived never will; waits for the copy of what has."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            waiting, self._waiting = self._waiting, []
+            for landing in waiting:
+                landing.abandon(self._reason)
+        if self.thread is not None:
+            self.thread.close()
+
+    def failed(self, reason: str) -> None:
+        self._reason = reason
+        self.close()
+
+    def _take(self, pair: Pair, messages: Sequence[Sequence[Region]], landing: Landing) -> None:
+        for message in messages:
+            parts: list[memoryview] = []
+            filled = 0
+            for region in message:
+                parts.append(self._buffer[filled : filled + region.size])
+                filled += region.size
+            pair.receive(parts)
+            with self._lock:
+                if self._is_closed:
+                    return
+                landing.take(self._buffer[:filled])
+        with self._lock:
+            if not self._is_closed:
+                self._waiting.remove(landing)
+                landing.end()

@@ -1,0 +1,105 @@
+"""`oneccl`: a group of two ranks, made per connection at run time, over whichever collective library there is.
+
+On devices blocks travel from memory to memory: `xccl` on Arc, `nccl` on CUDA, `ccl` where only Intel's older bindings
+are installed. On hosts the same is done by oneCCL's own library, or by `gloo`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.frames import Hello, Offer, Welcome
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.hostcopy import host_blocks
+from kvtransfer.transports.oneccl.backends import host_backends
+from kvtransfer.transports.oneccl.host import HostInlet, HostOutlet
+from kvtransfer.transports.oneccl.pair import Backend, Pair
+from kvtransfer.transports.oneccl.thread import PairThread
+from kvtransfer.transports.port import NodeFacts, Wish
+
+logger = logging.getLogger(__name__)
+
+MAX_STUCK = 8
+"""So many threads that never came back from the library, and this process makes no more pairs."""
+
+
+class OneCclTransport:
+    name = "oneccl"
+    pulls = True
+    """Sends read the blocks when the peer takes them: a peer that froze must not count what it got after its lease."""
+    buffers = True
+    streams = True
+
+    def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
+        self._memory = facts.memory
+        self._settings = settings
+        self._host = _host_of(settings)
+        chosen = settings.oneccl_backend
+        found = host_backends(settings.oneccl_library) if facts.memory.host_view is not None else []
+        self._backends = {backend.name: backend for backend in found if chosen in ("auto", backend.name)}
+        self._threads: list[PairThread] = []
+
+    @property
+    def dialects(self) -> Sequence[str]:
+        return tuple(self._backends)
+
+    async def start(self) -> None:
+        """A backend whose library cannot be loaded is left out."""
+        for name, backend in list(self._backends.items()):
+            try:
+                await asyncio.to_thread(backend.load)
+            except TransportUnavailable as exc:
+                logger.warning("oneccl: %s cannot be used: %s", name, exc)
+                del self._backends[name]
+
+    def serves(self, hello: Hello) -> bool:
+        return bool(self._backends)
+
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> HostOutlet:
+        backend = self._choose(wish.dialects)
+        meeting = await asyncio.to_thread(backend.meet, self._host)
+        offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
+        thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
+        view = self._memory.host_view
+        assert view is not None
+        return HostOutlet(offer, thread, view.cast("B"), self._memory.block_bytes)
+
+    async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
+        backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
+        inlet = HostInlet(host_blocks(self._memory))
+        thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
+        inlet.thread = thread
+        try:
+            await asyncio.wait_for(asyncio.shield(thread.opened), timeout_s)
+        except TimeoutError as exc:
+            inlet.close()
+            raise TransportUnavailable(f"{backend.name}: the two ends did not meet within {timeout_s:g} s") from exc
+        except asyncio.CancelledError:
+            inlet.close()
+            raise
+        return inlet
+
+    async def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
+
+    def _choose(self, dialects: Sequence[str]) -> Backend:
+        for name, backend in self._backends.items():
+            if name in dialects:
+                return backend
+        raise TransportUnavailable(f"no common backend: {', '.join(self._backends)} here, {', '.join(dialects)} there")
+
+    def _thread(self, join: Callable[[], Pair], on_failed: Callable[[str], None]) -> PairThread:
+        self._threads = [thread for thread in self._threads if thread.is_running]
+        if sum(thread.is_closed for thread in self._threads) >= MAX_STUCK:
+            raise TransportUnavailable(f"{MAX_STUCK} pairs never came back from the library: restart this process")
+        thread = PairThread(join, on_failed=on_failed, stall_timeout_s=self._settings.stall_timeout_s)
+        self._threads.append(thread)
+        return thread
+
+
+def _host_of(settings: TransferSettings) -> str:
+    """An address of this machine that peers can reach."""
+    bound = settings.bind.partition("://")[2].rpartition(":")[0].strip("[]")
+    return settings.advertise_host or ("127.0.0.1" if bound in ("*", "0.0.0.0") else bound)
