@@ -23,7 +23,7 @@ import torch
 
 from bench.engine_peer import NAME as PEER_LABEL
 from bench.engine_peer import TransformersPeer
-from bench.engine_shapes import SHAPES, Costs, costs, write_shape
+from bench.engine_shapes import SHAPES, WEIGHT_BITS, Costs, costs, write_shape
 from bench.report import Row, show
 from contracts.identity import RequestId
 from contracts.messages import Work
@@ -139,7 +139,7 @@ def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, le
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    cost = costs(options.shape)
+    cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
     limits = measure_limits(target)
     yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
@@ -206,7 +206,8 @@ def _row(
     ratio: float | None = None,
 ) -> Row:
     sys.stderr.write(f"{case}: {value:.4g} {unit}\n")
-    peer = PEER_VALUES.get(case) if options.shape == "llama-3.1-8b" else None
+    is_measured = options.shape == "llama-3.1-8b" and not options.quantization and options.kv_cache_dtype == "auto"
+    peer = PEER_VALUES.get(case) if is_measured else None
     return Row("engine", case, value, unit, limit, ratio, PEER if peer is not None else None, peer)
 
 
@@ -223,6 +224,8 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         async_scheduling=False if options.no_async_scheduling else None,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
 
 
@@ -249,6 +252,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-async-scheduling", action="store_true", help="one step after the other")
     made.add_argument("--peer", help="also measure transformers' continuous batching, with this attention (sdpa, …)")
     made.add_argument("--peer-steps", type=int, default=16, help="decode steps of the peer")
+    made.add_argument("--quantization", choices=sorted(WEIGHT_BITS), help="round the weights as a server would")
+    made.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"], default="auto")
     made.add_argument("--json", action="store_true")
     return made
 

@@ -100,18 +100,32 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 DTYPE_BYTES = 2
+WEIGHT_BITS = {
+    "fp8": 8.0,
+    "fp8_e4m3": 8.0,
+    "fp8_e5m2": 8.0,
+    "int8": 8.0,
+    "fp6": 6.125,
+    "asym_int4": 4.25,
+    "sym_int4": 4.125,
+    "mxfp4": 4.5,
+}
+"""With the scales of groups of 128 (32: mxfp4)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one forward pass, in bfloat16: parameters of the layers' and of the head's matrix products. Of a mixture's
-    experts, `expert_parameters` are those of all layers' experts of one number, `dense_parameters` all others."""
+    """Of one forward pass: parameters of the layers' and of the head's matrix products, and bytes of one of each. Of a
+    mixture's experts, `expert_parameters` are those of all layers' experts of one number, `dense_parameters` all
+    others."""
 
     dense_parameters: int
     expert_parameters: int
     num_experts: int
     top_k: int
     head_parameters: int
+    layer_bytes: float
+    head_bytes: float
     num_layers: int
     num_heads: int
     head_dim: int
@@ -127,8 +141,8 @@ class Costs:
         to choose experts evenly and independently."""
         missed = (1 - self.top_k / self.num_experts) ** max(batch, 1) if self.num_experts else 1.0
         experts = round(self.num_experts * (1 - missed) * self.expert_parameters)
-        weights = (self.dense_parameters + experts + self.head_parameters) * DTYPE_BYTES
-        return weights + batch * context * self.kv_bytes_per_token
+        layers = (self.dense_parameters + experts) * self.layer_bytes
+        return round(layers + self.head_parameters * self.head_bytes) + batch * context * self.kv_bytes_per_token
 
     def decode_flops(self, batch: int) -> int:
         return 2 * batch * (self.active_parameters + self.head_parameters)
@@ -139,7 +153,7 @@ class Costs:
         return prompts * (2 * length * self.active_parameters + attention + 2 * self.head_parameters)
 
 
-def costs(name: str) -> Costs:
+def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Costs:
     shape = SHAPES[name]
 
     def number(*keys: str) -> int:
@@ -159,10 +173,12 @@ def costs(name: str) -> Costs:
         num_experts=num_experts,
         top_k=number("num_experts_per_tok"),
         head_parameters=hidden * number("vocab_size"),
+        layer_bytes=DTYPE_BYTES if quantization is None else WEIGHT_BITS[quantization] / 8,
+        head_bytes=DTYPE_BYTES if quantization is None else 1,
         num_layers=layers,
         num_heads=heads,
         head_dim=head_dim,
-        kv_bytes_per_token=2 * layers * kv_heads * head_dim * DTYPE_BYTES,
+        kv_bytes_per_token=2 * layers * kv_heads * head_dim * (DTYPE_BYTES if kv_cache_dtype == "auto" else 1),
     )
 
 

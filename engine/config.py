@@ -9,6 +9,10 @@ from engine.pooling.kind import Runner, Task
 DeviceName = Literal["auto", "cpu", "cuda", "xpu"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
+Fp8Dtype = Literal["e4m3", "e5m2"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,16 @@ class EngineConfig:
     max_logprobs: int = 20
     runner: Runner = "auto"
     task: Task = "auto"
+    quantization: Quantization | None = None
+    """Round the weights of linear layers to this format while they are loaded."""
+    fp8_dtype: Fp8Dtype = "e4m3"
+    """What `fp8` means, for weights and for the KV cache."""
+    quantization_group_size: int = 128
+    """Inputs that share a scale, in formats of four and six bits."""
+    quantization_skip: tuple[str, ...] = ()
+    """Modules that keep their dtype, by name or last part of it, such as `lm_head`."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """`auto`: as the model computes."""
 
     def check(self) -> None:
         """Raises `ConfigError` for the first value that cannot be."""
@@ -52,6 +66,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
+        if self.quantization_group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ConfigError(f"quantization_group_size is {self.quantization_group_size}; it must be one of {sizes}")
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must not be negative")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -20,7 +20,7 @@ from engine import capacity, device
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
-from engine.errors import RequestError, UsageError
+from engine.errors import ConfigError, RequestError, UsageError
 from engine.forward import Forward, choose_forward
 from engine.grammar import Grammars
 from engine.kernels import attention_backend, layer_kernels
@@ -69,7 +69,7 @@ class Engine:
             num_kv_heads=model.num_kv_heads,
             block_tokens=config.block_size or defaults.block_tokens,
             head_dim=model.head_dim,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=_kv_dtype(config, model),
         )
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         self.limits = Limits(
@@ -85,7 +85,8 @@ class Engine:
         grammars = Grammars(Path(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         backend = attention_backend(self._device, model.dtype)
-        forward = choose_forward(model, backend, layer_kernels(self._device, model.dtype))
+        layers = layer_kernels(self._device, model.dtype)
+        forward = choose_forward(model, backend, layers, coded_kv=self.layout.scale_rows > 0)
         usable = self._count_blocks(config, forward)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         num_blocks = usable + 1
@@ -350,6 +351,14 @@ class _Launched:
     begun: float | None
     advanced: StepResult | None = None
     chosen: Chosen | None = None
+
+
+def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
+    if config.kv_cache_dtype == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    if model.head_dim % 2:
+        raise ConfigError(f"a KV cache in one byte needs heads of even size, not {model.head_dim}")
+    return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 
 
 def _say_nothing(what: str, fraction: float) -> None:

@@ -10,6 +10,7 @@ from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
 from engine.kernels.cpu_layers import CpuLayers
 from engine.model import LoadedModel
+from engine.quantization import install
 
 
 class Forward(Protocol):
@@ -41,11 +42,14 @@ class TransformersForward:
         return cast(Tensor, output.logits)[0]
 
 
-def choose_forward(model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels) -> Forward:
-    """Call once: fusing repacks the model's weights in place."""
+def choose_forward(
+    model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, *, coded_kv: bool = False
+) -> Forward:
+    """Call once: fusing repacks the model's weights in place. `coded_kv`: the KV cache has one byte per element."""
     library = kernels.library if isinstance(kernels, CpuLayers) else None
-    if library is not None and fused_cpu.fits(model, library):
+    if library is not None and not coded_kv and fused_cpu.fits(model, library):
         return fused_cpu.CpuForward(model, library)
     if fused.fits(model.module):
         return fused.FusedForward(model, backend, kernels)
+    install(model.module, kernels)
     return TransformersForward(model, backend)

@@ -5,7 +5,7 @@ product, activation, down. Calling modules instead costs more than the products 
 A mixture of experts is grouped products; an MLP of any other shape stays transformers' module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.inputs import StepInputs
-from engine.kernels import AttentionBackend, LayerKernels
+from engine.kernels import AttentionBackend, LayerKernels, Weight
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
+from engine.quantization import QuantizedLinear, can_merge, install, merge
 
 LAYERS = {
     "GptOssDecoderLayer",
@@ -38,7 +39,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
 
 
@@ -64,6 +65,8 @@ def fits(module: nn.Module) -> bool:
     if not layers or {type(layer).__name__ for layer in layers} - LAYERS:
         return False
     is_whole = all(hasattr(layer, "mlp") for layer in layers) and hasattr(decoder, "rotary_emb")
+    if not all(can_merge(parts) for layer in layers for parts in _packed_parts(layer)):
+        return False
     return is_whole and config.hidden_act == "silu"
 
 
@@ -75,8 +78,8 @@ class FusedForward:
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
         # gpt-oss names each pair's angle once; everybody else twice, for both halves
         self._has_half_rotations = type(module.model.rotary_emb).__name__ == "GptOssRotaryEmbedding"
-        self._head = _linear(module.lm_head)
-        self._layers = [pack_layer(layer) for layer in module.model.layers]
+        self._head = _linear(module.lm_head, kernels)
+        self._layers = [pack_layer(layer, kernels) for layer in module.model.layers]
         self._final_norm = norm_of(module.model.norm)
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
@@ -135,34 +138,45 @@ class FusedForward:
         return self._kernels.linear(self._kernels.silu_mul(gate_up), layer.down.weight, layer.down.bias)
 
 
-def pack_layer(layer: Any) -> Layer:
+def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     if hasattr(attention, "qkv_proj"):
-        qkv = _linear(attention.qkv_proj)
+        qkv = _linear(attention.qkv_proj, kernels)
     else:
-        qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj])
+        qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
     gate_up: Linear | None = None
     if hasattr(mlp, "gate_up_proj") and hasattr(mlp, "down_proj"):
-        gate_up = _linear(mlp.gate_up_proj)
+        gate_up = _linear(mlp.gate_up_proj, kernels)
     elif hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
-        gate_up = _packed([mlp.gate_proj, mlp.up_proj])
+        gate_up = _packed([mlp.gate_proj, mlp.up_proj], kernels)
     has_head_norms = hasattr(attention, "q_norm")
     return Layer(
         input_norm=norm_of(layer.input_layernorm),
         qkv=qkv,
         query_norm=norm_of(attention.q_norm) if has_head_norms else None,
         key_norm=norm_of(attention.k_norm) if has_head_norms else None,
-        output=_linear(attention.o_proj),
+        output=_linear(attention.o_proj, kernels),
         mlp_norm=norm_of(layer.post_attention_layernorm),
         gate_up=gate_up,
-        down=_linear(mlp.down_proj) if gate_up is not None else None,
+        down=_linear(mlp.down_proj, kernels) if gate_up is not None else None,
         mixture=pack_mixture(mlp) if gate_up is None else None,
         mlp=mlp,
     )
 
 
-def _packed(parts: list[nn.Linear]) -> Linear:
+def _packed_parts(layer: Any) -> Iterator[list[nn.Linear]]:
+    """The products of a layer that become one."""
+    if not hasattr(layer.self_attn, "qkv_proj"):
+        yield [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    if hasattr(layer.mlp, "gate_proj") and hasattr(layer.mlp, "up_proj"):
+        yield [layer.mlp.gate_proj, layer.mlp.up_proj]
+
+
+def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:
     """One matrix of several. The parts become views of it, so that nothing is stored twice."""
+    quantized = [part for part in cast(list[nn.Module], parts) if isinstance(part, QuantizedLinear)]
+    if quantized:
+        return _linear(merge(quantized), kernels)
     weight = torch.cat([part.weight.data for part in parts])
     biases = [part.bias.data for part in parts if part.bias is not None]
     bias = torch.cat(biases) if biases else None
@@ -172,7 +186,9 @@ def _packed(parts: list[nn.Linear]) -> Linear:
     return Linear(weight, bias)
 
 
-def _linear(module: nn.Linear) -> Linear:
+def _linear(module: nn.Linear | QuantizedLinear, kernels: LayerKernels) -> Linear:
+    if isinstance(module, QuantizedLinear):
+        install(module, kernels)
     return Linear(module.weight, module.bias)
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from engine import fused
 from engine.inputs import StepInputs
-from engine.kernels import AttentionSpec
+from engine.kernels import AttentionSpec, reference_layers
 from engine.kernels.cpu_decoder import CpuDecoder, DecoderLayer, Matrix, has_packed_linear, pack, pack_gated
 from engine.model import LoadedModel
+from engine.quantization import QuantizedLinear
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
@@ -19,6 +20,8 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
     if model.dtype != torch.bfloat16 or not has_packed_linear(library) or not fused.fits(model.module):
         return False
     module = cast(Any, model.module)
+    if any(isinstance(part, QuantizedLinear) for part in module.modules()):
+        return False
     is_dense = all(isinstance(getattr(layer.mlp, "down_proj", None), nn.Linear) for layer in module.model.layers)
     has_one_epsilon = (
         len({part.variance_epsilon for part in module.modules() if hasattr(part, "variance_epsilon")}) == 1
@@ -50,8 +53,9 @@ class CpuForward:
 
 
 def _take(layer: Any, spec: AttentionSpec) -> DecoderLayer:
-    parts = fused.pack_layer(layer)
+    parts = fused.pack_layer(layer, reference_layers)
     assert parts.gate_up is not None and parts.down is not None  # `fits` saw to it
+    assert isinstance(parts.gate_up.weight, Tensor)
     taken = DecoderLayer(
         input_norm=parts.input_norm.weight,
         query_norm=None if parts.query_norm is None else parts.query_norm.weight,
@@ -68,6 +72,7 @@ def _take(layer: Any, spec: AttentionSpec) -> DecoderLayer:
 
 
 def _packed(linear: fused.Linear) -> Matrix:
+    assert isinstance(linear.weight, Tensor)
     return pack(linear.weight.data, linear.bias)
 
 

@@ -15,11 +15,18 @@ from torch import Tensor
 from contracts.layout import KVLayout
 from engine import device as devices
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
 
 
 class KVCache:
-    """`tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim].
+    """`tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_tokens (+ scale rows), head_dim].
 
     `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror.
     """
@@ -39,7 +46,8 @@ class KVCache:
         self.host_view: memoryview | None = memoryview(self._mapping)
         host_bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._host_blocks = host_bytes.view(num_blocks, self.block_bytes)
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        rows = layout.block_tokens + layout.scale_rows
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, rows, layout.head_dim)
         dtype = DTYPES[layout.dtype]
         if self.is_mirrored:
             # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
@@ -53,14 +61,16 @@ class KVCache:
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
     def layers(self) -> list[Tensor]:
-        """One strided view per layer, each [num_blocks, 2, num_kv_heads, block_tokens, head_dim]."""
-        return list(self.tensor.unbind(1))
+        """One strided view per layer, each [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Scales, where there
+        are any, lie right after each head's tokens (`kernels.kv_codes`)."""
+        return list(self.tensor[:, :, :, :, : self.layout.block_tokens].unbind(1))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Sources and targets are disjoint."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
-        self.tensor[target] = self.tensor[source]
+        blocks = self.device_tensor
+        blocks[target] = blocks[source]
 
     def to_host(self, blocks: Iterable[int]) -> None:
         """The mirror holds what these blocks hold now."""

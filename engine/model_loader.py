@@ -4,20 +4,25 @@ Every way in which a folder can be broken ends in a `ModelError` that names the 
 """
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine import attention, device, rotary
 from engine.attention import AttentionProbe
 from engine.config import EngineConfig
-from engine.errors import ModelError, UnsupportedModelError
+from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.kernels import AttentionSpec
 from engine.model import LoadedModel, Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
+from engine.quantization import loading
+from engine.quantization.formats import scheme
+from engine.quantization.online import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +40,15 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
     max_model_len = max_model_len_of(config, text_config)
     attention.register()
     progress("loading weights", 0.0)
-    if config.load_format == "dummy":
+    plan = _quantization_plan(config, name, text_config)
+    if plan is not None:
+        module = _load_quantized(folder, hf_config, config, plan, dtype, target)
+    elif config.load_format == "dummy":
         module = _make_dummy(hf_config, config, dtype, target)
     else:
         module = _load_weights(folder, config, dtype).to(target)
     module.eval().requires_grad_(False)
-    variant = rotary.freeze(module, max_model_len)
+    variant = rotary.freeze(module, max_model_len) + (f"|{plan.label}" if plan is not None else "")
     progress("loading weights", 1.0)
     probe = _probe(module, name, target)
     specs, num_kv_heads, head_dim = _uniform_layers(probe, name, text_config.num_hidden_layers)
@@ -72,6 +80,49 @@ def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -
         )
     if getattr(text_config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
+
+
+def _quantization_plan(config: EngineConfig, name: str, text_config: HfConfig) -> Plan | None:
+    if config.quantization is None:
+        return None
+    if getattr(text_config, "quantization_config", None) is not None:
+        raise ConfigError(f"the weights in {config.model} are quantized already ({name}); leave --quantization out")
+    chosen = scheme(config.quantization, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
+    return Plan(chosen, config.quantization_skip)
+
+
+def _load_quantized(
+    folder: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan, dtype: torch.dtype, target: torch.device
+) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    with ExitStack() as files:
+        if config.load_format == "dummy":
+            torch.manual_seed(config.seed)
+            std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
+            tensors = loading.made_up(skeleton, target, dtype, std)
+        else:
+            tensors = _open_checkpoint(folder, files)
+        if loading.fits(skeleton, tensors):
+            module = loading.fill(skeleton, tensors, plan, target, dtype).to(target)
+            _read_generation_config(module, folder)
+            return module
+    if config.load_format == "dummy":
+        whole = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
+    else:
+        whole = _load_weights(folder, config, dtype)
+    return loading.round_loaded(whole, plan, target, dtype)
+
+
+def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:
+    try:
+        return loading.checkpoint_tensors(folder, files)
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"the weights in {broken_file(folder) or folder} cannot be loaded: {first_line(exc)}") from exc
+
+
+def _read_generation_config(module: nn.Module, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:

@@ -1,6 +1,14 @@
 """The engine's kernels: one port each, one backend per device, a plain-torch twin that says what is right."""
 
-from engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, Experts, LayerKernels
+from engine.kernels.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    Experts,
+    LayerKernels,
+    Weight,
+)
+from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.selection import attention_backend, layer_kernels
 
 __all__ = [
@@ -9,6 +17,8 @@ __all__ = [
     "AttentionSpec",
     "Experts",
     "LayerKernels",
+    "QuantizedWeight",
+    "Weight",
     "attention_backend",
     "layer_kernels",
 ]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference_layers as twin
-from engine.kernels.metadata import Experts
+from engine.kernels.metadata import Experts, Weight
+from engine.kernels.quantized import QuantizedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -112,7 +113,13 @@ class CpuLayers:
         self._gate = library.baton_silu_mul
         self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def pack(self, weight: QuantizedWeight) -> Weight:
+        return weight
+
+    def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return twin.embed(token_ids, weight, dtype)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return twin.linear(x, weight, bias)
 
     def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:

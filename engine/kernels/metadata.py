@@ -4,9 +4,12 @@ Knows nothing of requests, schedulers or models. One `AttentionMetadata` is buil
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
+
+from engine.kernels.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,33 @@ class AttentionBackend(Protocol):
         ...
 
 
+class PackedWeight(Protocol):
+    """A quantized weight in the order that one device's kernels read. Only they look inside."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def inputs(self) -> int: ...
+
+
+Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
+"""The right operand of a product, [outputs, inputs] or what stands for it."""
+
+
 class LayerKernels(Protocol):
     """A layer's matrix products, and the steps between them in one pass over memory. Modules and objects fit."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def pack(self, weight: QuantizedWeight) -> Weight:
+        """The same weight as `linear` reads it fastest; the caller gives up the given one."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x [num_tokens, inputs], weight [outputs, inputs] -> [num_tokens, outputs]."""
+        ...
+
+    def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """token_ids [...] -> rows of a quantized `weight` as numbers [..., inputs]."""
         ...
 
     def rms_norm(

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from engine.kernels import kv_codes
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 
 _MAX_SCORES = 1 << 24  # score elements alive at once: 64 MiB of float32
@@ -21,8 +22,8 @@ class ReferenceAttention:
         block_tokens = cache.shape[3]
         kept = meta.slots >= 0
         blocks, offsets = meta.slots[kept] // block_tokens, meta.slots[kept] % block_tokens
-        cache[blocks, 0, :, offsets] = key[kept].to(cache.dtype)
-        cache[blocks, 1, :, offsets] = value[kept].to(cache.dtype)
+        kv_codes.write(cache, 0, blocks, offsets, key[kept])
+        kv_codes.write(cache, 1, blocks, offsets, value[kept])
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         contexts, tables = (
@@ -87,7 +88,7 @@ def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of the tables' blocks in float32, each [num_seqs, num_kv_heads, tokens, head_dim]."""
-    blocks = cache[tables.long()].float()  # [num_seqs, blocks, 2, num_kv_heads, block_tokens, head_dim]
+    blocks = kv_codes.read(cache, tables.long())  # [num_seqs, blocks, 2, num_kv_heads, block_tokens, head_dim]
     keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)
     return keys, values
 

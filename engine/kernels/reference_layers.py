@@ -4,13 +4,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels import kv_codes, quantized
+from engine.kernels.metadata import Weight
+from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.reference_experts import mix, route
 
-__all__ = ["linear", "mix", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = ["embed", "linear", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def pack(weight: QuantizedWeight) -> Weight:
+    """See triton_linear.pack."""
+    return weight
+
+
+def embed(token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """token_ids [...] -> rows of a quantized `weight` as numbers [..., inputs]."""
+    assert isinstance(weight, QuantizedWeight)
+    return quantized.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """See triton_linear.linear."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.linear(x, weight, bias)
+    assert isinstance(weight, Tensor)
     return functional.linear(x, weight, bias)
 
 
@@ -48,8 +65,8 @@ def rotary_store(
     query.copy_(_rotated(query, rotation, interleaved=interleaved))
     kept = slots >= 0
     blocks, offsets = slots[kept] // cache.shape[3], slots[kept] % cache.shape[3]
-    cache[blocks, 0, :, offsets] = _rotated(key, rotation, interleaved=interleaved)[kept].to(cache.dtype)
-    cache[blocks, 1, :, offsets] = value[kept].to(cache.dtype)
+    kv_codes.write(cache, 0, blocks, offsets, _rotated(key, rotation, interleaved=interleaved)[kept])
+    kv_codes.write(cache, 1, blocks, offsets, value[kept])
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:

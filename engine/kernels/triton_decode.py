@@ -11,8 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
-from engine.kernels.triton_softmax import HIDDEN, LOG2E, LOWEST, absorb, capped_scores, factor_of, load_rows, tile_rows
+from engine.kernels.triton_softmax import (
+    HIDDEN,
+    LOG2E,
+    LOWEST,
+    absorb,
+    capped_scores,
+    factor_of,
+    load_rows,
+    load_scales,
+    tile_rows,
+)
 from engine.kernels.triton_tiles import DecodeTiles, padded
 
 
@@ -27,6 +38,7 @@ def decode(
     """Fills the rows of `output` that belong to sequences with exactly one new token."""
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
+    scaled = is_coded(cache)
     context = meta.max_context_len if spec.sliding_window is None else spec.sliding_window + tiles.min_split
     num_splits = min(tiles.max_splits, -(-min(meta.max_context_len, context) // tiles.min_split))
     partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
@@ -43,6 +55,7 @@ def decode(
         meta.context_lens,
         meta.block_tables,
         output if spec.sinks is None else spec.sinks,
+        cache.view(torch.bfloat16) if scaled else output,
         num_seqs,
         num_splits,
         spec.scale,
@@ -58,6 +71,8 @@ def decode(
         rows=max(16, padded(group)),
         tile=min(tiles.tile, tiles.min_split),
         block_tokens=block_tokens,
+        head_rows=cache.stride(2) // head_dim,
+        scaled=scaled,
         min_split=tiles.min_split,
         max_splits=padded(tiles.max_splits),
         split_limit=tiles.max_splits,
@@ -113,6 +128,7 @@ def _decode_kernel(  # noqa: PLR0913
     context_lens,
     block_tables,
     sinks,
+    scales,
     num_seqs,
     num_splits,
     scale,
@@ -128,6 +144,8 @@ def _decode_kernel(  # noqa: PLR0913
     rows: tl.constexpr,
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    scaled: tl.constexpr,
     min_split: tl.constexpr,
     max_splits: tl.constexpr,
     split_limit: tl.constexpr,
@@ -164,6 +182,7 @@ def _decode_kernel(  # noqa: PLR0913
         acc, total, peak = _attend_split(
             asked,
             cache,
+            scales,
             block_tables + seq.to(tl.int64) * table_stride,
             kv_head,
             begin,
@@ -176,6 +195,8 @@ def _decode_kernel(  # noqa: PLR0913
             head_dim,
             tile,
             block_tokens,
+            head_rows,
+            scaled,
             window,
             capped,
             precision,
@@ -199,6 +220,7 @@ def _decode_kernel(  # noqa: PLR0913
 def _attend_split(  # noqa: PLR0913
     asked,
     cache,
+    scales,
     table,
     kv_head,
     begin,
@@ -211,6 +233,8 @@ def _attend_split(  # noqa: PLR0913
     head_dim: tl.constexpr,
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    scaled: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     precision: tl.constexpr,
@@ -221,7 +245,7 @@ def _attend_split(  # noqa: PLR0913
     total = tl.zeros([rows], tl.float32)
     peak = tl.full([rows], LOWEST, tl.float32)
     step, dim = tl.arange(0, tile), tl.arange(0, dims)
-    plane = kv_heads * block_tokens
+    plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
     # The block number of the next tile is read one tile ahead, so that no load waits for another.
     blocks = tl.load(table + (begin + (step if tile > block_tokens else 0)) // block_tokens)
@@ -231,15 +255,33 @@ def _attend_split(  # noqa: PLR0913
         position = start + step
         seen = position < end
         if tile > block_tokens:
-            at = tile_rows(blocks, position, kv_head, block_rows, kv_heads, block_tokens)
+            at = tile_rows(blocks, position, kv_head, block_rows, head_rows, block_tokens)
         else:
-            at = tile_rows(blocks, start, kv_head, block_rows, kv_heads, block_tokens) + step
+            at = tile_rows(blocks, start, kv_head, block_rows, head_rows, block_tokens) + step
         keys = load_rows(cache, at, seen, dim, head_dim).to(asked.dtype)
         values = load_rows(cache, at + plane, seen, dim, head_dim).to(asked.dtype)
-        scores = capped_scores(tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped)
+        raw = tl.dot(asked, tl.trans(keys), input_precision=precision)
+        worths = raw
+        if scaled:
+            raw *= load_scales(scales, blocks, position, kv_head, seen, block_rows, head_rows, block_tokens, head_dim)[
+                None, :
+            ]
+            worths = load_scales(
+                scales + plane * (head_dim // 2),
+                blocks,
+                position,
+                kv_head,
+                seen,
+                block_rows,
+                head_rows,
+                block_tokens,
+                head_dim,
+            )
+        scores = capped_scores(raw, scale, softcap, capped)
         if window > 0:
             seen = seen & (position >= lowest)
-        acc, total, peak = absorb(acc, total, peak, tl.where(seen[None, :], scores, HIDDEN), factor, values, precision)
+        scores = tl.where(seen[None, :], scores, HIDDEN)
+        acc, total, peak = absorb(acc, total, peak, scores, factor, values, worths, scaled, precision)
         blocks = next_blocks
     return acc, total, peak
 

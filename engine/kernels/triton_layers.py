@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.kv_codes import LARGEST, is_coded
+from engine.kernels.reference_layers import embed
 from engine.kernels.triton_experts import mix, route
-from engine.kernels.triton_linear import linear
+from engine.kernels.triton_linear import linear, pack
+from engine.kernels.triton_store import coded, largest_of, scale_of
 from engine.kernels.triton_tiles import padded
 
-__all__ = ["linear", "mix", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = ["embed", "linear", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
 
 _HEADS_PER_PROGRAM = 8
 
@@ -84,6 +87,7 @@ def rotary_store(
         cos,
         sin,
         cache,
+        cache.view(torch.bfloat16) if is_coded(cache) else cache,
         slots,
         query.stride(0),
         query.stride(1),
@@ -100,6 +104,8 @@ def rotary_store(
         half=half,
         half_dims=padded(half),
         block_tokens=block_tokens,
+        head_rows=cache.stride(2) // head_dim,
+        largest=LARGEST.get(cache.dtype, 0.0),
         step=2 if interleaved else 1,
         gap=1 if interleaved else half,
         tile_heads=_HEADS_PER_PROGRAM,
@@ -154,13 +160,14 @@ def _silu_mul_kernel(output, gate_up, stride, width: tl.constexpr, tile: tl.cons
 
 
 @triton.jit
-def _rotary_store_kernel(  # noqa: PLR0913
+def _rotary_store_kernel(  # noqa: PLR0913, PLR0915
     query,
     key,
     value,
     cos,
     sin,
     cache,
+    scales,
     slots,
     query_stride,
     query_head_stride,
@@ -177,6 +184,8 @@ def _rotary_store_kernel(  # noqa: PLR0913
     half: tl.constexpr,
     half_dims: tl.constexpr,
     block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    largest: tl.constexpr,
     step: tl.constexpr,
     gap: tl.constexpr,
     tile_heads: tl.constexpr,
@@ -199,19 +208,32 @@ def _rotary_store_kernel(  # noqa: PLR0913
         slot = tl.load(slots + token)
         if slot >= 0:
             head = (part - query_parts) * tile_heads + tl.arange(0, tile_heads)[:, None]
+            row = (slot // block_tokens) * block_stride // head_dim + head * head_rows
+            to = cache + (row + slot % block_tokens) * head_dim
+            plane: tl.constexpr = kv_heads * head_rows * head_dim
             dtype = cache.dtype.element_ty
-            to = cache + (slot // block_tokens) * block_stride + (head * block_tokens + slot % block_tokens) * head_dim
             mask = (head < kv_heads) & (pair < half)[None, :]
             at = key + token * key_stride + head * key_head_stride + pair[None, :] * step
             first = tl.load(at, mask, other=0.0).to(tl.float32)
             second = tl.load(at + gap, mask, other=0.0).to(tl.float32)
-            tl.store(to + pair[None, :] * step, (first * c - second * s).to(dtype), mask)
-            tl.store(to + pair[None, :] * step + gap, (second * c + first * s).to(dtype), mask)
+            low, high = first * c - second * s, second * c + first * s
             dim = tl.arange(0, dims)[None, :]
-            mask = (head < kv_heads) & (dim < head_dim)
+            whole = (head < kv_heads) & (dim < head_dim)
+            rest = whole & (dim >= 2 * half)
+            kept = tl.load(key + token * key_stride + head * key_head_stride + dim, rest, other=0.0)
+            v = tl.load(value + token * value_stride + head * value_head_stride + dim, whole, other=0.0)
+            if largest > 0:
+                # The rotated key is rounded to its own dtype first, as every other path rounds it.
+                low, high = low.to(kept.dtype).to(tl.float32), high.to(kept.dtype).to(tl.float32)
+                top = tl.maximum(tl.maximum(largest_of(low), largest_of(high)), largest_of(kept))
+                at = scales + (row + block_tokens) * (head_dim // 2) + slot % block_tokens
+                v_top = largest_of(v)
+                tl.store(at, scale_of(top, largest), head < kv_heads)
+                tl.store(at + plane // 2, scale_of(v_top, largest), head < kv_heads)
+                low, high = coded(low, top, cache, largest), coded(high, top, cache, largest)
+                kept, v = coded(kept, top, cache, largest), coded(v, v_top, cache, largest)
+            tl.store(to + pair[None, :] * step, low.to(dtype), mask)
+            tl.store(to + pair[None, :] * step + gap, high.to(dtype), mask)
             if 2 * half < head_dim:
-                rest = mask & (dim >= 2 * half)
-                kept = tl.load(key + token * key_stride + head * key_head_stride + dim, rest, other=0.0)
                 tl.store(to + dim, kept.to(dtype), rest)
-            v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask, other=0.0)
-            tl.store(to + kv_heads * block_tokens * head_dim + dim, v.to(dtype), mask)
+            tl.store(to + plane + dim, v.to(dtype), whole)

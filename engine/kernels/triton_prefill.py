@@ -12,8 +12,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
-from engine.kernels.triton_softmax import HIDDEN, LOG2E, LOWEST, absorb, capped_scores, factor_of, load_rows, tile_rows
+from engine.kernels.triton_softmax import (
+    HIDDEN,
+    LOG2E,
+    LOWEST,
+    absorb,
+    capped_scores,
+    factor_of,
+    load_rows,
+    load_scales,
+    tile_rows,
+)
 from engine.kernels.triton_tiles import PrefillTiles, padded
 
 
@@ -30,6 +41,7 @@ def prefill(
     """Fills `output`; with `skip_singles` the rows of sequences with one new token are left to decode."""
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
+    scaled = is_coded(cache)
     group = num_heads // num_kv_heads
     rows = max(tiles.rows, padded(group))
     # A described tile lies within one block; over smaller blocks pointers gather a tile from several.
@@ -44,6 +56,7 @@ def prefill(
         meta.context_lens,
         meta.block_tables,
         output if spec.sinks is None else spec.sinks,
+        cache.view(torch.bfloat16) if scaled else output,
         num_seqs,
         spec.scale,
         spec.softcap or 1.0,
@@ -58,13 +71,15 @@ def prefill(
         rows=rows,
         tile=tiles.tile,
         block_tokens=block_tokens,
+        head_rows=cache.stride(2) // head_dim,
+        scaled=scaled,
         window=spec.sliding_window or 0,
         capped=spec.softcap is not None,
         sunk=spec.sinks is not None,
         skip_singles=skip_singles,
         seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
         described=described,
-        paired=tiles.paired and described,
+        paired=tiles.paired and described and not scaled,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -73,8 +88,8 @@ def prefill(
 
 def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
     """The cache seen as rows of head_dim: every (block, plane, head) is a run of block_tokens rows."""
-    num_blocks, _, num_kv_heads, block_tokens, head_dim = cache.shape
-    num_rows = (num_blocks - 1) * (cache.stride(0) // head_dim) + 2 * num_kv_heads * block_tokens
+    num_blocks, _, num_kv_heads, _, head_dim = cache.shape
+    num_rows = (num_blocks - 1) * (cache.stride(0) // head_dim) + 2 * num_kv_heads * cache.stride(2) // head_dim
     return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded(head_dim)])
 
 
@@ -87,6 +102,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     context_lens,
     block_tables,
     sinks,
+    scales,
     num_seqs,
     scale,
     softcap,
@@ -101,6 +117,8 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     rows: tl.constexpr,
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    scaled: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
@@ -160,6 +178,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
             peak,
             asked,
             cache,
+            scales,
             table,
             kv_head,
             begin,
@@ -170,6 +189,8 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
             kv_heads,
             tile,
             block_tokens,
+            head_rows,
+            scaled,
             capped,
             precision,
         )
@@ -181,6 +202,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
             asked,
             position,
             cache,
+            scales,
             table,
             kv_head,
             begin,
@@ -192,6 +214,8 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
             head_dim,
             tile,
             block_tokens,
+            head_rows,
+            scaled,
             window,
             capped,
             False,
@@ -205,6 +229,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
         asked,
         position,
         cache,
+        scales,
         table,
         kv_head,
         plain_end,
@@ -216,6 +241,8 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
         head_dim,
         tile,
         block_tokens,
+        head_rows,
+        scaled,
         window,
         capped,
         True,
@@ -234,6 +261,7 @@ def _attend_tiles(  # noqa: PLR0913
     asked,
     position,
     cache,
+    scales,
     table,
     kv_head,
     begin,
@@ -245,6 +273,8 @@ def _attend_tiles(  # noqa: PLR0913
     head_dim: tl.constexpr,
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    scaled: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     masked: tl.constexpr,
@@ -253,7 +283,7 @@ def _attend_tiles(  # noqa: PLR0913
 ):
     dims: tl.constexpr = asked.shape[1]
     step, dim = tl.arange(0, tile), tl.arange(0, dims)
-    plane = kv_heads * block_tokens
+    plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
     wide: tl.constexpr = tile > block_tokens
     first = begin + (step if wide else 0)
@@ -261,7 +291,7 @@ def _attend_tiles(  # noqa: PLR0913
     for start in range(begin, end, tile):
         ahead = start + tile + (step if wide else 0)
         next_blocks = tl.load(table + ahead // block_tokens, mask=ahead < end, other=0)
-        at = tile_rows(blocks, start + (step if wide else 0), kv_head, block_rows, kv_heads, block_tokens)
+        at = tile_rows(blocks, start + (step if wide else 0), kv_head, block_rows, head_rows, block_tokens)
         there = start + step
         if described:
             keys = cache.load([at, 0]).to(asked.dtype)
@@ -273,13 +303,31 @@ def _attend_tiles(  # noqa: PLR0913
             known = (there < end) if masked else (there >= 0)
             keys = load_rows(cache, at, known, dim, head_dim).to(asked.dtype)
             values = load_rows(cache, at + plane, known, dim, head_dim).to(asked.dtype)
-        scores = capped_scores(tl.dot(asked, tl.trans(keys), input_precision=precision), scale, softcap, capped)
+        raw = tl.dot(asked, tl.trans(keys), input_precision=precision)
+        worths = raw
+        if scaled:
+            known = (there < end) if masked else (there >= 0)
+            raw *= load_scales(scales, blocks, there, kv_head, known, block_rows, head_rows, block_tokens, head_dim)[
+                None, :
+            ]
+            worths = load_scales(
+                scales + plane * (head_dim // 2),
+                blocks,
+                there,
+                kv_head,
+                known,
+                block_rows,
+                head_rows,
+                block_tokens,
+                head_dim,
+            )
+        scores = capped_scores(raw, scale, softcap, capped)
         if masked:
             seen = there[None, :] <= position[:, None]
             if window > 0:
                 seen = seen & (there[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, HIDDEN)
-        acc, total, peak = absorb(acc, total, peak, scores, factor, values, precision)
+        acc, total, peak = absorb(acc, total, peak, scores, factor, values, worths, scaled, precision)
         blocks = next_blocks
     return acc, total, peak
 
@@ -291,6 +339,7 @@ def _attend_pairs(  # noqa: PLR0913
     peak,
     asked,
     cache,
+    scales,
     table,
     kv_head,
     begin,
@@ -301,11 +350,13 @@ def _attend_pairs(  # noqa: PLR0913
     kv_heads: tl.constexpr,
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    scaled: tl.constexpr,
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Two tiles of plain span per step: half the reductions and rescalings."""
-    plane = kv_heads * block_tokens
+    plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
     block0 = tl.load(table + begin // block_tokens, mask=begin < end, other=0)
     block1 = tl.load(table + (begin + tile) // block_tokens, mask=begin < end, other=0)
@@ -313,8 +364,8 @@ def _attend_pairs(  # noqa: PLR0913
         ahead = start + 2 * tile
         next0 = tl.load(table + ahead // block_tokens, mask=ahead < end, other=0)
         next1 = tl.load(table + (ahead + tile) // block_tokens, mask=ahead < end, other=0)
-        at0 = tile_rows(block0, start, kv_head, block_rows, kv_heads, block_tokens)
-        at1 = tile_rows(block1, start + tile, kv_head, block_rows, kv_heads, block_tokens)
+        at0 = tile_rows(block0, start, kv_head, block_rows, head_rows, block_tokens)
+        at1 = tile_rows(block1, start + tile, kv_head, block_rows, head_rows, block_tokens)
         keys0 = cache.load([at0, 0]).to(asked.dtype)
         keys1 = cache.load([at1, 0]).to(asked.dtype)
         values0 = cache.load([at0 + plane, 0]).to(asked.dtype)

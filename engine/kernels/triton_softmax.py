@@ -15,9 +15,26 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def tile_rows(block, start, head, block_rows, kv_heads: tl.constexpr, block_tokens: tl.constexpr):
+def tile_rows(block, start, head, block_rows, head_rows: tl.constexpr, block_tokens: tl.constexpr):
     """First cache row of key tokens `start..` of a head; `block` holds `start`. Values lie one plane further."""
-    return block * block_rows + head * block_tokens + start % block_tokens
+    return block * block_rows + head * head_rows + start % block_tokens
+
+
+@triton.jit
+def load_scales(  # noqa: PLR0913
+    scales,
+    block,
+    position,
+    head,
+    mask,
+    block_rows,
+    head_rows: tl.constexpr,
+    block_tokens: tl.constexpr,
+    head_dim: tl.constexpr,
+):
+    """What the codes of key tokens `position` of a head are multiples of; see kv_codes."""
+    row = (block * block_rows + head * head_rows + block_tokens).to(tl.int64)
+    return tl.load(scales + row * (head_dim // 2) + position % block_tokens, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -45,11 +62,19 @@ def capped_scores(raw, scale, softcap, capped: tl.constexpr):
 
 
 @triton.jit
-def absorb(acc, total, peak, scores, factor, values, precision: tl.constexpr):
-    """One step of the running softmax over a tile of scores [rows, tokens] and values [tokens, dim]."""
+def absorb(  # noqa: PLR0913
+    acc, total, peak, scores, factor, values, worths, scaled: tl.constexpr, precision: tl.constexpr
+):
+    """One step of the running softmax over a tile of scores [rows, tokens] and values [tokens, dim], which with
+    `scaled` are multiples of `worths` [tokens]."""
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     shrink = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores * factor - new_peak[:, None])
     total = total * shrink + tl.sum(weights, 1)
+    if scaled:
+        if values.dtype == tl.float16:  # whose range the product of weight and scale could leave
+            values = (values.to(tl.float32) * worths[:, None]).to(tl.float16)
+        else:
+            weights = weights * worths[None, :]
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=precision)
     return acc, total, new_peak

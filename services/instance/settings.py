@@ -17,6 +17,9 @@ from contracts.instance import Role
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Transport = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
+Quantization = Literal["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
+Fp8Dtype = Literal["e4m3", "e5m2"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 Checksum = Literal["full", "sampled", "off"]
 Fallback = Literal["fail", "local"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -53,6 +56,20 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="what the model is used for, more exactly than --runner; auto sees it in its folder"),
     ] = "auto"
     dtype: Annotated[Dtype, Meta(description="of weights and KV; auto takes the model's own")] = "auto"
+    quantization: Annotated[
+        Quantization | None, Meta(description="round weights to this format while they are loaded (default: none)")
+    ] = None
+    fp8_dtype: Annotated[Fp8Dtype, Meta(description="what fp8 means, for weights and for the KV cache")] = "e4m3"
+    quantization_group_size: Annotated[
+        int,
+        Meta(description="inputs that share a scale, in formats of four and six bits: 128, 64 or 32", ge=32, le=128),
+    ] = 128
+    quantization_skip: Annotated[
+        str, Meta(description="modules that keep their dtype, by name or last part of it: lm_head,down_proj")
+    ] = ""
+    kv_cache_dtype: Annotated[
+        KvCacheDtype, Meta(description="of the KV cache; auto: as the model computes. The same at all instances")
+    ] = "auto"
     max_model_len: Annotated[
         int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)
     ] = None

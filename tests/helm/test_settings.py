@@ -87,6 +87,7 @@ def everything_set() -> list[Manifest]:
     """No value is null or empty, so that every variable appears."""
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
     engine |= {"numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
+    engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}

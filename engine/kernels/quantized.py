@@ -1,0 +1,171 @@
+"""A weight of a matrix product in few bits: how its codes lie in memory, and what number each code stands for.
+
+A weight is `(value(code) - zero) * scale`, one scale (and zero) per output row and run of `group` inputs. Codes of
+eight bits are bytes in order. Codes of four bits lie in int32 words: a stretch of 128 inputs is 16 words, and nibble
+`i` of word `j` is input `16 * i + j`, so that one shift yields 16 neighbours. Six bits add 8 words per stretch: field
+`f` (two high bits) of word `j` is of input `16 * (f % 8) + j + 8 * (f // 8)`. Rows are padded to whole stretches.
+
+Plain torch, on any device: specification, oracle and fallback of every kernel that reads such weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Codebook = Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4", "uint4", "fp6", "fp4", "nf4", "bnb_fp4"]
+
+STRETCH = 128
+LOW_WORDS, HIGH_WORDS = 16, 8  # per stretch
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""E2M1 of the OCP microscaling formats, without its sign."""
+BNB_FP4_VALUES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
+"""bitsandbytes' own four-bit float, without its sign."""
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""QLoRA's quantiles of the normal distribution (arXiv 2305.14314, appendix E)."""
+
+
+def code_bits(codebook: Codebook) -> int:
+    return {"int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "fp6": 6}.get(codebook, 4)
+
+
+def code_values(codebook: Codebook) -> tuple[float, ...]:
+    """What codes of at most six bits stand for, in order."""
+    match codebook:
+        case "int4":
+            return tuple(float(code - 8) for code in range(16))
+        case "uint4":
+            return tuple(float(code) for code in range(16))
+        case "fp4":
+            return (*FP4_VALUES, *(-value for value in FP4_VALUES))
+        case "bnb_fp4":
+            return (*BNB_FP4_VALUES, *(-value for value in BNB_FP4_VALUES))
+        case "nf4":
+            return NF4_VALUES
+        case "fp6":  # E2M3: steps of 1/8 below 2, then doubling
+            positive = [m / 8 if e == 0 else (1 + m / 8) * 2 ** (e - 1) for e in range(4) for m in range(8)]
+            return (*positive, *(-value for value in positive))
+        case _:
+            raise ValueError(f"codes of {codebook} are numbers themselves")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """`codes` [outputs, …] int8, torch's float8 or int32 words; `scales` and `zeros` [outputs, groups] of any float."""
+
+    codebook: Codebook
+    inputs: int
+    group: int
+    """Inputs per scale; at least `inputs` means one scale per row."""
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def rows(self, start: int, end: int) -> "QuantizedWeight":
+        """A view of some outputs."""
+        zeros = None if self.zeros is None else self.zeros[start:end]
+        return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
+
+
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight with all outputs; None where the parts are not of one kind."""
+    first = parts[0]
+    kinds = {(p.codebook, p.inputs, p.group, p.scales.dtype, p.zeros is None) for p in parts}
+    if len(kinds) > 1:
+        return None
+    zeros = None if first.zeros is None else torch.cat([p.zeros for p in parts if p.zeros is not None])
+    return replace(
+        first, codes=_cat([p.codes for p in parts]), scales=torch.cat([p.scales for p in parts]), zeros=zeros
+    )
+
+
+def numbers(weight: QuantizedWeight) -> Tensor:
+    """float32 [outputs, inputs]: what the codes stand for, before zeros and scales."""
+    bits = code_bits(weight.codebook)
+    if bits == 8:
+        return weight.codes[:, : weight.inputs].float()
+    codes = unpack_codes(weight.codes, bits)[:, : weight.inputs]
+    table = torch.tensor(code_values(weight.codebook), device=codes.device)
+    return table[codes.int()]
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[outputs, inputs], computed in float32 and rounded once."""
+    values, groups = numbers(weight), weight.scales.shape[1]
+    padded = torch.nn.functional.pad(values, (0, groups * weight.group - weight.inputs)) if groups > 1 else values
+    grouped = padded.view(len(values), groups, -1)
+    if weight.zeros is not None:
+        grouped = grouped - weight.zeros.float()[:, :, None]
+    return (grouped * weight.scales.float()[:, :, None]).view(len(values), -1)[:, : weight.inputs].to(dtype)
+
+
+def dequantize_rows(weight: QuantizedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of an embedding table: [len(rows), inputs]."""
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # no index kernel knows float8
+    return dequantize(replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros), dtype)
+
+
+def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """The twin of every quantized product: x [num_tokens, inputs] -> [num_tokens, outputs], in x's dtype."""
+    return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [outputs, inputs] of four or six bits -> int32 words."""
+    outputs, inputs = codes.shape
+    stretches = -(-inputs // STRETCH)
+    padded = torch.nn.functional.pad(codes, (0, stretches * STRETCH - inputs))
+    fields = padded.view(outputs, stretches, 8, 16)
+    low = torch.zeros((outputs, stretches, LOW_WORDS), dtype=torch.int32, device=codes.device)
+    for nibble in range(8):
+        low |= (fields[:, :, nibble] & 15).int() << 4 * nibble
+    if bits == 4:
+        return low.view(outputs, -1)
+    high = torch.zeros((outputs, stretches, HIGH_WORDS), dtype=torch.int32, device=codes.device)
+    for field in range(16):
+        start = 8 * (field // 8)
+        high |= (fields[:, :, field % 8, start : start + 8] >> 4).int() << 2 * field
+    return torch.cat([low, high], dim=2).view(outputs, -1)
+
+
+def unpack_codes(words: Tensor, bits: int) -> Tensor:
+    """uint8 [outputs, padded inputs]."""
+    per_stretch = LOW_WORDS if bits == 4 else LOW_WORDS + HIGH_WORDS
+    stretches = words.view(len(words), -1, per_stretch)
+    codes = torch.empty((*stretches.shape[:2], 8, 16), dtype=torch.uint8, device=words.device)
+    for nibble in range(8):
+        codes[:, :, nibble] = ((stretches[:, :, :LOW_WORDS] >> 4 * nibble) & 15).to(torch.uint8)
+    if bits == 6:
+        for field in range(16):
+            start = 8 * (field // 8)
+            high = (stretches[:, :, LOW_WORDS:] >> 2 * field) & 3
+            codes[:, :, field % 8, start : start + 8] |= (high << 4).to(torch.uint8)
+    return codes.view(len(words), -1)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -1,0 +1,32 @@
+"""Products over quantized weights in Triton: which kernel takes how many rows. Twin: quantized.linear."""
+
+import torch
+from torch import Tensor
+
+from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.triton_quant_row import row_product
+from engine.kernels.triton_quant_tile import dense, tile_product
+
+DENSE_TOKENS = 192
+"""From here on the weight is written out once per product, for the library's own product to read."""
+DENSE_BYTES = 256 << 20
+"""The largest piece of a weight that is written out at once."""
+
+
+def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x [num_tokens, inputs] -> [num_tokens, outputs]."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.shape[0] == 1:
+        return row_product(x, weight, bias)
+    if x.shape[0] < DENSE_TOKENS:
+        return tile_product(x, weight, bias)
+    rows = max(1, DENSE_BYTES // (weight.inputs * x.element_size()))
+    if rows >= weight.outputs:
+        return torch.nn.functional.linear(x, dense(weight, x.dtype), bias)
+    pieces = []
+    for start in range(0, weight.outputs, rows):
+        end = min(start + rows, weight.outputs)
+        part = None if bias is None else bias[start:end]
+        pieces.append(torch.nn.functional.linear(x, dense(weight.rows(start, end), x.dtype), part))
+    return torch.cat(pieces, dim=1)

@@ -1,0 +1,77 @@
+"""Triton's products over quantized weights against the plain twin."""
+
+import pytest
+import torch
+
+from engine.config import Quantization
+from engine.kernels import triton_layers, triton_quant
+from engine.kernels.quantized import QuantizedWeight, dequantize
+from engine.kernels.triton_quant_row import row_product
+from engine.kernels.triton_quant_tile import ProductTiles, dense, tile_product
+from engine.quantization.formats import quantize, scheme
+from tests.contract.kernels.triton_batches import DEVICE
+
+FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
+GROUPED: list[Quantization] = ["sym_int4", "asym_int4", "fp6"]
+CASES = [*((name, 128) for name in FORMATS), *((name, 32) for name in GROUPED)]
+OUTPUTS = 40
+
+
+def weight_of(name: Quantization, group: int, inputs: int = 288) -> QuantizedWeight:
+    torch.manual_seed(0)
+    made = quantize(torch.randn(OUTPUTS, inputs, device=DEVICE), scheme(name, fp8_dtype="e4m3", group_size=group))
+    assert made is not None
+    return made
+
+
+def expected(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, dequantize(weight), bias)
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_one_row_equals_the_twin(name: Quantization, group: int) -> None:
+    weight, bias = weight_of(name, group), torch.randn(OUTPUTS, device=DEVICE)
+    x = torch.randn(1, weight.inputs, device=DEVICE)
+    for given in (bias, None):
+        torch.testing.assert_close(row_product(x, weight, given), expected(x, weight, given), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_some_rows_equal_the_twin(name: Quantization, group: int, splits: int) -> None:
+    weight, bias = weight_of(name, group), torch.randn(OUTPUTS, device=DEVICE)
+    x = torch.randn(19, weight.inputs, device=DEVICE)
+    tiles = ProductTiles(outputs=32, tokens=16, depth=32, splits=splits, warps=4, stages=2)
+    result = tile_product(x, weight, bias, tiles)
+    torch.testing.assert_close(result, expected(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_a_weight_written_out_is_the_dequantized_weight(name: Quantization, group: int) -> None:
+    weight = weight_of(name, group)
+    torch.testing.assert_close(dense(weight, torch.float32), dequantize(weight), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("codebook", ["nf4", "bnb_fp4"])
+def test_codebooks_without_arithmetic_are_looked_up(codebook: str) -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (OUTPUTS, 32), dtype=torch.int32, device=DEVICE)
+    scales = torch.rand(OUTPUTS, 4, device=DEVICE)
+    weight = QuantizedWeight(codebook, 256, 64, words, scales)  # type: ignore[arg-type]
+    x = torch.randn(2, 256, device=DEVICE)
+    torch.testing.assert_close(tile_product(x, weight, None), expected(x, weight, None), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(row_product(x[:1], weight, None), expected(x[:1], weight, None), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    weight = weight_of("sym_int4", 128)
+    x = torch.randn(9, weight.inputs, device=DEVICE)
+    assert torch.equal(tile_product(x, weight, None)[:2], tile_product(x[:2], weight, None))
+
+
+def test_many_rows_go_through_pieces_of_the_written_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = weight_of("asym_int4", 128), torch.randn(OUTPUTS, device=DEVICE)
+    x = torch.randn(triton_quant.DENSE_TOKENS, weight.inputs, device=DEVICE)
+    whole = triton_layers.linear(x, weight, bias)
+    monkeypatch.setattr(triton_quant, "DENSE_BYTES", 16 * weight.inputs * 4)
+    torch.testing.assert_close(triton_layers.linear(x, weight, bias), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole, expected(x, weight, bias), rtol=1e-4, atol=1e-4)
