@@ -7,11 +7,11 @@ import msgspec
 
 from services.router.asgi import DisconnectWatch, EventStream, Receive, Send, send_json
 from services.router.errors import ApiError, ClientGoneError
-from services.router.generation import Generation
+from services.router.generation import Answering
 from services.router.openai_schema import GenerationRequest
 from services.router.responses import Usage
 from services.router.timeline import Explanation
-from services.router.writer import Piece
+from services.router.writer import Gathered, Piece
 
 _encoder = msgspec.json.Encoder()
 
@@ -65,7 +65,7 @@ class Chunks:
 
 async def answer(
     request: GenerationRequest,
-    generation: Generation,
+    generation: Answering,
     form: Format,
     head: Head,
     *,
@@ -86,30 +86,18 @@ async def answer(
         generation.cancel("its answer has ended")
 
 
-async def _whole(generation: Generation, form: Format, send: Send, *, explain: bool) -> None:
-    merged = [Piece("", []) for _ in generation.writers]
-    texts: list[list[str]] = [[] for _ in merged]
+async def _whole(generation: Answering, form: Format, send: Send, *, explain: bool) -> None:
+    gathered = [Gathered() for _ in range(generation.num_choices)]
     while not generation.is_done:
         for choice, piece in await generation.take():
-            texts[choice].append(piece.text)
-            _merge(merged[choice], piece)
-    for piece, text in zip(merged, texts, strict=True):
-        piece.text = "".join(text)
+            gathered[choice].add(piece)
     baton = generation.explain() if explain else msgspec.UNSET
-    await send_json(send, form.whole(merged, generation.usage(), baton))
-
-
-def _merge(into: Piece, piece: Piece) -> None:
-    into.token_ids = into.token_ids + piece.token_ids if into.token_ids else list(piece.token_ids)
-    if piece.logprobs is not None:
-        into.logprobs = [*(into.logprobs or []), *piece.logprobs]
-    into.finish_reason = piece.finish_reason
-    into.stop_reason = piece.stop_reason
+    await send_json(send, form.whole([one.whole() for one in gathered], generation.usage(), baton))
 
 
 async def _stream(
     request: GenerationRequest,
-    generation: Generation,
+    generation: Answering,
     form: Format,
     chunks: Chunks,
     events: EventStream,
@@ -119,7 +107,7 @@ async def _stream(
     options = request.stream_options
     wants_usage = options is not None and bool(options.include_usage)
     is_continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
-    opened = [False] * len(generation.writers)
+    opened = [False] * generation.num_choices
     try:
         while not generation.is_done:
             out: list[bytes] = []
@@ -142,5 +130,5 @@ async def _stream(
     await events.end()
 
 
-def _usage(generation: Generation, is_continuous: bool) -> bytes:
+def _usage(generation: Answering, is_continuous: bool) -> bytes:
     return b',"usage":' + (_encoder.encode(generation.usage()) if is_continuous else b"null")

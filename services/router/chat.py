@@ -8,7 +8,7 @@ import msgspec
 from services.router.answer import Head, answer
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
 from services.router.frontend import Frontend
-from services.router.generation import Generation
+from services.router.generation import Answering
 from services.router.logprobs import LogprobWriter
 from services.router.message_reader import MessageFormat, MessageReader
 from services.router.openai_schema import ChatCompletionRequest
@@ -78,14 +78,14 @@ class ChatShape:
 class ChatFormat:
     object_name = "chat.completion"
 
-    def __init__(self, shape: ChatShape, head: Head, generation: Generation, logprobs: LogprobWriter) -> None:
+    def __init__(self, shape: ChatShape, head: Head, generation: Answering, logprobs: LogprobWriter) -> None:
         self._head = head
         self._generation = generation
         self._logprobs = logprobs
         self._shape = shape
         self._readers: list[MessageReader] | None = None
         if not shape.message_format.is_plain:
-            self._readers = [shape.message_format.reader() for _ in generation.writers]
+            self._readers = [shape.message_format.reader() for _ in range(generation.num_choices)]
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)

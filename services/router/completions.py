@@ -9,7 +9,7 @@ from services.router.answer import Head, answer
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
 from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
-from services.router.generation import Generation
+from services.router.generation import Answering
 from services.router.logprobs import LogprobWriter
 from services.router.openai_schema import CompletionRequest
 from services.router.parameters import Limits, check_prompt, check_token_ids, text_rules, truncated
@@ -67,7 +67,7 @@ class CompletionFormat:
         self,
         request: CompletionRequest,
         head: Head,
-        generation: Generation,
+        generation: Answering,
         logprobs: LogprobWriter,
         echoed: Sequence[str] | None,
     ) -> None:
@@ -78,7 +78,7 @@ class CompletionFormat:
         self._is_echo_only = request.echo is True and request.max_tokens == 0
         self._wants_logprobs = request.logprobs is not None
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
-        self._offsets = [0] * len(generation.writers)
+        self._offsets = [0] * generation.num_choices
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         if self._echoed is None:

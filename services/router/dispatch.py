@@ -78,7 +78,8 @@ class Dispatcher:
 
     def launch(self, jobs: Sequence[Job], outbox: Outbox, *, arrival: Arrival) -> list[Flight]:
         """One flight a job, all or none; what comes back goes to `outbox`. Raises `ApiError`."""
-        self._check_limits(jobs, arrival)
+        if not arrival.continues:
+            self._check_limits(jobs, arrival)
         flights: list[Flight] = []
         try:
             for job in jobs:
@@ -97,6 +98,8 @@ class Dispatcher:
 
     def admits(self, flight: Flight, placement: Placement) -> bool:
         now, arrival = self._clock(), flight.arrival
+        if arrival.continues:
+            return True
         if flight is self._resuming:
             return self._admits_again(flight, placement)
         tokens, rate = len(flight.job.token_ids), self._cluster.prefill_tokens_per_s()

@@ -8,18 +8,21 @@ from dataclasses import replace
 
 from contracts.pooling import PoolingProfile
 from services.router.asgi import RequestContext
+from services.router.beam_search import BeamRules, BeamSearch
+from services.router.beams import BeamGeneration, BeamPlan
 from services.router.caller import Slo
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.errors import BadRequestError, ModelNotFoundError, UnavailableError
-from services.router.generation import Generation
+from services.router.generation import Answering, Generation
 from services.router.job import Arrival, Job
 from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import GenerationRequest
 from services.router.outbox import Outbox
-from services.router.parameters import Limits, TextRules, num_sequences, sampling_params
+from services.router.parameters import Breadth, Limits, TextRules, breadth, check_beams, ranked, sampling_params
 from services.router.pooling.calls import PoolingCalls
+from services.router.ranking import BestOf
 from services.router.settings import RouterSettings
 from services.router.structured import Asked
 from services.router.writer import SequenceWriter
@@ -141,9 +144,29 @@ class Frontend:
         limits: Limits,
         *,
         arrival: Arrival,
-    ) -> Generation:
+    ) -> Answering:
         """Sends the prompts on their way. Raises `ApiError`."""
-        n = num_sequences(request, len(prompts), limits)
+        size = breadth(request, len(prompts), limits)
+        check_beams(request, size.width, rules, limits)
+        jobs = self._jobs(request, api_id, prompts, rules, limits)
+        if request.use_beam_search:
+            plan = self._beam_plan(request, jobs, rules, size)
+            return BeamGeneration(plan, self.dispatcher.launch, arrival=arrival, clock=self.clock)
+        jobs = [
+            replace(job, num_sequences=size.width, first_choice=i * size.width, sampling=ranked(job.sampling, size))
+            for i, job in enumerate(jobs)
+        ]
+        outbox = Outbox()
+        flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
+        writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(size.width * len(prompts))]
+        generation = Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)
+        if size.width == size.count:
+            return generation
+        return BestOf(generation, count=size.count, keeps_logprobs=rules.logprobs is not None)
+
+    def _jobs(
+        self, request: GenerationRequest, api_id: str, prompts: Sequence[list[int]], rules: TextRules, limits: Limits
+    ) -> list[Job]:
         # Clients choose ids, and may choose one twice.
         unique = f"{api_id}-{secrets.token_hex(4)}"
         jobs = [
@@ -151,19 +174,39 @@ class Frontend:
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
                 token_ids=token_ids,
                 sampling=sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits),
-                num_sequences=n,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
-                first_choice=i * n,
             )
             for i, token_ids in enumerate(prompts)
         ]
         if self.settings.enable_log_requests:
             self._log(jobs)
-        outbox = Outbox()
-        flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
-        writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(n * len(prompts))]
-        return Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)
+        return jobs
+
+    def _beam_plan(self, request: GenerationRequest, jobs: Sequence[Job], rules: TextRules, size: Breadth) -> BeamPlan:
+        eos = frozenset() if request.ignore_eos else self.model.eos_ids
+        searches = [
+            BeamSearch(
+                BeamRules(
+                    width=size.width,
+                    max_tokens=job.sampling.max_tokens,
+                    ends=eos | rules.stop_token_ids,
+                    length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+                    early_stopping=request.early_stopping or False,
+                ),
+                num_prompt_tokens=len(job.token_ids),
+            )
+            for job in jobs
+        ]
+        return BeamPlan(
+            jobs=jobs,
+            searches=searches,
+            count=size.count,
+            num_alternatives=max(2 * size.width, rules.logprobs or 0),
+            logprobs=rules.logprobs,
+            write=lambda: SequenceWriter(self.model.detokenizer, rules),
+            timeout_s=self.settings.request_timeout_s,
+        )
 
     def _slo(self, context: RequestContext) -> Slo:
         """What the request says, else what the settings say for this model."""

@@ -1,6 +1,7 @@
 """The pieces of all choices of one API call, as they come. Ends flights whose text has ended."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from services.router.errors import ClientGoneError
 from services.router.flight import Flight
@@ -9,6 +10,23 @@ from services.router.outbox import Outbox
 from services.router.responses import CachedTokens, Usage
 from services.router.timeline import Explanation
 from services.router.writer import Piece, SequenceWriter
+
+
+class Answering(Protocol):
+    """What an endpoint sends its client, wherever it comes from. `flights`: one a prompt, in order."""
+
+    @property
+    def flights(self) -> Sequence[Flight]: ...
+    @property
+    def num_choices(self) -> int: ...
+    @property
+    def is_done(self) -> bool: ...
+    def flight(self, choice: int) -> Flight: ...
+    async def take(self) -> list[tuple[int, Piece]]: ...
+    def abandon(self) -> None: ...
+    def cancel(self, reason: str) -> None: ...
+    def usage(self) -> Usage: ...
+    def explain(self) -> Explanation | list[Explanation]: ...
 
 
 class Generation:
@@ -25,6 +43,7 @@ class Generation:
     ) -> None:
         self.flights = flights
         self.writers = writers
+        self.num_choices = len(writers)
         self._outbox = outbox
         self._n = len(writers) // len(flights)
         self._metrics = metrics
@@ -65,20 +84,10 @@ class Generation:
             flight.cancel(reason)
 
     def usage(self) -> Usage:
-        prompt = sum(len(flight.job.token_ids) for flight in self.flights)
-        generated = sum(writer.num_tokens for writer in self.writers)
-        cached = sum(sum(flight.timeline.cached_tokens.values()) for flight in self.flights)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=generated,
-            total_tokens=prompt + generated,
-            prompt_tokens_details=CachedTokens(cached),
-        )
+        return usage_of(self.flights, sum(writer.num_tokens for writer in self.writers))
 
     def explain(self) -> Explanation | list[Explanation]:
-        now = self._clock()
-        all_flights = [flight.timeline.explain(flight.job.request_id, now) for flight in self.flights]
-        return all_flights[0] if len(all_flights) == 1 else all_flights
+        return explained(self.flights, self._clock())
 
     def _observe(self, choice: int, num_tokens: int) -> None:
         if not num_tokens:
@@ -89,3 +98,20 @@ class Generation:
             self._metrics.between_tokens((now - last) / num_tokens)
         self._last_at[choice] = now
         self._metrics.generated(num_tokens)
+
+
+def usage_of(flights: Sequence[Flight], generated: int) -> Usage:
+    prompt = sum(len(flight.job.token_ids) for flight in flights)
+    cached = sum(sum(flight.timeline.cached_tokens.values()) for flight in flights)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=CachedTokens(cached),
+    )
+
+
+def explained(flights: Sequence[Flight], now: float) -> Explanation | list[Explanation]:
+    """A list only when there are several prompts."""
+    found = [flight.timeline.explain(flight.job.request_id, now) for flight in flights]
+    return found[0] if len(found) == 1 else found

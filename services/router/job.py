@@ -22,6 +22,8 @@ class Arrival:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
+    continues: bool = False
+    """A later part of a call that was admitted: it is neither counted nor refused nor made to wait again."""
 
     @property
     def tokenize_s(self) -> float:

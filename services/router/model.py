@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,12 +27,15 @@ _INLINE_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that running streams do not wait for them."""
 
 
-class _TextConfig(msgspec.Struct, frozen=True):
+class _Ends(msgspec.Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None
+
+
+class _TextConfig(_Ends, frozen=True):
     vocab_size: int | None = None
 
 
-class _Config(msgspec.Struct, frozen=True):
-    vocab_size: int | None = None
+class _Config(_TextConfig, frozen=True):
     text_config: _TextConfig | None = None
 
 
@@ -48,6 +52,7 @@ class ServedModel:
         self.vocab_size = tokenizer.vocab_size
         self.lowercase = False
         """Texts are embedded in lower case."""
+        self.eos_ids: frozenset[int] = frozenset()
         self.sampling_defaults = SamplingDefaults()
         self._templates = templates
         self._content_format = settings.chat_template_content_format
@@ -65,6 +70,8 @@ class ServedModel:
         if config is None:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
+        generation = read_json(Path(settings.model) / "generation_config.json", _Ends)
+        model.eos_ids = _eos_ids(config, config.text_config, generation)
         if settings.generation_config == "auto":
             defaults = read_json(Path(settings.model) / "generation_config.json", SamplingDefaults)
             model.sampling_defaults = defaults or SamplingDefaults()
@@ -189,6 +196,12 @@ class ModelNames:
     def all(self, advertised: Sequence[str]) -> list[str]:
         """`advertised` come from instances."""
         return self._stated or list(dict.fromkeys([*advertised, *self._own]))
+
+
+def _eos_ids(*configs: _Ends | None) -> frozenset[int]:
+    """Every token that an engine takes for the end of sequence."""
+    stated = [config.eos_token_id for config in configs if config is not None]
+    return frozenset(chain.from_iterable([one] if isinstance(one, int) else one or [] for one in stated))
 
 
 async def _run(size: int, work: Callable[[], T]) -> T:

@@ -32,6 +32,9 @@ class GenerationRequest(_Request):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None

@@ -16,6 +16,22 @@ from services.router.openai_schema import ChatCompletionRequest, CompletionReque
 _SEED_MASK = 2**63 - 1
 _MAX_STOPS = 64
 
+_WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "temperature": (None, 0.0),
+    "top_p": (None, 1.0),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "stop": (None, []),
+}
+"""What may be said of a search for beams, by parameter."""
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What a request that says nothing gets. Names are those of generation_config.json."""
@@ -114,16 +130,54 @@ def sampling_params(
     )
 
 
-def num_sequences(request: GenerationRequest, num_prompts: int, limits: Limits) -> int:
-    """Sequences a prompt. Raises `BadRequestError`."""
-    n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
-        raise BadRequestError("best_of must be equal to n", param="best_of", code="unsupported_parameter")
-    if n * num_prompts > limits.max_sequences:
+@dataclass(frozen=True, slots=True)
+class Breadth:
+    """Of each prompt `width` sequences or beams are looked at, and `count` are the answer."""
+
+    count: int
+    width: int
+
+
+def breadth(request: GenerationRequest, num_prompts: int, limits: Limits) -> Breadth:
+    """Raises `BadRequestError`."""
+    count = request.n or 1
+    width = request.best_of or count
+    if width < count:
+        raise BadRequestError(f"best_of is {width}, less than n, {count}", param="best_of")
+    if width * num_prompts > limits.max_sequences:
+        param = "best_of" if request.best_of else "n"
         raise BadRequestError(
-            f"n: the request asks for {n * num_prompts} sequences, the limit is {limits.max_sequences}", param="n"
+            f"{param}: the request asks for {width * num_prompts} sequences, the limit is {limits.max_sequences}",
+            param=param,
         )
-    return n
+    return Breadth(count, width)
+
+
+def ranked(sampling: SamplingParams, size: Breadth) -> SamplingParams:
+    """Where the best are to be chosen, every token's log-probability is needed."""
+    if size.width == size.count or sampling.logprobs is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, logprobs=0)
+
+
+def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits: Limits) -> None:
+    """Beams follow the model's own probabilities: nothing else may be asked of them. Raises `BadRequestError`."""
+    if not request.use_beam_search:
+        for name, neutral in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
+            if getattr(request, name) not in neutral:
+                raise BadRequestError(f"{name} needs use_beam_search", param=name)
+        return
+    for name, neutral_values in _WITHOUT_BEAMS.items():
+        if getattr(request, name, None) not in neutral_values:
+            raise BadRequestError(f"{name} cannot be combined with use_beam_search", param=name)
+    if rules.grammar is not None:
+        raise BadRequestError("use_beam_search cannot be combined with a stated form", param="use_beam_search")
+    if 2 * width > limits.max_logprobs:
+        raise BadRequestError(
+            f"use_beam_search: {width} beams need {2 * width} alternatives a token, the limit is {limits.max_logprobs} "
+            "(--max-logprobs)",
+            param="best_of" if request.best_of else "n",
+        )
 
 
 def check_prompt(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:

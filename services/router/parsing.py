@@ -17,14 +17,12 @@ _UNIONS = frozenset({"str", "int", "float", "bool", "StreamOptions", "constraine
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "early_stopping": (False,),
     "embed_dtype": ("float32",),
     "enable_response_messages": (False,),
     "function_call": ("none",),
     "endianness": ("native", "little"),
     "functions": ([],),
     "kv_transfer_params": ({},),
-    "length_penalty": (1.0, 1),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
@@ -41,7 +39,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "verbosity": ("medium",),
     "web_search_options": (),

@@ -20,6 +20,28 @@ class Piece:
     stop_reason: int | str | None = None
 
 
+class Gathered:
+    """The pieces of one choice as one."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._piece = Piece("", [])
+
+    def add(self, piece: Piece) -> None:
+        whole = self._piece
+        self._texts.append(piece.text)
+        whole.token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            whole.logprobs = whole.logprobs or []
+            whole.logprobs += piece.logprobs
+        whole.finish_reason = piece.finish_reason
+        whole.stop_reason = piece.stop_reason
+
+    def whole(self) -> Piece:
+        self._piece.text = "".join(self._texts)
+        return self._piece
+
+
 class SequenceWriter:
     def __init__(self, detokenizer: Detokenizer, rules: TextRules) -> None:
         self.num_tokens = 0
