@@ -8,6 +8,10 @@ BENCHES = {
         "bench.serve",
         "load on any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
     ),
+    "plan": (
+        "bench.plan",
+        "a trace over simulated instances: placement policies, sizes of pools, autoscaling",
+    ),
     "kv": ("bench.kv", "block transfer between two processes, every transport"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "grammar": ("bench.grammar", "structured output: time to compile a grammar and to make each token's mask"),

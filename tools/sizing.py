@@ -1,92 +1,24 @@
 #!/usr/bin/env python3
-"""How many prefill and decode instances a model needs on Arc: the formulas of docs/sizing.md, and its tables.
+"""The tables of docs/sizing.md, from the formulas in `bench/cards.py`; a test keeps the document equal to them.
 
-`python tools/sizing.py` prints the tables; a test keeps the document equal to them.
+`PYTHONPATH=. python tools/sizing.py` prints them.
 """
 
-from dataclasses import dataclass
 from math import ceil
 
-PREFILL_EFFICIENCY = 0.4
-DECODE_EFFICIENCY = 0.6
-HEADROOM = 0.7
-MEMORY_UTILIZATION = 0.9
-WORKSPACE_BYTES = 0.25e9
-WEIGHT_BYTES = 2
-MAX_NUM_SEQS = 256
+from bench.cards import (
+    CARDS,
+    MODELS,
+    Load,
+    batch_size,
+    kv_tokens,
+    num_decode,
+    num_prefill,
+    prefill_tokens_per_s,
+    step_s,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    name: str
-    memory_bytes: float
-    bytes_per_s: float
-    flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    name: str
-    parameters: float
-    kv_bytes_per_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    requests_per_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    inter_token_s: float
-
-
-CARDS = [
-    Card("B580 12 GB", 12e9, 456e9, 117e12),
-    Card("A770 16 GB", 16e9, 560e9, 131e12),
-    Card("B60 24 GB", 24e9, 456e9, 98.3e12),
-    Card("B70 32 GB", 32e9, 608e9, 183e12),
-]
-MODELS = [
-    Model("R1-Distill-Qwen-1.5B", 1.5e9, 28 * 1024),
-    Model("Qwen3-4B", 4.0e9, 144 * 1024),
-    Model("Qwen2.5-7B", 7.6e9, 56 * 1024),
-    Model("Llama-3.1-8B", 8.0e9, 128 * 1024),
-    Model("Qwen3-8B", 8.2e9, 144 * 1024),
-]
 EXAMPLE = Load(requests_per_s=2.0, prompt_tokens=2000, answer_tokens=300, inter_token_s=0.1)
-
-
-def kv_tokens(card: Card, model: Model) -> int:
-    """Tokens that fit beside the weights; 0 if these do not fit."""
-    free = MEMORY_UTILIZATION * card.memory_bytes - WEIGHT_BYTES * model.parameters - WORKSPACE_BYTES
-    return max(0, int(free / model.kv_bytes_per_token))
-
-
-def prefill_tokens_per_s(card: Card, model: Model) -> float:
-    return PREFILL_EFFICIENCY * card.flops / (2 * model.parameters)
-
-
-def step_s(card: Card, model: Model, batch: int, context: float) -> float:
-    """A decode step reads all weights once and each sequence's KV."""
-    read = WEIGHT_BYTES * model.parameters + batch * context * model.kv_bytes_per_token
-    return read / (DECODE_EFFICIENCY * card.bytes_per_s)
-
-
-def batch_size(card: Card, model: Model, load: Load) -> int:
-    """The largest that fits the cache and keeps the time between tokens; 0 if none does."""
-    context = load.prompt_tokens + load.answer_tokens
-    fitting = min(MAX_NUM_SEQS, kv_tokens(card, model) // context)
-    return max((n for n in range(1, fitting + 1) if step_s(card, model, n, context) <= load.inter_token_s), default=0)
-
-
-def num_prefill(card: Card, model: Model, load: Load) -> float:
-    """Before rounding up."""
-    return load.requests_per_s * load.prompt_tokens / (HEADROOM * prefill_tokens_per_s(card, model))
-
-
-def num_decode(card: Card, model: Model, load: Load) -> float:
-    batch = batch_size(card, model, load)
-    rate = batch / step_s(card, model, batch, load.prompt_tokens + load.answer_tokens / 2)
-    return load.requests_per_s * load.answer_tokens / (HEADROOM * rate)
 
 
 def one_card_table() -> str:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from bench.cards import CARDS, MODELS, Card, batch_size, kv_tokens, step_s
 from tests.helm.chart import ROOT
-from tools.sizing import CARDS, EXAMPLE, MODELS, Card, batch_size, kv_tokens, one_card_table, pool_table, step_s
+from tools.sizing import EXAMPLE, one_card_table, pool_table
 
 PAGE = (ROOT / "docs" / "sizing.md").read_text()
 

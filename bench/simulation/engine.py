@@ -1,0 +1,309 @@
+"""A simulated engine: schedules as the real one does, but a step only takes time.
+
+Decodes come first, one token each; prompts fill the rest of a step's token budget in chunks, first come first served,
+and enter only when all their blocks are there. A decode that finds no block takes those of the newest sequence, which
+is computed again later. Steps that only decode are taken many at once: their lengths are known beforehand.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Literal, Protocol
+
+from bench.simulation.cache import BlockCache, Holding
+from bench.simulation.cost import CostModel
+from bench.simulation.measures import Distribution
+from contracts.identity import BlockName, RequestId, TicketId
+
+_RATE_WEIGHT = 0.1
+"""Of the newest step in the measured rates, as in the engine's meter."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request here. `prefill` ends with its first token, `decode` begins with the second, `generate` does both."""
+
+    request_id: RequestId
+    mode: Literal["prefill", "decode", "generate"]
+    num_tokens: int
+    """To have in the cache before the next token."""
+    remaining: int
+    """Tokens still to write here."""
+    names: Sequence[BlockName]
+    """Of its full blocks."""
+    arrived_at: float
+    ticket: TicketId | None = None
+    holding: Holding = field(default_factory=Holding)
+    computed: int = 0
+    cached: int = 0
+    written: int = 0
+    """Tokens after `num_tokens`, the one from prefill included."""
+    started_at: float | None = None
+    last_token_at: float | None = None
+    is_fresh: bool = True
+    """The gap before its next token also holds what went before it joined the batch."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """The newest token has no KV yet."""
+        return self.num_tokens + max(0, self.written - 1)
+
+
+class Owner(Protocol):
+    """Hears what the engine has done, at the moment it is done."""
+
+    def on_reserved(self, sequence: Stream) -> None: ...
+    def on_chunk(self, sequence: Stream) -> None: ...
+    def on_first_token(self, sequence: Stream) -> None: ...
+    def on_finished(self, sequence: Stream) -> None: ...
+    def on_step(self) -> None: ...
+
+
+class SimulatedEngine:
+    def __init__(self, cost: CostModel, *, block_tokens: int, owner: Owner, gaps: Distribution) -> None:
+        self.cost = cost
+        self.cache = BlockCache(cost.kv_tokens // block_tokens)
+        self.waiting: deque[Stream] = deque()
+        self.prompts: list[Stream] = []
+        self.decoding: list[Stream] = []
+        self.reserved: set[Stream] = set()
+        self.prefill_tokens_per_s = cost.prefill_tokens_per_s
+        self.decode_step_s = cost.step_s(1, 0)
+        self.busy_s = 0.0
+        self._block_tokens = block_tokens
+        self._owner = owner
+        self._gaps = gaps
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_deciding = False
+        self._started_at = 0.0
+        self._first_s = 0.0
+        """Length of the first of the steps that run now."""
+        self._longer_s = 0.0
+        """By how much each is longer than the one before."""
+        self._num_steps = 0
+        self._chunks: list[tuple[Stream, int]] = []
+
+    @property
+    def queued_tokens(self) -> int:
+        waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
+        return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prompts) + len(self.decoding) + len(self.reserved)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.num_running)
+
+    def add(self, sequence: Stream) -> None:
+        self.waiting.append(sequence)
+        self._look()
+
+    def join(self, sequence: Stream) -> None:
+        """The blocks of a reserved sequence have come."""
+        if sequence in self.reserved:
+            self.reserved.discard(sequence)
+            self.cache.name(sequence.holding, sequence.names[sequence.cached // self._block_tokens :])
+            self._write_on(sequence)
+            self._look()
+
+    def release(self, sequence: Stream) -> None:
+        """Its blocks are wanted no more."""
+        self.cache.release(sequence.holding)
+        self._look()
+
+    def cancel(self, request_id: RequestId) -> None:
+        for group in (self.waiting, self.prompts, self.decoding):
+            for sequence in [s for s in group if s.request_id == request_id]:
+                group.remove(sequence)
+                self.cache.release(sequence.holding)
+        for sequence in [s for s in self.reserved if s.request_id == request_id]:
+            self.reserved.discard(sequence)
+            self.cache.release(sequence.holding)
+        self._chunks = [chunk for chunk in self._chunks if chunk[0].request_id != request_id]
+        self._look()
+
+    def _look(self) -> None:
+        """Something has changed: begins a step, or ends the running ones at the next token."""
+        if self._is_deciding:
+            return
+        if self._timer is None:
+            self._begin()
+        elif self._num_steps > 1:
+            self._end_soon()
+
+    def _end_soon(self) -> None:
+        elapsed = self._loop.time() - self._started_at
+        low, high = 1, self._num_steps
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._seconds(middle) >= elapsed else (middle + 1, high)
+        if low < self._num_steps:
+            assert self._timer is not None
+            self._timer.cancel()
+            self._num_steps = low
+            self._timer = self._loop.call_at(self._started_at + self._seconds(low), self._end)
+
+    def _seconds(self, num_steps: int) -> float:
+        return num_steps * self._first_s + self._longer_s * num_steps * (num_steps - 1) / 2
+
+    def _begin(self) -> None:
+        self._is_deciding = True
+        self._num_steps = self._grow() if self.decoding else 0
+        self._schedule_prompts()
+        self._is_deciding = False
+        if self._chunks:
+            self._num_steps = 1
+        if not self._num_steps:
+            return
+        batch = len(self.decoding)
+        prefill_s = sum(self.cost.prefill_s(s.computed, length) for s, length in self._chunks)
+        decode_s = self.cost.step_s(batch, sum(s.kv_tokens for s in self.decoding)) if batch else 0.0
+        self._first_s, self._longer_s = prefill_s + decode_s, batch * self.cost.step_s_per_kv_token
+        self._started_at = self._loop.time()
+        self._timer = self._loop.call_at(self._started_at + self._seconds(self._num_steps), self._end)
+
+    def _schedule_prompts(self) -> None:
+        budget = self.cost.max_num_batched_tokens - len(self.decoding)
+        for sequence in self.prompts:
+            budget -= self._append_chunk(sequence, budget)
+        while self.waiting and self.num_running < self.cost.max_num_seqs:
+            head = self.waiting[0]
+            if (head.mode != "decode" and budget <= 0) or not self._place(head):
+                break
+            self.waiting.popleft()
+            if head.mode == "decode":
+                self.reserved.add(head)
+                self._owner.on_reserved(head)
+            else:
+                self.prompts.append(head)
+                budget -= self._append_chunk(head, budget)
+
+    def _append_chunk(self, sequence: Stream, budget: int) -> int:
+        length = min(budget, sequence.num_tokens - sequence.computed)
+        if length > 0:
+            self._chunks.append((sequence, length))
+        return max(0, length)
+
+    def _place(self, sequence: Stream) -> bool:
+        """Gives it all its blocks, if they are there."""
+        num_tokens = sequence.num_tokens
+        # Who computes must compute the last token at least.
+        reusable = (num_tokens if sequence.mode == "decode" else num_tokens - 1) // self._block_tokens
+        cached = sequence.names[: self.cache.match(sequence.names[:reusable])]
+        fresh = ceil(num_tokens / self._block_tokens) - len(cached)
+        reserve = self.cache.num_total // 100 if self.num_running else 0
+        if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
+            return False
+        sequence.holding = self.cache.take(cached, fresh)
+        sequence.computed = sequence.cached = len(cached) * self._block_tokens
+        if sequence.started_at is None:
+            sequence.started_at = self._loop.time()
+        return True
+
+    def _grow(self) -> int:
+        """Blocks for as many tokens of every decode as it has to write, or as there is room for. Returns how many."""
+        while self.decoding:
+            num_steps = min(s.remaining for s in self.decoding)
+            while num_steps and self._missing(num_steps) > self.cache.num_free:
+                num_steps //= 2
+            if num_steps:
+                for sequence in self.decoding:
+                    self.cache.grow(sequence.holding, self._missing_of(sequence, num_steps))
+                return num_steps
+            self._preempt()
+        return 0
+
+    def _missing(self, num_steps: int) -> int:
+        return sum(self._missing_of(sequence, num_steps) for sequence in self.decoding)
+
+    def _missing_of(self, sequence: Stream, num_steps: int) -> int:
+        return max(0, ceil((sequence.kv_tokens + num_steps) / self._block_tokens) - sequence.holding.num_blocks)
+
+    def _preempt(self) -> None:
+        """The newest gives up its blocks; one that is alone can never go on, and ends."""
+        running = self.decoding + [s for s in self.prompts if s.mode == "generate"]
+        victim = max(running, key=lambda s: (s.arrived_at, s.request_id))
+        (self.decoding if victim in self.decoding else self.prompts).remove(victim)
+        self.cache.release(victim.holding)
+        if len(running) == 1 and not self.reserved:
+            victim.remaining = 0
+            self._owner.on_finished(victim)
+            return
+        victim.mode = "generate"
+        victim.num_tokens += victim.written
+        victim.written = victim.computed = 0
+        self.waiting.appendleft(victim)
+
+    def _end(self) -> None:
+        self._is_deciding = True
+        self._timer = None
+        now, num_steps = self._loop.time(), self._num_steps
+        self._measure(now - self._started_at)
+        finished = []
+        for sequence in self.decoding:
+            sequence.written += num_steps
+            sequence.remaining -= num_steps
+            sequence.last_token_at = now
+            sequence.is_fresh = False
+            if not sequence.remaining:
+                finished.append(sequence)
+        if finished:
+            self.decoding = [s for s in self.decoding if s.remaining]
+        for sequence in finished:
+            self.cache.release(sequence.holding)
+            self._owner.on_finished(sequence)
+        chunks, self._chunks = self._chunks, []
+        for sequence, length in chunks:
+            self._computed(sequence, length)
+        self._owner.on_step()
+        self._is_deciding = False
+        self._begin()
+
+    def _measure(self, seconds: float) -> None:
+        self.busy_s += seconds
+        num_prompt_tokens = sum(length for _, length in self._chunks)
+        if num_prompt_tokens >= 32:
+            rate = num_prompt_tokens / seconds
+            self.prefill_tokens_per_s += _RATE_WEIGHT * (rate - self.prefill_tokens_per_s)
+        elif not num_prompt_tokens:
+            self.decode_step_s += _RATE_WEIGHT * (seconds / self._num_steps - self.decode_step_s)
+        fresh = [s for s in self.decoding if s.is_fresh]
+        for sequence in fresh:
+            before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at
+            self._gaps.add(self._started_at + self._first_s - before)
+        weight = len(self.decoding) * self._num_steps - len(fresh)
+        if weight:
+            self._gaps.add(seconds / self._num_steps, weight)
+
+    def _computed(self, sequence: Stream, length: int) -> None:
+        before = sequence.computed // self._block_tokens
+        sequence.computed += length
+        self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
+        is_done = sequence.computed == sequence.num_tokens
+        if sequence.mode == "prefill":
+            self._owner.on_chunk(sequence)
+        if not is_done:
+            return
+        self.prompts.remove(sequence)
+        sequence.remaining -= 1
+        last_token_at, sequence.last_token_at = sequence.last_token_at, self._loop.time()
+        if last_token_at is None:
+            self._owner.on_first_token(sequence)
+        else:
+            self._gaps.add(sequence.last_token_at - last_token_at)
+        if sequence.mode == "generate":
+            if sequence.remaining:
+                self._write_on(sequence)
+            else:
+                self.cache.release(sequence.holding)
+                self._owner.on_finished(sequence)
+
+    def _write_on(self, sequence: Stream) -> None:
+        sequence.written = 1
+        sequence.is_fresh = True
+        self.decoding.append(sequence)

@@ -1,0 +1,121 @@
+"""Public traces of requests: Azure's (`.csv`) and Mooncake's (`.jsonl`), with lengths and times scaled.
+
+A Mooncake request names each 512 tokens of its prompt by a hash; equal hashes mean equal prefixes. Scaled lengths keep
+that exactly: every hash then stands for fewer tokens.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+MOONCAKE_HASH_TOKENS = 512
+
+
+class TraceError(Exception):
+    """A file that is no trace. The message names the file, the line and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """Sent `at_s` after the trace's start. `hashes` name its prompt's tokens, `Trace.hash_tokens` of them each, the
+    last one fewer; empty where the trace tells none: such a prompt shares nothing."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    name: str
+    requests: list[TraceRequest]
+    length_scale: float
+    time_scale: float
+    hash_tokens: int | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return self.requests[-1].at_s if self.requests else 0.0
+
+    def told(self) -> str:
+        """For the output: what was replayed, and how it differs from what was recorded."""
+        rate = len(self.requests) / self.duration_s if self.duration_s else 0.0
+        return (
+            f"{self.name}: {len(self.requests)} requests in {self.duration_s:,.0f} s ({rate:.3g}/s); "
+            f"lengths x {self.length_scale:g}, times x {self.time_scale:g}"
+            + ("" if self.hash_tokens is None else f"; {self.hash_tokens} tokens a hash")
+        )
+
+
+def load_trace(path: Path, *, count: int | None = None, length_scale: float = 1.0, time_scale: float = 1.0) -> Trace:
+    """The first `count` requests, in order of time. Raises `TraceError`."""
+    try:
+        rows = list(_limited(_azure(path) if path.suffix == ".csv" else _mooncake(path), count))
+    except OSError as exc:
+        raise TraceError(f"cannot read {path}: {exc.strerror}") from exc
+    if not rows:
+        raise TraceError(f"{path} holds no request")
+    has_hashes = any(row.hashes for row in rows)
+    hash_tokens = max(1, round(MOONCAKE_HASH_TOKENS * length_scale)) if has_hashes else None
+    start = min(row.at_s for row in rows)
+    requests = [
+        TraceRequest(
+            at_s=(row.at_s - start) * time_scale,
+            prompt_tokens=_scaled_prompt(row, length_scale, hash_tokens),
+            output_tokens=max(1, round(row.output_tokens * length_scale)),
+            hashes=row.hashes,
+        )
+        for row in rows
+    ]
+    requests.sort(key=lambda request: request.at_s)
+    return Trace(path.name, requests, length_scale, time_scale, hash_tokens)
+
+
+def _limited(rows: Iterator[TraceRequest], count: int | None) -> Iterator[TraceRequest]:
+    for number, row in enumerate(rows):
+        if count is not None and number >= count:
+            return
+        yield row
+
+
+def _scaled_prompt(row: TraceRequest, scale: float, hash_tokens: int | None) -> int:
+    if hash_tokens is None or not row.hashes:
+        return max(1, round(row.prompt_tokens * scale))
+    whole = len(row.hashes) - 1
+    rest = row.prompt_tokens - whole * MOONCAKE_HASH_TOKENS
+    return whole * hash_tokens + min(hash_tokens, max(1, round(rest * scale)))
+
+
+def _azure(path: Path) -> Iterator[TraceRequest]:
+    with path.open(newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines), start=2):
+            try:
+                # Seven digits of a second: Python reads six.
+                at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                yield TraceRequest(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            except (KeyError, TypeError, ValueError) as exc:
+                raise TraceError(
+                    f"{path}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens, as in Azure's traces"
+                ) from exc
+
+
+def _mooncake(path: Path) -> Iterator[TraceRequest]:
+    with path.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                hashes = tuple(int(name) for name in row["hash_ids"])
+                request = TraceRequest(
+                    row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hashes
+                )
+            except (KeyError, TypeError, ValueError) as exc:
+                raise TraceError(
+                    f"{path}:{number}: expected timestamp, input_length, output_length and hash_ids, as in Mooncake's"
+                ) from exc
+            if len(hashes) != -(-request.prompt_tokens // MOONCAKE_HASH_TOKENS):
+                raise TraceError(f"{path}:{number}: {len(hashes)} hashes cannot name {request.prompt_tokens} tokens")
+            yield request

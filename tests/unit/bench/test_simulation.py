@@ -1,0 +1,127 @@
+"""A simulated cluster does what can be computed by hand, and always the same."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.simulation.cost import CostModel
+from bench.simulation.run import Served, simulate
+from bench.simulation.search import Trials, best_split, smallest_pools
+from bench.simulation.summary import Objective, Summary, rows, summarise
+from bench.traces import Trace, TraceRequest
+from services.router.placement import PolicyName
+from tests.unit.bench.tiny_trace import COST, conversations, scenario
+
+SLOW_LINK = replace(COST, link_bytes_per_s=1e6)
+
+
+def alone(*requests: TraceRequest) -> Trace:
+    return Trace("by hand", list(requests), 1.0, 1.0, hash_tokens=512)
+
+
+def served(trace: Trace, cost: CostModel = COST) -> list[Served]:
+    result = simulate(replace(scenario(trace, prefill=1), cost=cost))
+    assert not result.refused
+    return sorted(result.served, key=lambda one: one.at_s)
+
+
+def test_the_first_token_takes_the_prompt_and_the_others_a_step_each() -> None:
+    [one] = served(alone(TraceRequest(0.0, 1024, 3, (1, 2))), SLOW_LINK)
+    assert one.ttft_s == pytest.approx(1.024)
+    # The KV travels at 1 ms a token: while it is computed, but for all of the last chunk.
+    assert one.exposed_s == pytest.approx(1.024)
+    steps = 2 * 0.010 + (1024 + 1025) * 1e-6
+    assert one.e2e_s == pytest.approx(1.024 + 1.024 + steps)
+
+
+def test_chunks_travel_while_the_next_is_computed() -> None:
+    cost = replace(SLOW_LINK, max_num_batched_tokens=512)
+    [one] = served(alone(TraceRequest(0.0, 2048, 3, (1, 2, 3, 4))), cost)
+    assert one.ttft_s == pytest.approx(2.048)
+    assert one.exposed_s == pytest.approx(0.512)
+
+
+def test_prompts_queue_and_the_second_finds_the_first_ones_prefix() -> None:
+    first, second = served(alone(TraceRequest(0.0, 2048, 2, (1, 2, 3, 4)), TraceRequest(0.5, 1536, 2, (1, 2, 9))))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 1024)
+    assert second.ttft_s == pytest.approx(2.048 - 0.5 + 0.512)
+
+
+def test_decodes_share_steps() -> None:
+    trace = alone(*(TraceRequest(0.0, 512, 50, (n,)) for n in range(4)))
+    result = simulate(scenario(trace, prefill=4))
+    # Four in a batch: the base of a step grows by 1 ms a sequence, and each reads its KV.
+    assert result.gaps.percentile(50) == pytest.approx(0.013 + 4 * 530e-6, rel=0.05)
+    assert result.busy["decode"] < 1
+
+
+def test_a_short_cache_preempts_and_still_answers_all() -> None:
+    cost = replace(COST, kv_tokens=512 * 5)
+    trace = alone(*(TraceRequest(0.0, 1000, 600, (n, n + 10)) for n in range(4)))
+    result = simulate(replace(scenario(trace, prefill=0), cost=cost, num_decode=0, num_unified=1))
+    assert len(result.served) == 4
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    result = simulate(scenario(alone(TraceRequest(0.0, 512 * 41, 5, tuple(range(41))))))
+    assert len(result.refused) == 1
+    assert "tokens of KV cache" in result.refused[0]
+
+
+def test_a_unified_instance_stalls_answers_while_it_reads_prompts() -> None:
+    trace = alone(TraceRequest(0.0, 512, 300, (1,)), TraceRequest(1.0, 2048, 2, (2, 3, 4, 5)))
+    split = simulate(scenario(trace, prefill=1, decode=1))
+    unified = simulate(replace(scenario(trace, prefill=0, decode=0), num_unified=1))
+    assert split.gaps.percentile(100) < 0.02
+    assert unified.gaps.percentile(100) > 2.0
+    assert {one.decision for one in unified.served} == {"unified"}
+
+
+def test_twice_is_the_same(tmp_path: Path) -> None:
+    trace = conversations(tmp_path, time_scale=0.2)
+    for policy in ("prefix", "random"):
+        first, second = (summarise(simulate(scenario(trace, policy=policy)), Objective(2.0)) for _ in range(2))
+        assert msgspec.json.encode(first) == msgspec.json.encode(second)
+
+
+def mean_ttft(trace: Trace, policy: PolicyName) -> float:
+    return summarise(simulate(scenario(trace, policy=policy, prefill=4, decode=2)), Objective()).ttft.mean_ms
+
+
+def test_prefix_placement_finds_conversations_again(tmp_path: Path) -> None:
+    trace = conversations(tmp_path, time_scale=0.2)
+    prefix = mean_ttft(trace, "prefix")
+    assert all(prefix < 0.8 * mean_ttft(trace, policy) for policy in ("least_loaded", "round_robin", "random"))
+
+
+def test_the_report_counts_goodput(tmp_path: Path) -> None:
+    result = simulate(scenario(conversations(tmp_path)))
+    summary = summarise(result, Objective(ttft_s=1.0, tpot_s=0.05))
+    good = sum(one.ttft_s <= 1.0 and (one.tpot_s or 0.0) <= 0.05 for one in result.served)
+    assert 0 < good < 52
+    assert summary.attainment == good / 52
+    assert {row.case: row.value for row in rows(summary)}["Request goodput"] == pytest.approx(good / result.duration_s)
+
+
+def made_up(prefill: int, decode: int) -> Summary:
+    """Good from 5 prefill and 3 decode instances on; goodput is greatest where the two are balanced."""
+    blank = summarise(simulate(scenario(alone(TraceRequest(0.0, 512, 2, (1,))))), Objective())
+    return msgspec.structs.replace(
+        blank,
+        prefill=prefill,
+        decode=decode,
+        ttft_attainment=float(prefill >= 5),
+        attainment=float(prefill >= 5 and decode >= 3),
+        goodput_per_s=min(prefill / 5, decode / 3),
+    )
+
+
+def test_searches_find_the_smallest_pools_and_the_best_split() -> None:
+    found = smallest_pools(Trials(made_up), attainment=0.9, most=16)
+    assert found is not None
+    assert (found.prefill, found.decode) == (5, 3)
+    assert smallest_pools(Trials(made_up), attainment=0.9, most=4) is None
+    for instances, best in ((8, 5), (32, 20)):
+        assert best_split(Trials(made_up), instances).prefill == best
