@@ -41,6 +41,7 @@ def add_cost(made: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, default=2048)
     group.add_argument("--block-size", type=int, help="default: the tokens of a hash of the trace, or 64")
     group.add_argument("--disaggregation-min-tokens", type=int, default=32)
+    group.add_argument("--dispatch-ahead-s", type=float, default=1.0, help="as the router's; inf: nothing waits in it")
     group.add_argument("--seed", type=int, default=0, help="where policies that take turns begin")
 
 
@@ -105,6 +106,7 @@ def scenario(
         policy=policy,
         block_tokens=options.block_size or trace.hash_tokens or DEFAULT_BLOCK_TOKENS,
         disaggregation_min_tokens=options.disaggregation_min_tokens,
+        dispatch_ahead_s=options.dispatch_ahead_s,
         seed=options.seed,
         scaling=scaling,
     )

@@ -17,10 +17,12 @@ from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.errors import RouterError
 from services.router.flight import Flight
-from services.router.job import Arrival, FlightRules, Job
+from services.router.job import Arrival, Job
+from services.router.main import admission_of, flight_rules
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
-from services.router.placement import PlacementPolicy, PolicyName
+from services.router.placement import PolicyName
+from services.router.settings import RouterSettings
 
 _UNSHARED = 1 << 30
 """Tokens of prompts whose trace tells no hashes: one of their own each, beyond all hashes."""
@@ -36,6 +38,8 @@ class Scenario:
     policy: PolicyName = "prefix"
     block_tokens: int
     disaggregation_min_tokens: int = 32
+    dispatch_ahead_s: float = 1.0
+    """As the router's setting: what is more waits in the router. inf: nothing does."""
     seed: int = 0
     scaling: ScalingRules | None = None
 
@@ -88,11 +92,12 @@ async def _simulate(scenario: Scenario) -> Result:
     for role, size in sizes:
         for _ in range(size):
             simulated.add(role)
+    settings = _settings(scenario)
     cluster = Cluster(simulated, simulated, clock=loop.time, first_turn=scenario.seed)
     dispatcher = Dispatcher(
         cluster,
-        rules=_rules(scenario),
-        max_flights=len(scenario.trace.requests) + 1,
+        rules=flight_rules(settings),
+        admission=admission_of(settings),
         metrics=RouterMetrics(CollectorRegistry(), "simulated"),
         clock=loop.time,
     )
@@ -116,15 +121,17 @@ async def _simulate(scenario: Scenario) -> Result:
     return result
 
 
-def _rules(scenario: Scenario) -> FlightRules:
-    """The router's defaults, without its deadlines: a plan shows how late, not who gave up."""
-    return FlightRules(
-        policy=PlacementPolicy(disaggregation_min_tokens=scenario.disaggregation_min_tokens, name=scenario.policy),
+def _settings(scenario: Scenario) -> RouterSettings:
+    """The router's own, without its deadlines and its bounds on what waits: a plan shows how late, not who gave up."""
+    return RouterSettings(
+        model="simulated",
+        placement_policy=scenario.policy,
+        disaggregation_min_tokens=scenario.disaggregation_min_tokens,
+        dispatch_ahead_s=scenario.dispatch_ahead_s,
         request_timeout_s=1e6,
         handoff_timeout_s=1e6,
-        max_replays=3,
-        instance_wait_s=15.0,
-        expected_blocks_ttl_s=5.0,
+        max_concurrent_requests=len(scenario.trace.requests) + 1,
+        max_queued_tokens=1 << 62,
     )
 
 

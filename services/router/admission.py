@@ -50,7 +50,8 @@ def judge(
     refusal = breaks_promise(placement, slo, waited_s=waited_s, before_s=waiting.before_s)
     if refusal is not None:
         return refusal
-    has_turn = not waiting.before_s and placement.computing.queue_s <= rules.dispatch_ahead_s
+    # Where it is placed there may be a longer queue: its cached prefix is worth that, and others must not wait for it.
+    has_turn = not waiting.before_s and placement.shortest_queue_s <= rules.dispatch_ahead_s
     if has_turn:
         return "go"
     excess = waiting.queued_tokens + tokens - rules.max_queued_tokens

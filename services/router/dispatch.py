@@ -191,7 +191,7 @@ class Dispatcher:
         waited_s = self._clock() - flight.arrival.at
         if (refusal := breaks_promise(placement, flight.arrival.slo, waited_s=waited_s)) is not None:
             raise self._refused(refusal)
-        if placement.computing.queue_s > self._admission.rules.dispatch_ahead_s:
+        if placement.shortest_queue_s > self._admission.rules.dispatch_ahead_s:
             return False
         self._waiting.remove(flight)
         self._count_waiting()

@@ -8,7 +8,7 @@ not moved. That is the policy `prefix`; the others are there to compare with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -104,6 +104,8 @@ class Placement:
     prefill: Candidate | None = None
     decode: Candidate | None = None
     predicted_ttft_s: float
+    shortest_queue_s: float = 0.0
+    """Of all instances that could have read the prompt: 0 means that one is idle."""
 
     @property
     def predicted_itl_s(self) -> float:
@@ -162,11 +164,15 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
     writers = [c for c in group if c.role == "decode"]
     decode = next((c for c in writers if c.instance == demand.keep_decode), None) or pick_writer(demand, writers, turn)
     unified = pick_reader(demand, [c for c in group if c.role == "unified"], turn)
-    split = _split(demand, prefill, decode, policy)
-    if unified is None:
-        return split
-    alone = _alone("unified", unified, demand)
-    return split if split is not None and split.predicted_ttft_s <= alone.predicted_ttft_s else alone
+    option = _split(demand, prefill, decode, policy)
+    if unified is not None:
+        alone = _alone("unified", unified, demand)
+        if option is None or alone.predicted_ttft_s < option.predicted_ttft_s:
+            option = alone
+    if option is None:
+        return None
+    shortest_s = min(c.queue_s for c in group if c.role == option.computing.role)
+    return replace(option, shortest_queue_s=shortest_s)
 
 
 def _split(

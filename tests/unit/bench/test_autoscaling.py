@@ -20,8 +20,8 @@ def test_up_at_once_two_a_minute_down_after_the_window_one_in_two() -> None:
     for poll in range(80):
         size = scaler.size(poll * 15.0, size, 3.0 if poll < 20 else 0.1)
         sizes.append(size)
-    assert sizes[:20] == [3] * 4 + [5] * 4 + [7] * 4 + [9] * 8
-    assert sizes[20:40] == [9] * 20
+    assert sizes[:23] == [1] * 3 + [3] * 4 + [5] * 4 + [7] * 4 + [9] * 8
+    assert sizes[23:40] == [9] * 17
     assert sizes[40:73] == [8] * 8 + [7] * 8 + [6] * 8 + [5] * 8 + [4]
 
 

@@ -1,6 +1,7 @@
 """Who goes, who waits and who is refused: decisions alone, and as a client meets them."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -33,12 +34,17 @@ def placement(*, queued: float = 0.0, step_s: float = 0.02) -> Placement:
         next_step_s=step_s,
     )
     ttft_s = one.time_to_first_token_s(50)
-    return Placement(decision="unified", decode=one, predicted_ttft_s=ttft_s)
+    return Placement(decision="unified", decode=one, predicted_ttft_s=ttft_s, shortest_queue_s=one.queue_s)
 
 
 def test_an_instance_with_little_work_gets_more_and_one_with_much_does_not() -> None:
     assert judge(placement(queued=90), NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
     assert judge(placement(queued=110), NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "wait"
+
+
+def test_a_long_queue_where_the_prefix_is_cached_holds_nobody_up_while_another_instance_is_free() -> None:
+    hot = replace(placement(queued=500), shortest_queue_s=0.2)
+    assert judge(hot, NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
 
 
 def test_nobody_overtakes_those_who_wait() -> None:

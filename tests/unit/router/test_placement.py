@@ -160,6 +160,13 @@ def test_an_instance_that_has_measured_nothing_is_usable() -> None:
     assert chosen(LONG, replace(P0, prefill_tokens_per_s=0.0), D0)[1] == "p0"
 
 
+def test_the_shortest_queue_of_the_pool_is_told() -> None:
+    cluster = ClusterView([replace(P0, cached_tokens=390, queued_tokens=200), replace(P1, queued_tokens=100), D0, U0])
+    placement = place(LONG, cluster, ALWAYS)
+    assert isinstance(placement, Placement)
+    assert (placement.computing.queue_s, placement.shortest_queue_s) == (0.2, 0.1)
+
+
 def test_the_prediction_is_queue_plus_what_is_not_cached() -> None:
     placement = place(LONG, ClusterView([replace(P0, queued_tokens=100, cached_tokens=300), D0]), ALWAYS)
     assert isinstance(placement, Placement)
