@@ -7,7 +7,9 @@ SCALE_BYTES = 2
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A block is `[num_layers, 2 (K, V), num_kv_heads, block_tokens + scale_rows, head_dim]`, contiguous.
+    """A block is `[num_layers, num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`, contiguous.
+
+    The planes are K and V; latent attention (MLA) has one, from which both are computed.
 
     Elements of one byte are multiples of a scale, one per token and head: `scale_rows` rows after a head's tokens hold
     `block_tokens` of them, each in bfloat16. So whatever fills a block, in whichever order, its bytes are the same.
@@ -21,6 +23,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     head_dim: int
     dtype: str
+    num_planes: int = 2
 
     @property
     def scale_rows(self) -> int:
@@ -28,7 +31,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        rows = self.num_layers * 2 * self.num_kv_heads * (self.block_tokens + self.scale_rows)
+        rows = self.num_layers * self.num_planes * self.num_kv_heads * (self.block_tokens + self.scale_rows)
         return rows * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property

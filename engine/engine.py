@@ -70,6 +70,7 @@ class Engine:
             block_tokens=config.block_size or defaults.block_tokens,
             head_dim=model.head_dim,
             dtype=_kv_dtype(config, model),
+            num_planes=model.num_planes,
         )
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         self.limits = Limits(

@@ -5,7 +5,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from engine import fused, fused_cpu
-from engine.attention import PagedAttention
+from engine.attention import PagedAttention, StepHolder
 from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
 from engine.kernels.cpu_layers import CpuLayers
@@ -30,14 +30,15 @@ class TransformersForward:
     def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
         self._model = model
         self._backend = backend
+        self._step = StepHolder(model.module)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        output = self._model.module(
+        output = self._step.run(
+            self._model.module,
+            PagedAttention(self._backend, layers, self._model.specs, inputs.meta),
             input_ids=inputs.input_ids[None],
             position_ids=inputs.position_ids[None],
             logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,
-            use_cache=False,
-            baton=PagedAttention(self._backend, layers, self._model.specs, inputs.meta),
         )
         return cast(Tensor, output.logits)[0]
 

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class KVCache:
-    """`tensor` is [num_blocks, num_layers, 2, num_kv_heads, block_tokens (+ scale rows), head_dim].
+    """`tensor` is [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim].
 
     `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror.
     """
@@ -46,8 +46,8 @@ class KVCache:
         self.host_view: memoryview | None = memoryview(self._mapping)
         host_bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._host_blocks = host_bytes.view(num_blocks, self.block_bytes)
-        rows = layout.block_tokens + layout.scale_rows
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, rows, layout.head_dim)
+        heads = (layout.num_kv_heads, layout.block_tokens + layout.scale_rows, layout.head_dim)
+        shape = (num_blocks, layout.num_layers, layout.num_planes, *heads)
         dtype = DTYPES[layout.dtype]
         if self.is_mirrored:
             # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
@@ -62,8 +62,9 @@ class KVCache:
 
     def layers(self) -> list[Tensor]:
         """One strided view per layer, each [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Scales, where there
-        are any, lie right after each head's tokens (`kernels.kv_codes`)."""
-        return list(self.tensor[:, :, :, :, : self.layout.block_tokens].unbind(1))
+        are any, lie right after each head's tokens (`kernels.kv_codes`). A single plane is shown as both K and V."""
+        tokens = self.tensor[:, :, :, :, : self.layout.block_tokens]
+        return [layer.expand(-1, 2, -1, -1, -1) for layer in tokens.unbind(1)]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Sources and targets are disjoint."""

@@ -21,6 +21,8 @@ class LoadedModel:
     max_model_len: int
     num_kv_heads: int
     head_dim: int
+    num_planes: int
+    """Of the KV cache: K and V, or the latent alone."""
     specs: list[AttentionSpec]
     """One per layer."""
     eos_ids: frozenset[int]

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, UnsupportedModelError
 
 HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
 
@@ -26,9 +27,10 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; it is not a model in Hugging Face's format")
     try:
-        json.loads(path.read_text())
+        stated = json.loads(path.read_text())
     except ValueError as exc:
         raise ModelError(f"{path} is not valid JSON: {exc}") from exc
+    _refuse_unknown(folder, stated if isinstance(stated, dict) else {}, config)
     if config.load_format == "auto" and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
     try:
@@ -37,12 +39,29 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
         raise ModelError(f"{path} cannot be used: {first_line(exc)}") from exc
 
 
+def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) -> None:
+    """transformers would say so at length, or begin to ask."""
+    model_type = stated.get("model_type")
+    if not model_type or model_type in CONFIG_MAPPING or config.trust_remote_code:
+        return
+    name = (stated.get("architectures") or [model_type])[0]
+    reason = f"{name}: transformers {transformers.__version__} has no model of type {model_type!r}"
+    if "auto_map" in stated:
+        raise UnsupportedModelError(
+            f"{reason}; {folder} brings Python code for it, which runs only with --trust-remote-code, and is served"
+            " only if it attends through transformers' attention interface. A copy of the model in transformers' own"
+            " format needs neither (docs/models.md)"
+        )
+    raise UnsupportedModelError(f"{reason}; docs/models.md lists what is served")
+
+
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
     """Raises `ConfigError`."""
-    longest = getattr(text_config, "max_position_embeddings", None)
+    known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
+    longest = next((length for length in known if length is not None), None)
     if longest is None:
         if config.max_model_len is None:
-            raise ConfigError("the model's config names no max_position_embeddings; set max_model_len")
+            raise ConfigError("the model's config does not say how long its context is; set max_model_len")
         return config.max_model_len
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine import attention, device, rotary
-from engine.attention import AttentionProbe
+from engine.attention import AttentionProbe, LayerShape, StepHolder
+from engine.bridges import OWN_ATTENTION, bridge
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
-from engine.kernels import AttentionSpec
 from engine.model import LoadedModel, Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
 from engine.quantization import loading
@@ -46,12 +46,14 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
     elif config.load_format == "dummy":
         module = _make_dummy(hf_config, config, dtype, target)
     else:
-        module = _load_weights(folder, config, dtype).to(target)
+        module = _load_weights(folder, hf_config, config, dtype).to(target)
     module.eval().requires_grad_(False)
+    cast(Any, module).config._attn_implementation = attention.NAME
+    bridge(module)
     variant = rotary.freeze(module, max_model_len) + (f"|{plan.label}" if plan is not None else "")
     progress("loading weights", 1.0)
     probe = _probe(module, name, target)
-    specs, num_kv_heads, head_dim = _uniform_layers(probe, name, text_config.num_hidden_layers)
+    shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
     if config.load_format == "dummy":
         fingerprint = dummy_fingerprint(folder, variant, seed=config.seed, device=target.type)
     else:
@@ -62,9 +64,10 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
         dtype=dtype,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        specs=specs,
+        num_kv_heads=shapes[0].num_kv_heads,
+        head_dim=shapes[0].key_dim,
+        num_planes=1 if shapes[0].is_latent else 2,
+        specs=[shape.spec for shape in shapes],
         eos_ids=_eos_ids(module, text_config),
         fingerprint=fingerprint,
     )
@@ -109,7 +112,7 @@ def _load_quantized(
     if config.load_format == "dummy":
         whole = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
     else:
-        whole = _load_weights(folder, config, dtype)
+        whole = _load_weights(folder, hf_config, config, dtype)
     return loading.round_loaded(whole, plan, target, dtype)
 
 
@@ -125,6 +128,10 @@ def _read_generation_config(module: nn.Module, folder: Path) -> None:
         cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
+def _implementation(hf_config: HfConfig) -> str:
+    return "eager" if hf_config.model_type in OWN_ATTENTION else attention.NAME
+
+
 def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:
     torch.manual_seed(config.seed)
     try:
@@ -132,7 +139,7 @@ def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, t
             module: nn.Module = AutoModelForCausalLM.from_config(
                 hf_config,
                 dtype=dtype,
-                attn_implementation=attention.NAME,
+                attn_implementation=_implementation(hf_config),
                 trust_remote_code=config.trust_remote_code,
             )
     except LOAD_ERRORS as exc:
@@ -140,12 +147,12 @@ def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, t
     return module
 
 
-def _load_weights(folder: Path, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
+def _load_weights(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=_implementation(hf_config),
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
@@ -167,12 +174,12 @@ def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe
     """Two tokens through the model: who asks for attention?"""
     probe = AttentionProbe()
     try:
-        module(
+        StepHolder(module).run(
+            module,
+            probe,
             input_ids=torch.tensor([[0, 1]], device=target),
             position_ids=torch.tensor([[0, 1]], device=target),
             logits_to_keep=torch.tensor([1], device=target),
-            use_cache=False,
-            baton=probe,
         )
     except UnsupportedModelError as exc:
         raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
@@ -181,22 +188,21 @@ def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe
     return probe
 
 
-def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> tuple[list[AttentionSpec], int, int]:
-    """The layers' rules, and the one shape of K and V that they must share."""
+def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[LayerShape]:
+    """Of every layer. Their rules may differ, the shape of K and V may not."""
     if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
         raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
             " attention interface; layers without KV, or with attention of their own, are not supported"
         )
     shapes = [probe.shapes[layer][0] for layer in range(num_layers)]
-    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim) for s in shapes}
-    num_kv_heads, key_dim, value_dim = next(iter(sizes))
-    if len(sizes) > 1 or key_dim != value_dim:
+    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim, s.is_latent) for s in shapes}
+    if len(sizes) > 1 or shapes[0].key_dim != shapes[0].value_dim:
         raise UnsupportedModelError(
             f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
-            " KV heads, key and value size), as latent attention (MLA) or mixed layers have"
+            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have"
         )
-    return [s.spec for s in shapes], num_kv_heads, key_dim
+    return shapes
 
 
 def _eos_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:

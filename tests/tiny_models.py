@@ -13,79 +13,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-VOCAB_SIZE = 320
-EOS_ID = 256
+from tests import families
+from tests.families import EOS_ID, MAX_POSITIONS
+
 IM_START_ID = 257
 IM_END_ID = 258
-SLIDING_WINDOW = 24
-MAX_POSITIONS = 512
 MERGES = ["t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "e r", "o u", "in g", "Ġ a", "r e"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "initializer_range": 0.15,
-    "bos_token_id": EOS_ID,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": EOS_ID,
-}
-_MOE: dict[str, Any] = {**_COMMON, "num_experts_per_tok": 2}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**_COMMON, "model_type": "llama"},
-    "qwen2": {**_COMMON, "model_type": "qwen2"},
-    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
-    "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": SLIDING_WINDOW},
-    "gemma3": {
-        **_COMMON,
-        "model_type": "gemma3_text",
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "tie_word_embeddings": False,  # tied ones repeat their last token for ever
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "phi3": {**_COMMON, "model_type": "phi3"},
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCAB_SIZE,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": MAX_POSITIONS,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.15,
-        "bos_token_id": EOS_ID,
-        "eos_token_id": EOS_ID,
-    },
-    "mixtral": {**_MOE, "model_type": "mixtral", "num_local_experts": 4},
-    "gpt_oss": {
-        **_MOE,
-        "model_type": "gpt_oss",
-        "head_dim": 32,
-        "num_local_experts": 4,
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "qwen3_moe": {
-        **_MOE,
-        "model_type": "qwen3_moe",
-        "head_dim": 32,
-        "num_experts": 4,
-        "moe_intermediate_size": 48,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-    },
-}
+FAMILIES = {name: family.config for name, family in families.FAMILIES.items()}
 
 
 def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:

@@ -20,7 +20,7 @@ class _AttendArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "cache", "output")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "sinks")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "alibi", "sinks")),
         *((name, _LONG) for name in ("query_token_stride", "query_head_stride")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride")),
@@ -53,6 +53,7 @@ class CpuAttention:
         num_tokens, num_heads, head_dim = query.shape
         output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+        alibi = None if spec.alibi is None else (spec.alibi.float() / spec.scale).contiguous()
         strides = cache.stride()
         arguments = _AttendArguments(
             query=query.data_ptr(),
@@ -62,6 +63,7 @@ class CpuAttention:
             context_lens=meta.context_lens.data_ptr(),
             block_tables=meta.block_tables.data_ptr(),
             sinks=None if sinks is None else sinks.data_ptr(),
+            alibi=None if alibi is None else alibi.data_ptr(),
             query_token_stride=query.stride(0),
             query_head_stride=query.stride(1),
             cache_block_stride=strides[0],

@@ -36,12 +36,13 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
     """rows [num_tokens, num_kv_heads, head_dim] -> K (plane 0) or V (1) at these places."""
+    # Plane by plane: of latent attention both are one memory, which torch would not index as a whole.
     if not is_coded(cache):
-        cache[blocks, plane, :, offsets] = rows.to(cache.dtype)
+        cache.select(1, plane)[blocks, :, offsets] = rows.to(cache.dtype)
         return
     codes, scales = encode(rows, cache.dtype)
-    cache.view(torch.uint8)[blocks, plane, :, offsets] = codes.view(torch.uint8)
-    scales_of(cache)[blocks, plane, :, offsets] = scales
+    cache.view(torch.uint8).select(1, plane)[blocks, :, offsets] = codes.view(torch.uint8)
+    scales_of(cache).select(1, plane)[blocks, :, offsets] = scales
 
 
 def read(cache: Tensor, tables: Tensor) -> Tensor:

@@ -31,12 +31,14 @@ class AttentionMetadata:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The rules of one layer. A token at position p sees p - sliding_window + 1 .. p; `softcap` c turns a
-    scaled score x into c * tanh(x / c); `sinks` join each row's softmax and carry no value (gpt-oss)."""
+    scaled score x into c * tanh(x / c); `sinks` join each row's softmax and carry no value (gpt-oss); `alibi` slopes m
+    lower a scaled score by m for each token between query and key (https://arxiv.org/abs/2108.12409)."""
 
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [num_heads]
+    alibi: Tensor | None = None  # float32 [num_heads]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,12 @@ def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec
     num_kv_heads = cache.shape[2]
     keys, values = _gather(cache, tables)  # [num_seqs, num_kv_heads, tokens, head_dim]
     positions = (contexts.long() - 1).clamp(min=0)[:, None]
-    visible = _visible(positions, torch.arange(keys.shape[2], device=query.device)[None, :], spec)
+    kv_positions = torch.arange(keys.shape[2], device=query.device)[None, :]
+    visible = _visible(positions, kv_positions, spec)
     folded = query.float().view(num_seqs, num_kv_heads, -1, head_dim)  # the group is the query dimension
     scores = _capped(folded @ keys.transpose(2, 3) * spec.scale, spec)
+    if spec.alibi is not None:
+        scores = scores + spec.alibi.view(1, num_kv_heads, -1, 1) * (kv_positions - positions)[:, None, None, :]
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
     sinks = None if spec.sinks is None else spec.sinks.view(1, num_kv_heads, -1, 1)
     values = values.masked_fill(~visible[:, None, :, None], 0.0)  # memory never written may hold NaN
@@ -75,12 +78,12 @@ def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec
         end = min(start + step, num_rows)
         low, high = context_len - num_rows + start, context_len - num_rows + end  # positions of these rows
         first = 0 if spec.sliding_window is None else max(0, low - spec.sliding_window + 1)
-        visible = _visible(
-            torch.arange(low, high, device=query.device)[:, None],
-            torch.arange(first, high, device=query.device)[None, :],
-            spec,
-        )
+        positions = torch.arange(low, high, device=query.device)[:, None]
+        kv_positions = torch.arange(first, high, device=query.device)[None, :]
+        visible = _visible(positions, kv_positions, spec)
         scores = _capped(folded[:, :, start:end] @ keys[0, :, None, first:high].transpose(2, 3) * spec.scale, spec)
+        if spec.alibi is not None:
+            scores = scores + spec.alibi.view(num_kv_heads, -1, 1, 1) * (kv_positions - positions)
         weights = _softmax(scores.masked_fill(~visible, float("-inf")), sinks)
         parts.append(weights @ values[0, :, None, first:high])
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim).to(query.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.reference import ReferenceAttention
 from engine.kernels.triton_decode import decode
 from engine.kernels.triton_prefill import prefill
 from engine.kernels.triton_store import store
@@ -21,6 +22,9 @@ from engine.kernels.triton_tiles import (
     prefill_tiles,
 )
 
+MAX_HEAD_DIM = 256
+"""Wider heads (latent attention) fit into no tile: the plain-torch twin takes them, and ALiBi, on any device."""
+
 
 class TritonAttention:
     """Fits `AttentionBackend`. Rows of a cache view must be contiguous from the plane dimension down; a graph's
@@ -32,11 +36,17 @@ class TritonAttention:
             device = device or torch.accelerator.current_accelerator()
             limits = device_limits((device and device.index) or 0)
         self._limits = limits
+        self._twin = ReferenceAttention()
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+        if key.shape[2] > MAX_HEAD_DIM:
+            self._twin.store(key, value, cache, meta)
+            return
         store(key, value, cache, meta.slots)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        if spec.alibi is not None or query.shape[2] > MAX_HEAD_DIM:
+            return self._twin.attend(query, cache, meta, spec)
         decoding, prefilling = self.tiles(query, cache)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]

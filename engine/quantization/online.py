@@ -36,8 +36,9 @@ class Plan:
 
 
 def linear_names(module: nn.Module) -> Iterable[str]:
-    """Of the layers that can be quantized."""
-    return [name for name, part in module.named_modules() if type(part) is nn.Linear]
+    """Of the layers that can be quantized. Latent attention multiplies by the parts of `kv_b_proj` itself."""
+    linears = (name for name, part in module.named_modules() if type(part) is nn.Linear)
+    return [name for name in linears if not name.endswith("kv_b_proj")]
 
 
 def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: Plan) -> bool:

@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
 from tests.engine.driving import make_engine, make_work, run
+from tests.families import REFUSED
 from tests.tiny_models import write_tiny_model
+from tools import models_page
 
 pytestmark = pytest.mark.slow
 
@@ -100,9 +102,9 @@ def test_a_device_that_is_not_there_is_told(folder: Path) -> None:
     ("model_type", "settings"),
     [
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}),
-        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64}),
         (
-            "deepseek_v3",
+            "deepseek_v32",
             {
                 "hidden_size": 32,
                 "intermediate_size": 32,
@@ -113,6 +115,9 @@ def test_a_device_that_is_not_there_is_told(folder: Path) -> None:
                 "num_key_value_heads": 2,
                 "q_lora_rank": 8,
                 "kv_lora_rank": 8,
+                "index_n_heads": 2,
+                "index_head_dim": 16,
+                "index_topk": 8,
                 "qk_rope_head_dim": 8,
                 "qk_nope_head_dim": 8,
                 "v_head_dim": 8,
@@ -139,6 +144,17 @@ def test_an_architecture_that_cannot_be_served_is_named(
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"{model_type}-architecture"):
         make_engine(tmp_path, load_format="dummy", max_model_len=64)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_model_that_brings_its_own_code_is_told_what_would_run_it(folder: Path, model_type: str) -> None:
+    edit_config(folder, model_type=model_type, architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Own"})
+    with pytest.raises(UnsupportedModelError, match=f"OwnForCausalLM.*'{model_type}'.*--trust-remote-code"):
+        make_engine(folder)
+
+
+def test_the_page_of_models_is_current() -> None:
+    assert models_page.PAGE.read_text() == models_page.build(), "run tools/models_page.py"
 
 
 def test_dummy_weights_are_the_same_for_the_same_seed(folder: Path) -> None:

@@ -41,6 +41,7 @@ struct AttendArguments {
   const int32_t* query_starts;
   const int32_t* context_lens;
   const int32_t* block_tables;
+  const float* alibi;  // [num_heads] or null: slopes, as scores are before they are scaled
   const float* sinks;  // [num_heads] or null
   int64_t query_token_stride, query_head_stride;  // strides count elements
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;

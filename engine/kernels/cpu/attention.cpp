@@ -283,11 +283,16 @@ template <class M> class Attention {
       prefetch(scratch);
       const int position = t.position + (r + i) / group;
       const int first = a.sliding_window > 0 ? position - a.sliding_window + 1 - start : 0;
+      if (a.alibi) lower(scores + i * TILE_KEYS, a.alibi[t.kv_head * group + (r + i) % group], start - position);
       factors[i] = soften<M>(scores + i * TILE_KEYS, probabilities + i * stride, rule, first, position + 1 - start,
                              sums.maxima + r + i, scratch.row_sums.get() + (int64_t)(r + i) * W);
     }
     multiply<M, ROWS>(probabilities, stride, scratch.values.get(), columns, sums.values + (int64_t)r * columns, columns,
                       columns, stride, factors);
+  }
+
+  void lower(float* scores, float slope, int distance) const {
+    for (int j = 0; j < TILE_KEYS; j++) scores[j] += slope * (distance + j);
   }
 
   // Memory answers while the processor multiplies: a few rows of the next tile at a time, for blocks lie anywhere

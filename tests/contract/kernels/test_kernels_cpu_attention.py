@@ -121,6 +121,31 @@ def test_any_batch_equals_the_twin(b: Batch, window: int | None, softcap: float 
     assert_equals_the_twin(b, AttentionSpec(b.query.shape[2] ** -0.5, window, softcap, sinks))
 
 
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(b=batches())
+def test_alibi_equals_the_twin(b: Batch) -> None:
+    slopes = 2.0 ** -torch.linspace(1, 8, b.query.shape[1])
+    assert_equals_the_twin(b, AttentionSpec(b.query.shape[2] ** -0.5, alibi=slopes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_plane_serves_as_keys_and_values(dtype: torch.dtype) -> None:
+    """Latent attention: many heads read one, 576 wide in DeepSeek-V2-Lite."""
+    b = batch([(1, 700), (30, 70), (5, 0)], heads=(16, 1), head_dim=576, dtype=dtype)
+    planes = b.cache[:, :1].contiguous().expand(-1, 2, -1, -1, -1)
+    shared = replace(b, cache=planes)
+    assert_equals_the_twin(shared, AttentionSpec(192**-0.5))
+    latent = torch.randn(len(b.query), 1, 576).to(dtype)
+    meta = replace(b.meta, slots=torch.arange(16, 16 + len(latent)))
+    written = []
+    for backend in (CPU, TWIN):
+        target = torch.zeros(5, 1, 1, 16, 576, dtype=dtype).expand(-1, 2, -1, -1, -1)
+        backend.store(latent, latent, target, meta)
+        written.append(target)
+    assert torch.equal(*written)
+    assert torch.equal(written[0][1:4, 1].flatten(0, 2)[: len(latent)], latent[:, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts_equal_the_twin(dtype: torch.dtype) -> None:
     b = batch([(1, 1500), (3, 1022), (70, 600)], heads=(14, 2), head_dim=64, dtype=dtype)

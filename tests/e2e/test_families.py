@@ -1,0 +1,54 @@
+"""Every family through router, prefill, transfer and decode: greedy tokens equal `transformers.generate`."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.in_process import served
+from tests.e2e.test_equality import PROMPTS, greedy, reference_model
+from tests.families import FAMILIES
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+NEW_TOKENS = 8
+TRANSPORTS = ("zeromq", "usm")
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=list(FAMILIES))
+def test_tokens_equal_transformers(number: int, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, list(FAMILIES)[number])
+    transport = TRANSPORTS[number % len(TRANSPORTS)]
+    model = reference_model(tmp_path)
+    expected = {case: greedy(model, prompt, NEW_TOKENS) for case, prompt in PROMPTS.items()}
+    answers = asyncio.run(ask(tmp_path, transport))
+    assert {case: tokens_of(answer) for case, answer in answers.items()} == expected
+    routes = [answer["baton"] for answer in answers.values()]
+    assert {(route["decision"], route["transport"]) for route in routes} == {("disaggregated", transport)}
+    assert all(route["reused_blocks"] for route in routes[-2:]) and routes[2]["transferred_blocks"]
+
+
+async def ask(model: Path, transport: str) -> dict[str, dict[str, Any]]:
+    async with asyncio.timeout(60), served(model, transport=transport) as client:
+        await until_ready(client)
+        return {case: await complete(client, prompt) for case, prompt in PROMPTS.items()}
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    while len((await client.get("/health")).json()["instances"]) < 2:  # noqa: ASYNC110 - a fact of another part
+        await asyncio.sleep(0.01)
+
+
+async def complete(client: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
+    answer = await client.post("/v1/completions", json=body, headers={"x-baton-explain": "1"})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    return [int(token.removeprefix("token_id:")) for token in answer["choices"][0]["logprobs"]["tokens"]]

@@ -1,0 +1,277 @@
+"""Model families that are compared with transformers, as tiny random-weight models; docs/models.md is made of this.
+
+Every one is compared inside one process, engine by engine and through router, prefill, transfer and decode; those in
+`IN_PROCESSES` also as real processes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+VOCAB_SIZE = 320
+EOS_ID = 256
+SLIDING_WINDOW = 24
+MAX_POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class Family:
+    """`models` are those that people know; `config` is that of the tiny one."""
+
+    models: str
+    config: dict[str, Any]
+
+
+_IDS = {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.15,
+    **_IDS,
+}
+_MOE: dict[str, Any] = {**_COMMON, "num_experts_per_tok": 2}
+_ROUTED: dict[str, Any] = {
+    **_MOE,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    **_IDS,
+}
+_FALCON: dict[str, Any] = {
+    "model_type": "falcon",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.15,
+    **_IDS,
+}
+_UNTIED = {"tie_word_embeddings": False}  # tied ones repeat their last token for ever
+_MIXED = {
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama 2, Yi, DeepSeek-Coder, Llama-shaped others", {**_COMMON, "model_type": "llama"}),
+    "llama3": Family(
+        "Llama 3, 3.1, 3.2, 3.3; DeepSeek-R1-Distill-Llama",
+        {**_COMMON, "model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "mistral": Family(
+        "Mistral 7B, Mistral Nemo, Mistral Small",
+        {**_COMMON, "model_type": "mistral", "sliding_window": SLIDING_WINDOW},
+    ),
+    "ministral": Family("Ministral 8B", {**_COMMON, "model_type": "ministral", "head_dim": 16, **_MIXED}),
+    "ministral3": Family("Ministral 3", {**_COMMON, "model_type": "ministral3"}),
+    "mixtral": Family("Mixtral 8x7B", {**_MOE, "model_type": "mixtral", "num_local_experts": 4}),
+    "qwen2": Family(
+        "Qwen 1.5, 2, 2.5; QwQ; DeepSeek-R1-Distill-Qwen; Qwen2.5-Coder", {**_COMMON, "model_type": "qwen2"}
+    ),
+    "qwen2_moe": Family(
+        "Qwen1.5-MoE, Qwen2-57B-A14B",
+        {
+            **_MOE,
+            "model_type": "qwen2_moe",
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen3": Family("Qwen 3; DeepSeek-R1-0528-Qwen3", {**_COMMON, "model_type": "qwen3", "head_dim": 32}),
+    "qwen3_moe": Family(
+        "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B",
+        {
+            **_MOE,
+            "model_type": "qwen3_moe",
+            "head_dim": 32,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma": Family("Gemma", {**_COMMON, "model_type": "gemma", "head_dim": 32, **_UNTIED}),
+    "gemma2": Family(
+        "Gemma 2",
+        {
+            **_COMMON,
+            "model_type": "gemma2",
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": SLIDING_WINDOW,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+            **_UNTIED,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma 3 (text)",
+        {
+            **_COMMON,
+            "model_type": "gemma3_text",
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            **_UNTIED,
+            **_MIXED,
+        },
+    ),
+    "glm": Family("GLM-4-9B-chat in transformers' format", {**_COMMON, "model_type": "glm", "head_dim": 32}),
+    "glm4": Family("GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1", {**_COMMON, "model_type": "glm4", "head_dim": 32}),
+    "glm4_moe": Family("GLM-4.5, GLM-4.5-Air", {**_ROUTED, "model_type": "glm4_moe", "head_dim": 32}),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", {**_ROUTED, **_LATENT, "model_type": "glm4_moe_lite"}),
+    "phi": Family("Phi 1, 1.5, 2", {**_COMMON, "model_type": "phi"}),
+    "phi3": Family("Phi 3, Phi 3.5 mini, Phi 4, Phi 4 mini", {**_COMMON, "model_type": "phi3"}),
+    "phimoe": Family("Phi 3.5 MoE", {**_MOE, "model_type": "phimoe", "num_local_experts": 4}),
+    "internlm3": Family("InternLM 3", {**_COMMON, "model_type": "internlm3"}),
+    "deepseek_v2": Family(
+        "DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-Coder-V2-Lite",
+        {**_ROUTED, **_LATENT, "q_lora_rank": None, "model_type": "deepseek_v2"},
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3, DeepSeek-R1", {**_ROUTED, **_LATENT, "n_group": 2, "model_type": "deepseek_v3"}
+    ),
+    "gpt_oss": Family(
+        "gpt-oss-20b, gpt-oss-120b",
+        {**_MOE, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, **_MIXED},
+    ),
+    "seed_oss": Family("Seed-OSS-36B", {**_COMMON, "model_type": "seed_oss", "head_dim": 32}),
+    "hunyuan_v1_dense": Family(
+        "Hunyuan 0.5B, 1.8B, 4B, 7B", {**_COMMON, "model_type": "hunyuan_v1_dense", "head_dim": 32}
+    ),
+    "hunyuan_v1_moe": Family(
+        "Hunyuan-A13B",
+        {**_MOE, "model_type": "hunyuan_v1_moe", "head_dim": 32, "num_experts": 4, "moe_topk": 2},
+    ),
+    "minicpm3": Family(
+        "MiniCPM3-4B",
+        {**_COMMON, **_LATENT, "model_type": "minicpm3", "scale_emb": 1, "dim_model_base": 64},
+    ),
+    "ernie4_5": Family("ERNIE 4.5 0.3B", {**_COMMON, "model_type": "ernie4_5"}),
+    "exaone4": Family("EXAONE 4", {**_COMMON, "model_type": "exaone4", **_MIXED}),
+    "smollm3": Family("SmolLM3", {**_COMMON, "model_type": "smollm3"}),
+    "granite": Family("Granite 3", {**_COMMON, "model_type": "granite"}),
+    "cohere": Family("Command R", {**_COMMON, "model_type": "cohere", **_UNTIED}),
+    "cohere2": Family("Command R7B, Command A", {**_COMMON, "model_type": "cohere2", **_UNTIED, **_MIXED}),
+    "olmo2": Family("OLMo 2", {**_COMMON, "model_type": "olmo2"}),
+    "stablelm": Family("StableLM 2", {**_COMMON, "model_type": "stablelm"}),
+    "falcon": Family("Falcon 7B", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False}),
+    "falcon_gqa": Family(
+        "Falcon 40B, Falcon 2 11B", {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": False}
+    ),
+    "falcon_alibi": Family(
+        "Falcon-RW", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}
+    ),
+    "gpt2": Family("GPT-2", {**_GPT, "model_type": "gpt2"}),
+    "gptj": Family("GPT-J", {**_GPT, "model_type": "gptj", "rotary_dim": 8}),
+    "gpt_neo": Family(
+        "GPT-Neo",
+        {
+            "model_type": "gpt_neo",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "num_layers": 3,
+            "num_heads": 4,
+            "attention_types": [[["global", "local", "global"], 1]],
+            "window_size": SLIDING_WINDOW,
+            "max_position_embeddings": MAX_POSITIONS,
+            "initializer_range": 0.15,
+            **_UNTIED,
+            **_IDS,
+        },
+    ),
+    "gpt_neox": Family("GPT-NeoX, Pythia", {**_COMMON, "model_type": "gpt_neox"}),
+    "codegen": Family("CodeGen", {**_GPT, "model_type": "codegen", "rotary_dim": 8}),
+    "bloom": Family(
+        "BLOOM, BLOOMZ",
+        {
+            "model_type": "bloom",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "seq_length": MAX_POSITIONS,
+            "initializer_range": 0.15,
+            **_UNTIED,
+            **_IDS,
+        },
+    ),
+    "opt": Family(
+        "OPT",
+        {
+            "model_type": "opt",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+            "max_position_embeddings": MAX_POSITIONS,
+            "init_std": 0.15,
+            **_UNTIED,
+            **_IDS,
+            "pad_token_id": 1,
+        },
+    ),
+    "gpt_bigcode": Family("StarCoder, SantaCoder", {**_GPT, "model_type": "gpt_bigcode"}),
+    "starcoder2": Family("StarCoder2", {**_COMMON, "model_type": "starcoder2", "sliding_window": SLIDING_WINDOW}),
+    "nemotron": Family("Nemotron 4, Minitron", {**_COMMON, "model_type": "nemotron"}),
+}
+
+IN_PROCESSES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v2",
+    "bloom",
+)
+"""Those that differ most in what a block holds and how it is read."""
+
+REFUSED: dict[str, str] = {
+    "baichuan": "Baichuan, Baichuan 2",
+    "chatglm": "ChatGLM 2 and 3, GLM-4-9B and CodeGeeX4 in their first format",
+    "internlm2": "InternLM 2, 2.5",
+    "minicpm": "MiniCPM 1, 2",
+    "qwen": "Qwen 1",
+}
+"""Model types that transformers does not have: their folders bring Python code."""
