@@ -82,9 +82,11 @@ class Engine:
         self._start(config, model, report)
 
     def _start(self, config: EngineConfig, model: LoadedModel, report: Progress) -> None:
-        report("sizing the KV cache", 0.0)
+        report("reading the vocabulary", 0.0)
         grammars = Grammars(Path(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        grammars.read()
         self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
+        report("sizing the KV cache", 0.0)
         backend = attention_backend(self._device, model.dtype)
         layers = layer_kernels(self._device, model.dtype)
         forward = choose_forward(model, backend, layers, coded_kv=self.layout.scale_rows > 0)

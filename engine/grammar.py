@@ -4,6 +4,7 @@ A grammar's state is a function of the grammar and the generated tokens, so it c
 a handoff, a preemption or a replay it is made again by taking the tokens that are there. Used by one thread at a time.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 Bits = NDArray[np.uint8]
 """Bit j of byte i is token 8i + j."""
@@ -58,9 +61,18 @@ class Grammars:
         self._eos_ids = eos_ids
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
+    def read(self) -> None:
+        """Call at start: it takes a second for 100,000 tokens, and no other thread runs meanwhile."""
+        try:
+            size = self.vocabulary.vocab_size
+        except RequestError as exc:
+            logger.info("%s", exc.message)
+        else:
+            logger.debug("structured output knows %d tokens", size)
+
     @cached_property
     def vocabulary(self) -> LLTokenizer:
-        """Takes a second for 100,000 tokens. Raises `RequestError`."""
+        """Raises `RequestError`."""
         try:
             tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
         except Exception as exc:  # the library raises nothing narrower

@@ -48,7 +48,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.detokenizer = Detokenizer(tokenizer)
         self.path = settings.model
-        self._vocabulary = Vocabulary(tokenizer)
+        self.vocabulary = Vocabulary(tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.lowercase = False
         """Texts are embedded in lower case."""
@@ -78,6 +78,7 @@ class ServedModel:
         # Embeddings may have more rows than the tokenizer has tokens, or fewer.
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(Path(settings.model) / "sentence_bert_config.json", _SentenceConfig)
+        model.vocabulary.read()
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model
 
@@ -94,7 +95,7 @@ class ServedModel:
 
     async def grammar(self, asked: Asked) -> str:
         """Compiled in a thread: it may take a moment. Raises `BadRequestError`."""
-        return await asyncio.to_thread(self._vocabulary.compile, asked.rule, param=asked.param)
+        return await asyncio.to_thread(self.vocabulary.compile, asked.rule, param=asked.param)
 
     def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Tokens of each word at the beginning of a text and, where that is written otherwise, after a space."""

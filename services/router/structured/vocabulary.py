@@ -3,8 +3,8 @@
 The instances compile the same text against the same tokenizer.json; what passes here passes there.
 """
 
+import logging
 import re
-import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
@@ -14,6 +14,8 @@ from services.router.errors import BadRequestError
 from services.router.structured.lark import Lark, Rule
 from services.router.tokenization import TextTokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_GRAMMAR_CHARS = 512 * 1024
 CHECKED_GRAMMARS = 512
 
@@ -22,23 +24,30 @@ _EXCERPT = re.compile(r"\s*\d+ \|")
 
 
 class Vocabulary:
-    """`compile` may be called from several threads. Reading the vocabulary takes a second for 100,000 tokens."""
+    """`compile` may be called from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
         self._error_of = lru_cache(maxsize=CHECKED_GRAMMARS)(self._validate)
 
     def compile(self, rule: Rule, *, param: str) -> str:
         """The grammar's text. Raises `BadRequestError`, which says what is wrong with it."""
-        with self._lock:
-            lark = Lark(self)
-            grammar = lark.grammar(rule(lark))
-            if len(grammar) > MAX_GRAMMAR_CHARS:
-                raise BadRequestError(f"{param}: a grammar of {len(grammar)} characters is too long", param=param)
-            if error := self._error_of(grammar):
-                raise BadRequestError(f"{param}: {error}", param=param, code="invalid_grammar")
+        lark = Lark(self)
+        grammar = lark.grammar(rule(lark))
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise BadRequestError(f"{param}: a grammar of {len(grammar)} characters is too long", param=param)
+        if error := self._error_of(grammar):
+            raise BadRequestError(f"{param}: {error}", param=param, code="invalid_grammar")
         return grammar
+
+    def read(self) -> None:
+        """Call at start: it takes a second for 100,000 tokens, and nothing else runs meanwhile."""
+        try:
+            size = self._tokens.vocab_size
+        except BadRequestError as exc:
+            logger.info("%s", exc.message)
+        else:
+            logger.debug("structured output knows %d tokens", size)
 
     def pieces(self, text: str) -> Sequence[str | int]:
         """For `Lark`."""
@@ -63,9 +72,8 @@ class Vocabulary:
 
     def _validate(self, grammar: str) -> str:
         """What is wrong with it, if anything is."""
-        limits = LLParserLimits(verbose_errors=False)
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
-        return _reason(messages[0], is_own=grammar.startswith("{")) if is_error and messages else ""
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        return _reason(matcher.get_error(), is_own=grammar.startswith("{")) if matcher.is_error() else ""
 
 
 def _reason(message: str, *, is_own: bool) -> str:

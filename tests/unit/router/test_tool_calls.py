@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.scanning.parts import Call, Content, Part, merged
-from services.router.tool_calls import TOOL_CALL_FORMATS, Tools
+from services.router.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat, Tools
+from services.router.tool_calls.forced import named_call, required_calls
 
+FORMATS = TOOL_CALL_FORMATS | {"required": ToolCallFormat(required_calls), "named": ToolCallFormat(named_call("f"))}
 PARIS = {"city": "Paris"}
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # noqa: RUF001
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
@@ -34,7 +36,7 @@ TOOLS = Tools(
 
 
 def read(name: str, pieces: Sequence[str]) -> list[Part]:
-    reader = TOOL_CALL_FORMATS[name].reader(TOOLS)
+    reader = FORMATS[name].reader(TOOLS)
     parts = [part for piece in pieces for part in reader.push(piece)]
     return parts + reader.finish()
 
@@ -201,7 +203,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(at)]
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 @settings(max_examples=25, deadline=None)
 @given(text=anything, places=st.lists(st.integers(0, 400)))
 def test_any_text_in_any_pieces_is_read_alike(name: str, text: str, places: list[int]) -> None:
