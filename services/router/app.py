@@ -13,8 +13,13 @@ from services.common.version import VERSION
 from services.router.api_keys import ApiKeys
 from services.router.chat import ChatEndpoint
 from services.router.completions import CompletionEndpoint
+from services.router.dialects.messages_endpoint import CountTokensEndpoint, MessagesEndpoint
+from services.router.dialects.messages_schema import CountTokensRequest, MessagesRequest
+from services.router.dialects.responses_endpoint import ResponsesEndpoint
+from services.router.dialects.responses_schema import ResponsesRequest
 from services.router.errors import ErrorBody, ErrorDetail
 from services.router.frontend import Frontend
+from services.router.invocations import InvocationsEndpoint
 from services.router.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -35,8 +40,12 @@ def create_app(frontend: Frontend, *, api_keys: ApiKeys) -> Shell:
         "/v1/completions": CompletionEndpoint(frontend),
         "/tokenize": TokenizeEndpoint(frontend),
         "/detokenize": DetokenizeEndpoint(frontend),
+        "/v1/responses": ResponsesEndpoint(frontend),
+        "/v1/messages": MessagesEndpoint(frontend),
+        "/v1/messages/count_tokens": CountTokensEndpoint(frontend),
         **pooling_endpoints(frontend),
     }
+    direct["/invocations"] = InvocationsEndpoint(frontend, dict(direct))
     app = _Documented(title="Baton", version=VERSION)
     app.include_router(system_routes(frontend))
     for path, endpoint in direct.items():
@@ -76,6 +85,10 @@ class _Documented(FastAPI):
                 "/v1/completions": ("Continue prompts, streamed or whole", CompletionRequest),
                 "/tokenize": ("Token ids of a prompt or a chat", TokenizeRequest),
                 "/detokenize": ("Text of token ids", DetokenizeRequest),
+                "/v1/responses": ("Answer a conversation, as OpenAI's Responses API", ResponsesRequest),
+                "/v1/messages": ("Answer a conversation, as Anthropic's Messages API", MessagesRequest),
+                "/v1/messages/count_tokens": ("Tokens of a conversation, as Anthropic's API", CountTokensRequest),
+                "/invocations": ("Any of the other requests", ChatCompletionRequest),
                 **POOLING_DOCUMENTED,
             }
             _, schemas = models_json_schema(

@@ -79,13 +79,14 @@ async def send_json(
     await send({"type": "http.response.body", "body": content})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(send: Send, error: ApiError, body: object = None) -> None:
+    """`body` is one in another shape than OpenAI's."""
     headers = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send_json(send, error.body(), status=error.status, headers=headers)
+    await send_json(send, error.body() if body is None else body, status=error.status, headers=headers)
 
 
 class EventStream:
@@ -100,9 +101,9 @@ class EventStream:
         await self._start()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self) -> None:
+    async def end(self, last: bytes = b"data: [DONE]\n\n") -> None:
         await self._start()
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await self._send({"type": "http.response.body", "body": last})
 
     async def _start(self) -> None:
         if not self.is_started:

@@ -1,18 +1,17 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
 from services.router.answer import Head, answer
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
+from services.router.conversation import begin_chat
 from services.router.frontend import Frontend
 from services.router.generation import Answering
 from services.router.logprobs import LogprobWriter
 from services.router.message_reader import MessageFormat, MessageReader
 from services.router.openai_schema import ChatCompletionRequest
-from services.router.parameters import chat_logprobs, check_prompt, text_rules, truncated
 from services.router.parsing import parse
 from services.router.responses import (
     ChatAnswer,
@@ -36,30 +35,13 @@ class ChatEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), ChatCompletionRequest)
-        model = frontend.model_name(request.model)
-        limits = frontend.limits()
-        logprobs = chat_logprobs(request)
-        tokenizing_at = frontend.clock()
-        text = await frontend.model.render_chat(request)
-        message_format = MessageFormat(frontend.settings, request, text)
-        token_ids = await frontend.tokenize(
-            text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
-        )
-        token_ids = truncated(token_ids, request.truncate_prompt_tokens, limits)
-        arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
-        check_prompt(token_ids, limits, param="messages")
-        head = Head(
-            f"chatcmpl-{request.request_id or context.request_id}", "chat.completion.chunk", frontend.now(), model
-        )
-        rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
-        if message_format.needs_special_tokens:
-            rules = replace(rules, skip_special_tokens=False)
-        rules = await frontend.constrained(rules, request, message_format.asked)
-        generation = frontend.generate(request, head.id, [token_ids], rules, limits, arrival=arrival)
-        writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
-        shape = ChatShape(request, message_format, role=frontend.settings.response_role)
-        form = ChatFormat(shape, head, generation, writer)
-        await answer(request, generation, form, head, explain=context.explain, receive=receive, send=send)
+        api_id = f"chatcmpl-{request.request_id or context.request_id}"
+        begun = await begin_chat(frontend, request, context, api_id)
+        head = Head(api_id, "chat.completion.chunk", frontend.now(), begun.model)
+        writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
+        shape = ChatShape(request, begun.message_format, role=frontend.settings.response_role)
+        form = ChatFormat(shape, head, begun.generation, writer)
+        await answer(request, begun.generation, form, head, explain=context.explain, receive=receive, send=send)
 
 
 class ChatShape:

@@ -103,7 +103,7 @@ class MessageReader:
 
     def delta(self, text: str, *, is_last: bool) -> ChatDelta | None:
         """None when nothing can be said yet."""
-        parts = self._push(text) + (self._finish() if is_last else [])
+        parts = self.parts(text, is_last=is_last)
         if not parts:
             return None
         content = "".join(part.text for part in parts if isinstance(part, Content))
@@ -115,6 +115,10 @@ class MessageReader:
             reasoning=reasoning or None,
             tool_calls=calls or None,
         )
+
+    def parts(self, text: str, *, is_last: bool) -> list[Part]:
+        """What the text brought, in its order."""
+        return self._push(text) + (self._finish() if is_last else [])
 
     def _call_delta(self, call: Call) -> ToolCallDelta:
         function = FunctionDelta(call.name, call.arguments)

@@ -83,6 +83,11 @@ class ChatMessage(_Request):
     content: str | list[Part] | None = None
 
 
+def chat_message(role: str, content: Any, **more: Any) -> ChatMessage:
+    """A message with fields that only templates know, such as `tool_calls`."""
+    return ChatMessage.model_validate({"role": role, "content": content, **more})
+
+
 class Tool(_Request):
     type: Literal["function"]
     function: dict[str, Any]

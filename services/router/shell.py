@@ -11,6 +11,8 @@ from services.common.tracing import trace_headers
 from services.router.api_keys import ApiKeys
 from services.router.asgi import Receive, RequestContext, Scope, Send, send_error
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
+from services.router.dialects.messages_errors import PATHS as MESSAGES_PATHS
+from services.router.dialects.messages_errors import error_answer
 from services.router.errors import ApiError, AuthenticationError, BadRequestError, ClientGoneError, InternalError
 from services.router.metrics import RouterMetrics
 
@@ -75,16 +77,16 @@ class Shell:
         except ClientGoneError:
             return
         except ApiError as exc:
-            await self._refuse(exc, response)
+            await self._refuse(exc, scope, response)
         except Exception:
             logger.exception("request failed")
-            await self._refuse(InternalError("an internal error has been logged"), response)
+            await self._refuse(InternalError("an internal error has been logged"), scope, response)
 
     def _caller(self, path: str, headers: Headers) -> Caller:
         """Raises `AuthenticationError`."""
         if path in _OPEN_PATHS:
             return ANONYMOUS
-        caller = self.keys.caller(_text(headers.get(b"authorization")))
+        caller = self.keys.caller(_authorization(headers))
         if caller is None:
             raise AuthenticationError("a valid API key is required: send it as 'Authorization: Bearer KEY'")
         return caller
@@ -93,10 +95,11 @@ class Shell:
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         await (endpoint or self._app)(scope, receive, send)
 
-    async def _refuse(self, error: ApiError, response: "_Response") -> None:
+    async def _refuse(self, error: ApiError, scope: Scope, response: "_Response") -> None:
         self._metrics.error(error.status)
         if not response.is_started:
-            await send_error(response.send, error)
+            body = error_answer(error) if scope["path"] in MESSAGES_PATHS else None
+            await send_error(response.send, error, body)
 
 
 class _Response:
@@ -116,6 +119,12 @@ class _Response:
 
 def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
+
+
+def _authorization(headers: Headers) -> str | None:
+    """Anthropic's clients send the bare key in a header of their own."""
+    key = _text(headers.get(b"x-api-key"))
+    return _text(headers.get(b"authorization")) if key is None else f"Bearer {key}"
 
 
 def _request_id(value: bytes | None) -> str:

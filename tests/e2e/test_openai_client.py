@@ -1,7 +1,9 @@
 """The official OpenAI client against a real cluster."""
 
 from collections.abc import Iterator
+from typing import Any, cast
 
+import anthropic
 import openai
 import pytest
 
@@ -41,6 +43,29 @@ def test_completions_streamed_equal_completions_at_once(client: openai.OpenAI) -
     whole = client.completions.create(**common)  # type: ignore[call-overload]
     text = "".join(c.choices[0].text for c in client.completions.create(**common, stream=True))  # type: ignore[call-overload]
     assert text == whole.choices[0].text
+
+
+def test_responses_streamed_equal_responses_at_once(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    common = {"model": model, "input": QUESTION[0]["content"], "max_output_tokens": 24, "temperature": 0}
+    whole = client.responses.create(**common)  # type: ignore[call-overload]
+    chat = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[arg-type]
+    assert whole.output_text == chat.choices[0].message.content
+    events = list(client.responses.create(**common, stream=True))  # type: ignore[call-overload]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == events[-1].response.output_text
+
+
+def test_anthropics_client_gets_the_same_answer(client: openai.OpenAI, cluster: Cluster) -> None:
+    model = client.models.list().data[0].id
+    chat = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[arg-type]
+    with anthropic.Anthropic(base_url=cluster.url, api_key="secret", max_retries=0) as other:
+        messages = cast(Any, QUESTION)
+        whole = other.messages.create(model=model, messages=messages, max_tokens=24, temperature=0)
+        with other.messages.stream(model=model, messages=messages, max_tokens=24, temperature=0) as events:
+            streamed = events.get_final_message()
+    for answer in (whole, streamed):
+        assert [block.text for block in answer.content if block.type == "text"] == [chat.choices[0].message.content]
 
 
 def test_two_sequences_differ_and_a_seed_repeats_both(client: openai.OpenAI) -> None:

@@ -1,0 +1,44 @@
+"""A chat on its way: rendered, tokenised, checked and sent to the instances. The answer's form is for the endpoints."""
+
+from dataclasses import dataclass, replace
+
+from services.router.asgi import RequestContext
+from services.router.frontend import Frontend
+from services.router.generation import Generation
+from services.router.message_reader import MessageFormat
+from services.router.openai_schema import ChatCompletionRequest
+from services.router.parameters import TextRules, chat_logprobs, check_prompt, text_rules, truncated
+
+
+@dataclass(frozen=True, slots=True)
+class BegunChat:
+    """`model` is the name that the answer carries."""
+
+    model: str
+    message_format: MessageFormat
+    rules: TextRules
+    generation: Generation
+
+
+async def begin_chat(
+    frontend: Frontend, request: ChatCompletionRequest, context: RequestContext, api_id: str
+) -> BegunChat:
+    """Raises `ApiError`."""
+    model = frontend.model_name(request.model)
+    limits = frontend.limits()
+    logprobs = chat_logprobs(request)
+    tokenizing_at = frontend.clock()
+    text = await frontend.model.render_chat(request)
+    message_format = MessageFormat(frontend.settings, request, text)
+    token_ids = await frontend.tokenize(
+        text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
+    )
+    token_ids = truncated(token_ids, request.truncate_prompt_tokens, limits)
+    arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
+    check_prompt(token_ids, limits, param="messages")
+    rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
+    if message_format.needs_special_tokens:
+        rules = replace(rules, skip_special_tokens=False)
+    rules = await frontend.constrained(rules, request, message_format.asked)
+    generation = frontend.generate(request, api_id, [token_ids], rules, limits, arrival=arrival)
+    return BegunChat(model, message_format, rules, generation)

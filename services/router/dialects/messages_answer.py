@@ -1,0 +1,106 @@
+"""An answer in the words of Anthropic's Messages API: blocks, whole or as the events that build them up."""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """There is no signature: reasoning is the model's own text."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """`input_tokens` are those that were not cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
+    message: MessagesAnswer
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
+    index: int
+    content_block: AnswerBlock
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
+    thinking: str
+
+
+class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | InputDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
+    index: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
+    delta: Stop
+    usage: MessagesUsage
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
+    """Nothing follows."""
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, tag="error"):
+    error: AnthropicError

@@ -1,0 +1,160 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.router.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
+from services.router.conversation import begin_chat
+from services.router.dialects.blocks import Block, Change, Closed, Grown, Opened
+from services.router.dialects.messages_answer import (
+    AnswerBlock,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    MessageDelta,
+    MessagesAnswer,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    Stop,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    TokenCount,
+    ToolUseBlock,
+)
+from services.router.dialects.messages_errors import error_answer
+from services.router.dialects.messages_request import as_chat
+from services.router.dialects.messages_schema import CountTokensRequest, MessagesRequest
+from services.router.dialects.serving import End, Event, serve
+from services.router.errors import ApiError
+from services.router.frontend import Frontend
+from services.router.parsing import parse
+from services.router.responses import Usage
+
+
+class MessagesEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend, context = self._frontend, RequestContext.of(scope)
+        request = parse(await read_body(scope, receive), MessagesRequest)
+        api_id = f"msg_{context.request_id}"
+        begun = await begin_chat(frontend, as_chat(request), context, api_id)
+        await serve(begun, Messages(api_id, begun.model), stream=bool(request.stream), receive=receive, send=send)
+
+
+class CountTokensEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend = self._frontend
+        request = parse(await read_body(scope, receive), CountTokensRequest)
+        frontend.model_name(request.model)
+        text = await frontend.model.render_chat(as_chat(request))
+        token_ids = await frontend.model.tokenize(text, add_special_tokens=False)
+        await send_json(send, TokenCount(len(token_ids)))
+
+
+class Messages:
+    """`services.router.dialects.serving.Dialect`."""
+
+    def __init__(self, api_id: str, model: str) -> None:
+        self._id = api_id
+        self._model = model
+        self._call_ids: dict[Block, str] = {}
+
+    def begin(self, usage: Usage) -> Sequence[Event]:
+        message = MessagesAnswer(
+            id=self._id,
+            model=self._model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=_usage(usage),
+        )
+        return [Event("message_start", MessageStart(message))]
+
+    def change(self, change: Change) -> Sequence[Event]:
+        match change:
+            case Opened(block):
+                return [Event("content_block_start", BlockStart(block.index, self._block(block, is_new=True)))]
+            case Grown(block, text):
+                return [Event("content_block_delta", BlockDelta(block.index, _delta(block, text)))]
+            case Closed(block):
+                return [Event("content_block_stop", BlockStop(block.index))]
+
+    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]:
+        delta = MessageDelta(Stop(_stop_reason(end), end.stop), _usage(end.usage))
+        return [Event("message_delta", delta), Event("message_stop", MessageStop())]
+
+    def failure(self, error: ApiError) -> Sequence[Event]:
+        return [Event("error", error_answer(error))]
+
+    def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct:
+        return MessagesAnswer(
+            id=self._id,
+            model=self._model,
+            content=[self._block(block) for block in blocks],
+            stop_reason=_stop_reason(end),
+            stop_sequence=end.stop,
+            usage=_usage(end.usage),
+        )
+
+    def _block(self, block: Block, *, is_new: bool = False) -> AnswerBlock:
+        text = "" if is_new else block.text
+        if block.kind == "text":
+            return TextBlock(text=text)
+        if block.kind == "reasoning":
+            return ThinkingBlock(thinking=text)
+        call_id = self._call_ids.setdefault(block, f"toolu_{secrets.token_hex(12)}")
+        return ToolUseBlock(id=call_id, name=block.name, input=arguments_of(text))
+
+
+def _delta(block: Block, text: str) -> TextDelta | ThinkingDelta | InputDelta:
+    match block.kind:
+        case "text":
+            return TextDelta(text)
+        case "reasoning":
+            return ThinkingDelta(text)
+        case "call":
+            return InputDelta(text)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The object that a model wrote. A text that is none is kept under the name `arguments`."""
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
+
+
+def _stop_reason(end: End) -> StopReason:
+    if end.is_cut:
+        return "max_tokens"
+    if end.has_calls:
+        return "tool_use"
+    return "end_turn" if end.stop is None else "stop_sequence"
+
+
+def _usage(usage: Usage) -> MessagesUsage:
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+    return MessagesUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=usage.completion_tokens,
+    )

@@ -1,0 +1,124 @@
+"""A request to OpenAI's Responses API, said as a chat."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from services.router.dialects.responses_schema import INCLUDED, UNSERVED, InputItem, ResponsesRequest
+from services.router.errors import BadRequestError
+from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Tool, chat_message
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_COMMON = (
+    "model stream temperature top_p parallel_tool_calls user seed top_k min_p repetition_penalty stop ignore_eos"
+    " min_tokens chat_template_kwargs priority cache_salt request_id"
+).split()
+
+
+def check_unserved(request: ResponsesRequest) -> None:
+    """Raises `BadRequestError` for what cannot be served."""
+    for name, value in (request.model_extra or {}).items():
+        if name in UNSERVED and value is not None and value not in UNSERVED[name]:
+            why = "answers are not kept here: send the whole conversation as input" if _needs_memory(name) else ""
+            message = f"parameter {name!r} is not supported" + (f"; {why}" if why else "")
+            raise BadRequestError(message, param=name, code="unsupported_parameter")
+    for wanted in request.include or []:
+        if wanted not in INCLUDED:
+            raise BadRequestError(f"include: {wanted!r} is not supported", param="include")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise BadRequestError("text: verbosity is not supported", param="text", code="unsupported_parameter")
+
+
+def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
+    """Raises `BadRequestError`."""
+    check_unserved(request)
+    messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
+    messages += [ChatMessage(role="user", content=request.input)] if isinstance(request.input, str) else []
+    messages += _merged(_message(item) for item in request.input) if not isinstance(request.input, str) else []
+    values: dict[str, Any] = {name: getattr(request, name) for name in _COMMON}
+    return ChatCompletionRequest(
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tool_choice=_tool_choice(request.tool_choice),
+        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
+        response_format=_response_format(request),
+        **values,
+    )
+
+
+def _needs_memory(name: str) -> bool:
+    return name in ("background", "conversation", "previous_response_id", "store")
+
+
+def _message(item: InputItem) -> ChatMessage:
+    match item.type or "message":
+        case "message":
+            role = "system" if item.role == "developer" else item.role or "user"
+            return ChatMessage(role=role, content=_text(item.content))
+        case "function_call":
+            function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id or "", "type": "function", "function": function}
+            return chat_message("assistant", None, tool_calls=[call])
+        case "function_call_output":
+            return chat_message("tool", _text(item.output), tool_call_id=item.call_id or "")
+        case "reasoning":
+            return chat_message("assistant", None, reasoning_content=_text(item.content))
+        case other:
+            raise BadRequestError(f"input: items of type {other!r} are not supported", param="input")
+
+
+def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
+    """Reasoning, text and calls of one answer come as items of their own, and are one message for templates."""
+    merged: list[ChatMessage] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if last is None or (last.role, message.role) != ("assistant", "assistant") or not _continues(last, message):
+            merged.append(message)
+            continue
+        extra = dict(last.model_extra or {})
+        for name, value in (message.model_extra or {}).items():
+            extra[name] = extra[name] + value if name in extra else value
+        merged[-1] = chat_message("assistant", message.content or last.content, **extra)
+    return merged
+
+
+def _continues(last: ChatMessage, message: ChatMessage) -> bool:
+    """The one has no text where the other has some, and no call is followed by text."""
+    has_calls = "tool_calls" in (last.model_extra or {})
+    return not (last.content and message.content) and not (has_calls and message.content)
+
+
+def _text(content: str | Sequence[dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for part in content:
+        kind, text = part.get("type"), part.get("text", part.get("refusal"))
+        if kind not in _TEXTS or not isinstance(text, str):
+            raise BadRequestError(f"input: content of type {kind!r} is not supported by this model", param="input")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(tool: dict[str, Any]) -> Tool:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise BadRequestError(
+            f"tools: only functions with a name are served, not {str(tool.get('type'))[:50]!r}", param="tools"
+        )
+    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    raise BadRequestError('tool_choice: a named function is {"type": "function", "name": "…"}', param="tool_choice")
+
+
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    asked = request.text.format if request.text is not None else None
+    if asked is None or asked.get("type") != "json_schema":
+        return asked
+    return {"type": "json_schema", "json_schema": {key: value for key, value in asked.items() if key != "type"}}

@@ -1,0 +1,93 @@
+"""What clients of OpenAI's Responses API may send, as far as it needs no memory of earlier answers."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.router.openai_schema import NonNegative, StopString
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class ReasoningOptions(_Lenient):
+    """`summary` has no effect: reasoning is shown as it is."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextOptions(_Lenient):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class InputItem(_Lenient):
+    """A message, a call of a tool, its result, or reasoning of an earlier answer."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+
+
+class ResponsesRequest(_Lenient):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    stop: StopString | list[StopString] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: NonNegative | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+UNSERVED: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Parameters that need a memory of answers, or that nothing here does, with values that ask for nothing."""
+
+INCLUDED = frozenset({"reasoning.encrypted_content"})
+"""What a client may want included and gets as far as it exists: reasoning is shown in the clear."""

@@ -1,0 +1,119 @@
+"""Streams an answer's blocks to a client in the words of its API, or sends them whole: both from the same blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from services.router.asgi import DisconnectWatch, EventStream, Receive, Send, send_json
+from services.router.conversation import BegunChat
+from services.router.dialects.blocks import Block, Blocks, Change
+from services.router.errors import ApiError, ClientGoneError
+from services.router.generation import Generation
+from services.router.message_reader import MessageReader
+from services.router.responses import Usage
+from services.router.scanning.parts import Content, Part
+from services.router.writer import Piece
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ended. `stop` is the stop string that did it."""
+
+    usage: Usage
+    has_calls: bool
+    is_cut: bool
+    """It may be longer: the limit of tokens was reached."""
+    stop: str | None
+
+
+class Event(msgspec.Struct, frozen=True):
+    name: str
+    data: msgspec.Struct
+
+
+class Dialect(Protocol):
+    """One answer in the words of one API."""
+
+    def begin(self, usage: Usage) -> Sequence[Event]: ...
+    def change(self, change: Change) -> Sequence[Event]: ...
+    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]: ...
+    def failure(self, error: ApiError) -> Sequence[Event]: ...
+    def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct: ...
+
+
+async def serve(begun: BegunChat, dialect: Dialect, *, stream: bool, receive: Receive, send: Send) -> None:
+    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation."""
+    generation = begun.generation
+    answer = _Answer(begun)
+    try:
+        async with DisconnectWatch(receive, generation.abandon):
+            if stream:
+                await _stream(generation, answer, dialect, EventStream(send))
+            else:
+                while not generation.is_done:
+                    answer.changes([piece for _, piece in await generation.take()])
+                await send_json(send, dialect.whole(answer.blocks.blocks, answer.end()))
+    except ClientGoneError:
+        return
+    finally:
+        generation.cancel("its answer has ended")
+
+
+async def _stream(generation: Generation, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
+    try:
+        while not generation.is_done:
+            pieces = [piece for _, piece in await generation.take()]
+            out = [] if events.is_started else list(dialect.begin(generation.usage()))
+            for change in answer.changes(pieces):
+                out += dialect.change(change)
+            await events.write(_encoded(out))
+    except ApiError as exc:
+        if not events.is_started:
+            raise
+        await events.end(_encoded(dialect.failure(exc)))
+        return
+    await events.end(_encoded(dialect.end(answer.blocks.blocks, answer.end())))
+
+
+class _Answer:
+    """The blocks of the one sequence of a chat, and how it ended."""
+
+    def __init__(self, begun: BegunChat) -> None:
+        self.blocks = Blocks()
+        self._generation = begun.generation
+        self._reader: MessageReader | None = None if begun.message_format.is_plain else begun.message_format.reader()
+        self._last: Piece | None = None
+
+    def changes(self, pieces: Sequence[Piece]) -> list[Change]:
+        changes: list[Change] = []
+        for piece in pieces:
+            changes += self.blocks.push(self._parts(piece))
+            if piece.finish_reason is not None:
+                self._last = piece
+                changes += self.blocks.finish()
+        return changes
+
+    def end(self) -> End:
+        assert self._last is not None, "the generation is done"
+        stop = self._last.stop_reason
+        return End(
+            usage=self._generation.usage(),
+            has_calls=any(block.kind == "call" for block in self.blocks.blocks),
+            is_cut=self._last.finish_reason == "length",
+            stop=stop if isinstance(stop, str) else None,
+        )
+
+    def _parts(self, piece: Piece) -> list[Part]:
+        if self._reader is None:
+            return [Content(piece.text)] if piece.text else []
+        return self._reader.parts(piece.text, is_last=piece.finish_reason is not None)
+
+
+def _encoded(events: Sequence[Event]) -> bytes:
+    return b"".join(
+        b"event: " + event.name.encode() + b"\ndata: " + _encoder.encode(event.data) + b"\n\n" for event in events
+    )
