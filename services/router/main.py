@@ -79,7 +79,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     pooling = PoolingCalls(
         cluster,
         rules=flight_rules(settings),
-        max_inputs=settings.max_concurrent_requests,
+        admission=admission,
         metrics=metrics,
         clock=time.monotonic,
     )

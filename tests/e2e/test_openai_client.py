@@ -59,13 +59,13 @@ def test_responses_streamed_equal_responses_at_once(client: openai.OpenAI) -> No
 def test_anthropics_client_gets_the_same_answer(client: openai.OpenAI, cluster: Cluster) -> None:
     model = client.models.list().data[0].id
     chat = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[arg-type]
+    body: Any = {"model": model, "messages": QUESTION, "max_tokens": 24, "extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=cluster.url, api_key="secret", max_retries=0) as other:
-        messages = cast(Any, QUESTION)
-        whole = other.messages.create(model=model, messages=messages, max_tokens=24, temperature=0)
-        with other.messages.stream(model=model, messages=messages, max_tokens=24, temperature=0) as events:
+        whole = other.messages.create(**body)
+        with other.messages.stream(**body) as events:
             streamed = events.get_final_message()
     for answer in (whole, streamed):
-        assert [block.text for block in answer.content if block.type == "text"] == [chat.choices[0].message.content]
+        assert [cast(Any, block).text for block in answer.content] == [chat.choices[0].message.content]
 
 
 def test_two_sequences_differ_and_a_seed_repeats_both(client: openai.OpenAI) -> None:

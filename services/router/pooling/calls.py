@@ -12,7 +12,9 @@ from contracts.identity import InstanceId, RequestId
 from contracts.messages import Answer, Cancel, Failed, Pool, Pooled
 from contracts.pooling import PoolingInput, PoolingParams
 from services.router.block_index import Match
+from services.router.caller import ANONYMOUS, Caller
 from services.router.cluster import Cluster
+from services.router.dispatch import Admission
 from services.router.errors import ApiError, BadRequestError, DeadlineError, RateLimitError, UnavailableError
 from services.router.job import FlightRules
 from services.router.member import Member, Share
@@ -39,6 +41,7 @@ class PoolingJob:
     inputs: Sequence[PoolingInput]
     params: PoolingParams
     priority: int = 0
+    caller: Caller = ANONYMOUS
 
     @property
     def num_tokens(self) -> int:
@@ -51,13 +54,13 @@ class PoolingCalls:
         cluster: Cluster,
         *,
         rules: FlightRules,
-        max_inputs: int,
+        admission: Admission,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._rules = rules
-        self._max_inputs = max_inputs
+        self._admission = admission
         self._metrics = metrics
         self._clock = clock
         self._tasks: set[asyncio.Task[list[Vector]]] = set()
@@ -66,11 +69,7 @@ class PoolingCalls:
 
     async def vectors(self, job: PoolingJob, *, arrived_at: float) -> list[Vector]:
         """One for each input, in their order. Raises `ApiError`; cancelling it ends the work."""
-        if self._num_inputs and self._num_inputs + len(job.inputs) > self._max_inputs:
-            raise RateLimitError(
-                f"{self._num_inputs} inputs are being computed and {self._max_inputs} is the limit: try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        self._check_limits(job)
         self._num_inputs += len(job.inputs)
         call = _Call(job, self._cluster, self._rules, deadline=arrived_at + self._rules.request_timeout_s)
         task = asyncio.create_task(call.run(self._clock()))
@@ -88,6 +87,19 @@ class PoolingCalls:
         lengths = [len(given.token_ids) for given in job.inputs]
         self._metrics.pooled(lengths, self._clock() - arrived_at)
         return found
+
+    def _check_limits(self, job: PoolingJob) -> None:
+        """Raises `RateLimitError`."""
+        admission, running = self._admission, self._num_inputs
+        if running and running + len(job.inputs) > admission.max_flights:
+            raise RateLimitError(
+                f"{running} inputs are being computed and {admission.max_flights} is the limit: try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        over = admission.ledger.admit(job.caller, tokens=job.num_tokens, now=admission.wall_clock())
+        if over is not None:
+            self._metrics.refused("key")
+            raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
 
     def close(self) -> None:
         self._is_closed = True

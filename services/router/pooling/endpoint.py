@@ -79,6 +79,7 @@ class Call:
         self.created = frontend.now()
         self._request = request
         self._arrived_at = context.arrived_at
+        self._caller = context.caller
         self._num_tokens = 0
 
     def require(self, *tasks: PoolingTask) -> None:
@@ -139,6 +140,7 @@ class Call:
             inputs=inputs,
             params=params,
             priority=self._request.priority or 0,
+            caller=self._caller,
         )
         self._num_tokens += job.num_tokens
         return await self.frontend.pooling.vectors(job, arrived_at=self._arrived_at)

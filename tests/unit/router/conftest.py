@@ -37,17 +37,18 @@ class Router:
         self.fakes = fakes
         self.metrics = RouterMetrics(CollectorRegistry(), "tiny")
         self.cluster = Cluster(fakes, fakes, clock=time.monotonic)
+        self.admission = admission_of(settings)
         self.dispatcher = Dispatcher(
             self.cluster,
             rules=flight_rules(settings),
-            admission=admission_of(settings),
+            admission=self.admission,
             metrics=self.metrics,
             clock=time.monotonic,
         )
         self.pooling = PoolingCalls(
             self.cluster,
             rules=flight_rules(settings),
-            max_inputs=settings.max_concurrent_requests,
+            admission=self.admission,
             metrics=self.metrics,
             clock=time.monotonic,
         )

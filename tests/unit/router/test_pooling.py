@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from contracts.messages import Cancel, Pool
 from contracts.pooling import PoolingInput, PoolingProfile
+from services.router.api_keys import ApiKeys
+from services.router.caller import Caller
 from services.router.pooling.calls import split
 from services.router.pooling.inputs import InputRules, of_texts, shares
 from services.router.pooling.score_endpoints import paired
@@ -259,6 +261,18 @@ def test_too_much_at_once_is_refused_and_nobody_is_a_503(serve: Serve) -> None:
 
     serve(crowded, pooling=EMBEDS, max_concurrent_requests=2, **WORKERS)
     serve(empty, pooling=EMBEDS, prefill=0, decode=0)
+
+
+def test_the_limits_of_a_key_hold_here_too(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.app.keys = ApiKeys(["secret"], defaults=Caller(name="me", tokens_per_minute=5))
+        header = {"authorization": "Bearer secret"}
+        first = await router.http.post("/v1/embeddings", json={"input": "abcd"}, headers=header)
+        second = await router.http.post("/v1/embeddings", json={"input": "abcd"}, headers=header)
+        assert (first.status_code, second.status_code) == (200, 429)
+        assert second.json()["error"]["code"] == "rate_limit_exceeded"
+
+    serve(scenario, pooling=EMBEDS, **WORKERS)
 
 
 def test_a_client_that_leaves_ends_the_work(serve: Serve) -> None:
