@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.router.errors import BadRequestError
 from services.router.model import SHORT_ID_CHARS
 from services.router.openai_schema import ChatCompletionRequest
 from services.router.reasoning import REASONING_FORMATS
@@ -35,10 +34,10 @@ class MessageFormat:
     def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
         """Raises `BadRequestError` for tools that cannot be served."""
         self._prompt = prompt
-        choice = tool_choice_of(request, settings)
+        choice = tool_choice_of(request, settings, asked_of(request))
         self._calls = choice.format
         self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
-        self.asked = self._after_reasoning(_one_of(choice.asked, asked_of(request)))
+        self.asked = self._after_reasoning(choice.asked)
         self.ends_with_calls = not choice.is_named
         self._tools = Tools([tool.function for tool in request.tools or []])
         self._is_parallel = request.parallel_tool_calls is not False
@@ -147,13 +146,3 @@ class MessageReader:
         wanted = [part for part in parts if self._format.is_wanted(part)]
         self.has_calls = self.has_calls or any(isinstance(part, Call) for part in wanted)
         return wanted
-
-
-def _one_of(calls: Asked | None, answer: Asked | None) -> Asked | None:
-    """Raises `BadRequestError` when both are asked for."""
-    if calls is not None and answer is not None:
-        raise BadRequestError(
-            f"tool_choice and {answer.param} exclude each other: the answer is a call, or has the stated form",
-            param=answer.param,
-        )
-    return calls or answer

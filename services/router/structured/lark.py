@@ -62,16 +62,18 @@ class Lark:
         self._embedded.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
-    def free_text(self) -> str:
-        """Up to the end of the answer."""
-        return "TEXT"
+    def free_text(self, triggers: Sequence[str] = ()) -> str:
+        """Up to the end of the answer. Where every trigger is a token, any token but those."""
+        firsts = [self._markers.pieces(trigger)[0] for trigger in triggers]
+        tokens = [first for first in firsts if isinstance(first, int)]
+        return f"{_other_than(tokens)}*" if tokens and len(tokens) == len(firsts) else "TEXT"
 
     def text_up_to(self, marker: str) -> str:
-        """Any text, then the first `marker`."""
+        """Anything, then the first `marker`. Where that is a token, other special tokens may come before it."""
         first, *rest = self._markers.pieces(marker)
         after = "".join(f" {_quoted(piece)}" for piece in rest)
         if isinstance(first, int):
-            return f"TEXT {_quoted(first)}{after}"
+            return f"{_other_than([first])}* {_quoted(first)}{after}"
         name = f"up_to_{len(self._lines)}"
         self._lines.append(f"{name}[lazy]: TEXT {_quoted(first)}")
         return name + after
@@ -97,3 +99,7 @@ def embedded_rule(grammar: str, param: str) -> Rule:
 
 def _quoted(piece: str | int) -> str:
     return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
+
+
+def _other_than(tokens: Sequence[int]) -> str:
+    return f"<[^{','.join(map(str, tokens))}]>"

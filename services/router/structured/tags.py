@@ -101,10 +101,10 @@ class _Reader:
                 f"{lark.text_up_to(trigger)} ({' | '.join(tag(lark) for tag in tags)})"
                 for trigger, tags in by_trigger.items()
             ]
-            one = f"({' | '.join(ways)})"
+            one, free = f"({' | '.join(ways)})", lark.free_text(list(by_trigger))
             if is_once:
-                return one if is_needed else f"({one} | {lark.free_text()})"
-            return f"({one}{'+' if is_needed else '*'} {lark.free_text()})"
+                return one if is_needed else f"({one} | {free})"
+            return f"({one}{'+' if is_needed else '*'} {free})"
 
         return rule
 

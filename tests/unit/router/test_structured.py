@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from services.router.message_reader import MessageFormat
 from services.router.openai_schema import ChatCompletionRequest, CompletionRequest
-from services.router.settings import ReasoningParser, RouterSettings
+from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from services.router.structured import Rule, Vocabulary, asked_of
 from services.router.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve
@@ -31,9 +31,13 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
+MARKERS = ("<think>", "</think>", "<call>", "<tool_call>", "</tool_call>")
+"""One token each, as in Qwen 3. Other markers are letters here."""
+
+
 def made_tokenizer() -> TextTokenizer:
     backend = byte_level()
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<call>")])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in MARKERS])
     return TextTokenizer(backend, {"eos_token": "</s>"})
 
 
@@ -192,13 +196,20 @@ def test_the_grammar_and_bad_words_reach_both_instances(serve: Serve) -> None:
     serve(scenario)
 
 
-def form_of(reasoning: ReasoningParser | None = None, prompt: str = "", **body: Any) -> MessageFormat:
+def form_of(
+    reasoning: ReasoningParser | None = None, prompt: str = "", parser: ToolCallParser | None = None, **body: Any
+) -> MessageFormat:
     request = ChatCompletionRequest.model_validate({"messages": HELLO, **body})
-    return MessageFormat(RouterSettings(model="m", reasoning_parser=reasoning), request, prompt)
+    settings = RouterSettings(
+        model="m", reasoning_parser=reasoning, tool_call_parser=parser, enable_auto_tool_choice=parser is not None
+    )
+    return MessageFormat(settings, request, prompt)
 
 
-def chat_grammar(reasoning: ReasoningParser | None = None, prompt: str = "", **body: Any) -> str:
-    asked = form_of(reasoning, prompt, **body).asked
+def chat_grammar(
+    reasoning: ReasoningParser | None = None, prompt: str = "", parser: ToolCallParser | None = None, **body: Any
+) -> str:
+    asked = form_of(reasoning, prompt, parser, **body).asked
     assert asked is not None
     return grammar_of(asked.rule, asked.param)
 
@@ -237,6 +248,55 @@ def test_required_calls_follow_their_schemas() -> None:
     named = chat_grammar(tools=TOOLS, tool_choice=NAMED)
     assert follows(named, ANNA)
     assert not follows(named, "{}")
+
+
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]  # type: ignore[dict-item]
+DEEPSEEK_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # noqa: RUF001
+DEEPSEEK_NAME = "find<｜tool▁sep｜>"  # noqa: RUF001
+WRITTEN: dict[ToolCallParser, str] = {
+    "hermes": '<tool_call>\n{"name": "find", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "find", "parameters": %s}',
+    "mistral": '[TOOL_CALLS] [{"name": "find", "arguments": %s}]',
+    "deepseek_v3": DEEPSEEK_CALL.format(DEEPSEEK_NAME + "%s"),
+}
+OTHERWISE: list[tuple[ToolCallParser, str]] = [
+    ("mistral", "[TOOL_CALLS]find%s"),
+    ("mistral", "[TOOL_CALLS]find[ARGS]%s"),
+    ("deepseek_v3", DEEPSEEK_CALL.format("function<｜tool▁sep｜>find\n```json\n%s\n```")),  # noqa: RUF001
+]
+
+
+@pytest.mark.parametrize(("parser", "call"), [*WRITTEN.items(), *OTHERWISE])
+def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all(parser: ToolCallParser, call: str) -> None:
+    grammar = chat_grammar(parser=parser, tools=STRICT)
+    assert follows(grammar, call % ANNA)
+    assert follows(
+        grammar, "Nothing to <call>, <b>really</b>.".replace("<call>", "" if parser == "llama3_json" else "it")
+    )
+    for arguments in ("{}", '{"name": "Anna"}', ANNA.replace("41", '"x"')):
+        assert not follows(grammar, call % arguments), arguments
+    assert follows(grammar, (call % '{"a": 1}').replace("find", "now")), "not strict: any arguments"
+    if parser != "llama3_json":
+        assert follows(grammar, "Well: " + call % ANNA)
+
+
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_an_answer_is_a_call_or_has_the_stated_form(parser: ToolCallParser) -> None:
+    grammar = chat_grammar(parser=parser, tools=STRICT, guided_choice=["yes", "no"])
+    assert follows(grammar, WRITTEN[parser] % ANNA)
+    assert follows(grammar, "yes")
+    assert not follows(grammar, "maybe")
+
+
+def test_strict_tools_are_refused_where_calls_are_not_json(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for extra, param in (({}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format")):
+            answer = await router.http.post(PATH, json={"messages": HELLO, "tools": STRICT, **extra})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == param
+            assert "pythonic" in answer.json()["error"]["message"]
+
+    serve(scenario, enable_auto_tool_choice=True, tool_call_parser="pythonic")
 
 
 def test_required_calls_are_read_streamed_as_they_come_whole(serve: Serve) -> None:
