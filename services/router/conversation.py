@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from services.router.asgi import RequestContext
 from services.router.frontend import Frontend
-from services.router.generation import Generation
+from services.router.generation import Answering
 from services.router.message_reader import MessageFormat
 from services.router.openai_schema import ChatCompletionRequest
 from services.router.parameters import TextRules, chat_logprobs, check_prompt, text_rules, truncated
@@ -17,7 +17,7 @@ class BegunChat:
     model: str
     message_format: MessageFormat
     rules: TextRules
-    generation: Generation
+    generation: Answering
 
 
 async def begin_chat(

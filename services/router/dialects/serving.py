@@ -10,7 +10,7 @@ from services.router.asgi import DisconnectWatch, EventStream, Receive, Send, se
 from services.router.conversation import BegunChat
 from services.router.dialects.blocks import Block, Blocks, Change
 from services.router.errors import ApiError, ClientGoneError
-from services.router.generation import Generation
+from services.router.generation import Answering
 from services.router.message_reader import MessageReader
 from services.router.responses import Usage
 from services.router.scanning.parts import Content, Part
@@ -63,7 +63,7 @@ async def serve(begun: BegunChat, dialect: Dialect, *, stream: bool, receive: Re
         generation.cancel("its answer has ended")
 
 
-async def _stream(generation: Generation, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
+async def _stream(generation: Answering, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
     try:
         while not generation.is_done:
             pieces = [piece for _, piece in await generation.take()]
