@@ -52,28 +52,28 @@ struct Step {
         query_width(a.num_heads * a.head_dim),
         rows(a.num_tokens) {}
 
-  int run() {
+  bool run() {
     norm(a.residual, nullptr, a.layers[0].input_norm);
     for (int number = 0; number < a.num_layers; number++) {
       const DecoderLayer& layer = a.layers[number];
       const bool is_last = number + 1 == a.num_layers;
-      product(layer.qkv, a.normed, a.heads, width);
+      if (!product(layer.qkv, a.normed, a.heads, width)) return false;
       if (layer.query_norm) norm_heads(layer);
       store(layer);
-      if (const int status = attend(layer)) return status;
+      if (!attend(layer)) return false;
       if (is_last && a.logit_rows) keep_logit_rows();
-      product(layer.output, a.attended, a.normed, hidden);
+      if (!product(layer.output, a.attended, a.normed, hidden)) return false;
       norm(a.normed, a.residual, layer.mlp_norm);
-      product(layer.gate_up, a.normed, a.gated, layer.down.inputs, GATED);
-      product(layer.down, a.gated, a.normed, hidden);
+      if (!product(layer.gate_up, a.normed, a.gated, layer.down.inputs, GATED)) return false;
+      if (!product(layer.down, a.gated, a.normed, hidden)) return false;
       norm(a.normed, a.residual, is_last ? a.final_norm : a.layers[number + 1].input_norm);
     }
-    product(a.head, a.normed, a.logits, a.head.outputs);
-    return 0;
+    return product(a.head, a.normed, a.logits, a.head.outputs);
   }
 
-  void product(const PackedMatrix& weights, const void* x, void* y, int64_t columns, Epilogue epilogue = PLAIN) const {
-    linear(weights, (const bf16*)x, weights.inputs, (bf16*)y, columns, rows, epilogue, a.num_threads);
+  // False, here and below: out of memory.
+  bool product(const PackedMatrix& weights, const void* x, void* y, int64_t columns, Epilogue epilogue = PLAIN) const {
+    return linear(weights, (const bf16*)x, weights.inputs, (bf16*)y, columns, rows, epilogue, a.num_threads);
   }
 
   void norm(const void* input, void* residual, const void* weight) const {
@@ -107,7 +107,7 @@ struct Step {
     baton_store(&store);
   }
 
-  int attend(const DecoderLayer& layer) const {
+  bool attend(const DecoderLayer& layer) const {
     AttendArguments attend{};
     attend.query = a.heads, attend.cache = layer.cache, attend.output = a.attended;
     attend.query_starts = a.query_starts, attend.context_lens = a.context_lens, attend.block_tables = a.block_tables;
@@ -119,7 +119,7 @@ struct Step {
     attend.num_heads = a.num_heads, attend.num_kv_heads = a.num_kv_heads, attend.head_dim = a.head_dim;
     attend.block_tokens = a.block_tokens, attend.sliding_window = layer.sliding_window, attend.dtype = BF16;
     attend.num_threads = a.num_threads, attend.scale = layer.scale, attend.softcap = layer.softcap;
-    return baton_attend(&attend);
+    return baton_attend(&attend) == 0;
   }
 
   // From here on only tokens whose logits are wanted. Rows move forwards, so none is overwritten before it moved.
@@ -139,4 +139,4 @@ struct Step {
 }  // namespace
 
 // 0: done; 2: out of memory.
-extern "C" int baton_decoder_step(const StepArguments* arguments) { return Step(*arguments).run(); }
+extern "C" int baton_decoder_step(const StepArguments* arguments) { return Step(*arguments).run() ? 0 : 2; }

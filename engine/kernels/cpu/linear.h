@@ -5,12 +5,21 @@
 
 namespace baton {
 
-// Weights of `outputs` x `inputs` bf16 as [panel of 32 outputs][pair of inputs][output within the panel]: whatever the
-// number of rows, they are read once, forwards. The last panel is padded with zeros.
+// Weights of `outputs` x `inputs` in panels of 32 outputs, the last one padded. Whatever the number of rows, they are
+// read once, forwards. A weight is bf16, or a code of `bits` bits: (table[code] - zero) * scale, where a scale and a zero
+// belong to one output and `group` inputs.
+//   16 bits: [panel][pair of inputs][output][input of the pair]
+//    8 bits: [panel][pair of inputs] 64 codes: sign, and a place in the table of 128 bf16; their order is
+//            [4][half of the panel][4 outputs][input of the pair], what interleaving bytes within lanes puts right
+//    4 bits: [panel][two pairs of inputs] 32 words; nibble i of word j is input j % 2 of pair i / 2, output
+//            16 * (i % 2) + j / 2
 struct PackedMatrix {
-  const uint32_t* words;
-  const bf16* bias;  // [outputs] or null
-  int32_t inputs, outputs;
+  const void* words;
+  const bf16* bias;       // [outputs] or null
+  const float* scales;    // [groups][outputs, padded] or null: 16 bits
+  const float* zeros;     // the same, or null
+  const uint16_t* table;  // 128 magnitudes of 8 bits, 16 values of 4 bits twice
+  int32_t inputs, outputs, bits, group;
 };
 
 enum Epilogue : int32_t {
@@ -19,8 +28,8 @@ enum Epilogue : int32_t {
 };
 
 // y[rows][outputs] = x[rows][inputs] x weights + bias, both bf16; strides count elements and are even.
-// A row's bits do not depend on the other rows nor on the threads.
-void linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows,
+// A row's bits do not depend on the other rows nor on the threads. False: out of memory.
+bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows,
             Epilogue epilogue, int num_threads);
 
 }  // namespace baton
