@@ -47,9 +47,8 @@ def choose_forward(
     model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, *, coded_kv: bool = False
 ) -> Forward:
     """Call once: fusing repacks the model's weights in place. `coded_kv`: the KV cache has one byte per element."""
-    library = kernels.library if isinstance(kernels, CpuLayers) else None
-    if library is not None and not coded_kv and fused_cpu.fits(model, library):
-        return fused_cpu.CpuForward(model, library)
+    if isinstance(kernels, CpuLayers) and not coded_kv and fused_cpu.fits(model, kernels.library):
+        return fused_cpu.CpuForward(model, kernels)
     if fused.fits(model.module):
         return fused.FusedForward(model, backend, kernels)
     install(model.module, kernels)

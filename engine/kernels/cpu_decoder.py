@@ -1,4 +1,4 @@
-"""A whole Llama-shaped decoder as one call of the C++ library, on bf16 weights packed once at load."""
+"""A whole Llama-shaped decoder as one call of the C++ library, on weights packed once at load."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,22 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu_linear import Matrix, PackedMatrix, as_argument
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 
-PANEL = 32
-"""Outputs that lie together in packed weights (cpu/linear.h)."""
-
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """`words` int32 [panels, inputs / 2, 32]; `bias` [outputs]."""
-
-    words: Tensor
-    bias: Tensor | None
-    inputs: int
-    outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +26,11 @@ class DecoderLayer:
     spec: AttentionSpec
 
 
-class _Packed(ctypes.Structure):
-    """`PackedMatrix` of cpu/linear.h, field by field; so are the classes below, of cpu/decoder.cpp."""
-
-    _fields_ = (("words", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT))
-
-
 class _Layer(ctypes.Structure):
+    """`DecoderLayer` of cpu/decoder.cpp, field by field; the class below is its `StepArguments`."""
+
     _fields_ = (
-        *((name, _Packed) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm", "cache", "sinks")),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
@@ -57,7 +41,7 @@ class _Layer(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
-        ("head", _Packed),
+        ("head", PackedMatrix),
         *((name, _POINTER) for name in ("final_norm", "residual", "normed", "heads", "attended", "gated", "logits")),
         *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
         *((name, _POINTER) for name in ("slots", "logit_rows")),
@@ -68,31 +52,6 @@ class _Step(ctypes.Structure):
         *((name, _INT) for name in ("block_tokens", "num_threads")),
         ("epsilon", _FLOAT),
     )
-
-
-def has_packed_linear(library: ctypes.CDLL) -> bool:
-    """Whether this CPU multiplies pairs of bf16."""
-    return bool(library.baton_has_packed_linear())
-
-
-def pack(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """A copy of `weight`, bf16 [outputs, inputs] with an even number of inputs."""
-    outputs, inputs = weight.shape
-    padding = -outputs % PANEL
-    if padding:
-        weight = torch.cat([weight, weight.new_zeros(padding, inputs)])
-    words = weight.contiguous().view(torch.int32).view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
-    return Matrix(words, None if bias is None else bias.contiguous(), inputs, outputs)
-
-
-def pack_gated(gate_up: Tensor, bias: Tensor | None) -> Matrix:
-    """Of gate and up, one above the other: their rows take turns, 16 of each, so that a panel holds both."""
-
-    def interleaved(rows: Tensor) -> Tensor:
-        half = PANEL // 2
-        return rows.view(2, -1, half, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
-
-    return pack(interleaved(gate_up), None if bias is None else interleaved(bias))
 
 
 class CpuDecoder:
@@ -114,7 +73,9 @@ class CpuDecoder:
         self._sinks = [None if n.spec.sinks is None else n.spec.sinks.float().contiguous() for n in layers]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, self._sinks))
         self._scratch: tuple[Tensor, ...] = ()
-        self._step = _Step(layers=self._layers, head=_packed(head), final_norm=final_norm.data_ptr(), epsilon=epsilon)
+        self._step = _Step(
+            layers=self._layers, head=as_argument(head), final_norm=final_norm.data_ptr(), epsilon=epsilon
+        )
         self._step.num_layers, self._step.num_kv_heads = len(layers), num_kv_heads
         self._caches: list[Tensor] | None = None
 
@@ -171,20 +132,15 @@ class CpuDecoder:
         step.normed, step.heads, step.attended, step.gated = (part.data_ptr() for part in self._scratch)
 
 
-def _packed(matrix: Matrix) -> _Packed:
-    bias = None if matrix.bias is None else matrix.bias.data_ptr()
-    return _Packed(matrix.words.data_ptr(), bias, matrix.inputs, matrix.outputs)
-
-
 def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
     def at(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
     return _Layer(
-        qkv=_packed(layer.qkv),
-        output=_packed(layer.output),
-        gate_up=_packed(layer.gate_up),
-        down=_packed(layer.down),
+        qkv=as_argument(layer.qkv),
+        output=as_argument(layer.output),
+        gate_up=as_argument(layer.gate_up),
+        down=as_argument(layer.down),
         input_norm=at(layer.input_norm),
         mlp_norm=at(layer.mlp_norm),
         query_norm=at(layer.query_norm),

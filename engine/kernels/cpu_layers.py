@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference_layers as twin
+from engine.kernels.cpu_linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack_codes
 from engine.kernels.metadata import Experts, Weight
 from engine.kernels.quantized import QuantizedWeight
 
@@ -103,10 +104,12 @@ class KvStore:
 
 
 class CpuLayers:
-    """Fits `LayerKernels`. `library` is what `load_kernels` gave."""
+    """Fits `LayerKernels`. `library` is what `load_kernels` gave; `dtype` that of a model's activations."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library = library
+        self._can_pack = dtype == torch.bfloat16 and has_packed_linear(library)
+        self._packed_linear = PackedLinear(library)
         self._store = KvStore(library)
         self._norm = library.baton_rms_norm
         self._norm.argtypes = [ctypes.POINTER(_NormArguments)]
@@ -114,13 +117,18 @@ class CpuLayers:
         self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
 
     def pack(self, weight: QuantizedWeight) -> Weight:
-        return weight
+        return pack_codes(weight, None) if self._can_pack and can_pack(weight) else weight
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-        return twin.embed(token_ids, weight, dtype)
+        if not isinstance(weight, Matrix):
+            return twin.embed(token_ids, weight, dtype)
+        return embed(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        return twin.linear(x, weight, bias)
+        if not isinstance(weight, Matrix):
+            return twin.linear(x, weight, bias)
+        product = self._packed_linear(x, weight)
+        return product if bias is None else product + bias
 
     def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
         return twin.route(logits, top_k, renormalize=renormalize)

@@ -34,7 +34,7 @@ def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
     if dtype not in DTYPE_CODES:
         return reference_layers
     try:
-        return CpuLayers(load_kernels())
+        return CpuLayers(load_kernels(), dtype)
     except KernelsUnavailableError:
         return reference_layers
 

@@ -4,14 +4,16 @@ It gives the logits that its layers give one by one, and the same bits however p
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from contracts.messages import TokenLogprobs
 from engine import Engine, fused_cpu
+from engine.kernels import cpu_layers
 from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
-from engine.kernels.cpu_decoder import has_packed_linear
+from engine.kernels.cpu_linear import has_packed_linear
 from tests.engine.conftest import References
 from tests.engine.driving import DEVICE, make_engine, make_work
 
@@ -28,7 +30,6 @@ def _can_pack() -> bool:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not _can_pack(), reason="needs a compiler and a CPU with bf16 dot products"),
-    pytest.mark.parametrize("family", FAMILIES),
 ]
 
 
@@ -46,10 +47,11 @@ def values(told: list[list[TokenLogprobs]]) -> torch.Tensor:
     return torch.tensor([token.chosen.logprob for prompt in told for token in prompt])
 
 
-def make(folder: Path, **settings: int) -> Engine:
-    return make_engine(folder, dtype="bfloat16", enable_prefix_caching=False, **settings)
+def make(folder: Path, **settings: Any) -> Engine:
+    return make_engine(folder, **{"dtype": "bfloat16", "enable_prefix_caching": False, **settings})
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_call_computes_what_the_layers_do(
     family: str, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,9 +65,30 @@ def test_one_call_computes_what_the_layers_do(
     assert (packed - layers).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bits_depend_on_nothing_but_the_tokens(family: str, references: References) -> None:
     reference = references(family)
     with make(reference.folder) as engine:
         together = prompt_logprobs(engine, reference.prompts)
     with make(reference.folder, max_num_batched_tokens=17, max_num_seqs=2) as engine:
         assert [prompt_logprobs(engine, [prompt])[0] for prompt in reference.prompts] == together
+
+
+@pytest.mark.parametrize("quantization", ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_codes_are_multiplied_where_they_lie(
+    family: str, quantization: str, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call, and in transformers' own layers: no further from float32 than the plain twin in bf16 is."""
+    reference = references(family)
+
+    def told(dtype: str) -> torch.Tensor:
+        with make(reference.folder, quantization=quantization, dtype=dtype) as engine:
+            return values(prompt_logprobs(engine, reference.prompts))
+
+    exact, packed = told("float32"), told("bfloat16")
+    monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
+    monkeypatch.setattr(cpu_layers, "can_pack", lambda _: False)
+    plain = told("bfloat16")
+    assert not torch.equal(packed, plain)
+    assert (packed - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()

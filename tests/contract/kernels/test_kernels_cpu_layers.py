@@ -9,7 +9,7 @@ from engine.kernels.cpu_build import load_kernels
 from engine.kernels.cpu_layers import CpuLayers
 from engine.kernels.metadata import LayerKernels
 
-CPU: LayerKernels = CpuLayers(load_kernels())
+CPU: LayerKernels = CpuLayers(load_kernels(), torch.bfloat16)
 TWIN: LayerKernels = reference_layers
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 

@@ -1,0 +1,76 @@
+"""The packed products of a CPU that multiplies bf16, against the plain twins; and no row sees another."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import Quantization
+from engine.kernels import quantized
+from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
+from engine.kernels.cpu_linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack, pack_codes
+from engine.quantization.formats import quantize, scheme
+
+FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
+ROWS = [1, 2, 3, 4, 5, 13, 100, 600]
+SHAPES = [(100, 384), (72, 896)]
+
+
+def _product() -> PackedLinear | None:
+    try:
+        library = load_kernels()
+    except KernelsUnavailableError:
+        return None
+    return PackedLinear(library) if has_packed_linear(library) else None
+
+
+PRODUCT = _product()
+pytestmark = pytest.mark.skipif(PRODUCT is None, reason="needs a compiler and a CPU with bf16 dot products")
+
+
+def multiply(x: Tensor, matrix: Matrix) -> Tensor:
+    assert PRODUCT is not None
+    return PRODUCT(x, matrix)
+
+
+def check(matrix: Matrix, weight: Tensor, bias: Tensor | None) -> None:
+    """`weight` float32: what the codes stand for. A row has the same bits alone and among others."""
+    x = torch.randn(max(ROWS), matrix.inputs).to(torch.bfloat16)
+    expected = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
+    alone = multiply(x[:1], matrix)
+    for rows in ROWS:
+        given = multiply(x[:rows], matrix)
+        assert (given.float() - expected[:rows]).abs().max() <= 4e-3 * expected.abs().max()
+        assert torch.equal(given[:1], alone)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_bf16(outputs: int, inputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs).to(torch.bfloat16), torch.randn(outputs).to(torch.bfloat16)
+    check(pack(weight, bias), weight.float(), bias)
+    check(pack(weight, None), weight.float(), None)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes(name: Quantization, group: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(outputs, inputs), scheme(name, fp8_dtype="e4m3", group_size=group))
+    assert weight is not None and can_pack(weight)
+    check(pack_codes(weight, None), quantized.dequantize(weight), None)
+
+
+def test_an_embedding_is_looked_up_in_packed_codes() -> None:
+    weight = quantize(torch.randn(70, 128), scheme("int8", fp8_dtype="e4m3", group_size=128))
+    assert weight is not None
+    rows = torch.tensor([0, 69, 17, 33, 17])
+    assert torch.equal(
+        embed(pack_codes(weight, None), rows, torch.float32), quantized.dequantize_rows(weight, rows, torch.float32)
+    )
+
+
+def test_a_magnitude_that_has_no_code_is_left_to_the_twin() -> None:
+    weight = quantize(torch.randn(32, 128), scheme("int8", fp8_dtype="e4m3", group_size=128))
+    assert weight is not None
+    weight.codes[3, 5] = -128
+    assert not can_pack(weight)
