@@ -1,7 +1,7 @@
 """Token ids in, KV and token ids out. Import from here; modules below are the engine's own.
 
-`Engine` and `KVCache` bring torch with them, so they are imported when first asked for: values, errors and the pure
-cores of the engine load in milliseconds.
+`Engine`, `KVCache` and `LLM` bring torch with them, so they are imported when first asked for: values, errors and the
+pure cores of the engine load in milliseconds. `LLM` is the offline API: text in, text out, in one process.
 """
 
 from importlib import import_module
@@ -32,10 +32,19 @@ from engine.sequence import Mode
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.kv_cache import KVCache
+    from engine.offline.llm import LLM
+    from engine.offline.params import PoolingParams, SamplingParams
 
-_LATE = {"Engine": "engine.engine", "KVCache": "engine.kv_cache"}
+_LATE = {
+    "Engine": "engine.engine",
+    "KVCache": "engine.kv_cache",
+    "LLM": "engine.offline.llm",
+    "PoolingParams": "engine.offline.params",
+    "SamplingParams": "engine.offline.params",
+}
 
 __all__ = [
+    "LLM",
     "CapacityError",
     "CompletedBlocks",
     "ConfigError",
@@ -49,8 +58,10 @@ __all__ = [
     "Mode",
     "ModelError",
     "NamedBlock",
+    "PoolingParams",
     "RequestError",
     "Reservation",
+    "SamplingParams",
     "SequenceOutput",
     "StepResult",
     "UnsupportedModelError",

@@ -66,6 +66,8 @@ def load_pooling_model(config: EngineConfig, kind: Kind, target: torch.device, p
         raise UnsupportedModelError(
             f"{architecture_of(folder)} is an encoder-decoder; encoders and decoders are served"
         )
+    if config.quantization is not None:
+        raise ConfigError("quantization is served for models that write text, not for those that answer with vectors")
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     source = _Source(folder, config, hf_config, dtype, target)
     progress("loading weights", 0.0)

@@ -1,0 +1,300 @@
+"""`LLM`: a model in this process. Everything runs in the caller's thread, and outputs come in the order of inputs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from torch import Tensor
+from torch.nn import functional
+
+from contracts import pooling
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.offline.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    VectorRequestOutput,
+)
+from engine.offline.params import GENERATION_CONFIG, Defaults, PoolingParams, SamplingParams
+from engine.offline.progress import Progress
+from engine.offline.prompts import Parsed, Prompts, parsed
+from engine.offline.vectors import Reader
+from engine.offline.writing import Prompted, Writer
+from engine.pooling.engine import PoolingEngine
+from engine.pooling.kind import kind_of
+
+Messages = list[dict[str, Any]]
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "cpu_offload_gb": (0,),
+    "disable_async_output_proc": (False, True),
+    "disable_custom_all_reduce": (False, True),
+    "max_seq_len_to_capture": (8192,),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "swap_space": (0, 4),
+    "tensor_parallel_size": (1,),
+    "tokenizer_mode": ("auto",),
+}
+"""Arguments of vLLM's LLM that mean nothing here, with the values that ask for nothing."""
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}
+
+
+class LLM:
+    """`with LLM("/models/llama") as llm: llm.generate("Hello")`."""
+
+    def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
+        """`options` are those of `EngineConfig`, under vLLM's names. Raises `engine.errors`."""
+        config = _config(model, options)
+        self._tokenizer = _tokenizer(tokenizer or model, config)
+        self._defaults = _defaults(Path(model))
+        self._writer: Writer | None = None
+        self._reader: Reader | None = None
+        kind = kind_of(Path(model), runner=config.runner, task=config.task)
+        if kind == "generate":
+            self._engine: Engine | PoolingEngine = Engine(config)
+            self._writer = Writer(self._engine, self._tokenizer, seed=config.seed)
+        else:
+            self._engine = PoolingEngine(config, kind)
+            self._reader = Reader(self._engine, self._tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts. One `sampling_params` for all, or one for each. Raises `RequestError`, `ConfigError`."""
+        given = _given(prompts, prompt_token_ids)
+        chosen = self._params(sampling_params, len(given))
+        return self._write(given, chosen, use_tqdm, priority, add_special_tokens=True)
+
+    def chat(  # noqa: PLR0913 - vLLM's signature
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several. Raises `ConfigError` for a model without a chat template."""
+        chats = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        if chat_template is None and self._tokenizer.chat_template is None:
+            raise ConfigError("the model has no chat template; give chat_template")
+        texts = [
+            self._tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for chat in chats
+        ]
+        chosen = self._params(sampling_params, len(texts))
+        given = [Parsed(text, None) for text in texts]
+        return self._write(given, chosen, use_tqdm, None, add_special_tokens=False)
+
+    def encode(
+        self,
+        prompts: Prompts | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        pooling_task: pooling.PoolingTask | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """What the model makes of each input: an embedding, the scores of classes, or with `token_embed` a row for
+        each token."""
+        params = pooling_params or PoolingParams()
+        inputs = self._inputs(_given(prompts, prompt_token_ids), params.truncate_prompt_tokens)
+        task = pooling_task or self._vectors().engine.profile.tasks[0]
+        found = self._read(inputs, task, params, use_tqdm)
+        return _outputs(inputs, [PoolingOutput(vector) for vector in found])
+
+    def embed(
+        self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        params = pooling_params or PoolingParams()
+        inputs = self._inputs(parsed(prompts), params.truncate_prompt_tokens)
+        found = self._read(inputs, "embed", params, use_tqdm)
+        return _outputs(inputs, [EmbeddingOutput(vector.tolist()) for vector in found])
+
+    def classify(
+        self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        params = pooling_params or PoolingParams()
+        inputs = self._inputs(parsed(prompts), params.truncate_prompt_tokens)
+        found = self._read(inputs, "classify", params, use_tqdm)
+        return _outputs(inputs, [ClassificationOutput(vector.tolist()) for vector in found])
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts match: one to one, one to many, or in pairs. Of an embedding model it is the cosine."""
+        first, second = _paired(text_1, text_2)
+        reader = self._vectors()
+        if "embed" in reader.engine.profile.tasks:
+            return self._cosines(first, second, truncate_prompt_tokens, use_tqdm)
+        if len(reader.engine.profile.labels) != 1:
+            raise ConfigError(f"this model tells {len(reader.engine.profile.labels)} classes apart: use classify")
+        inputs = reader.pairs(first, second, truncate_prompt_tokens)
+        found = self._read(inputs, "classify", PoolingParams(), use_tqdm)
+        return _outputs(inputs, [ScoringOutput(float(vector)) for vector in found])
+
+    def get_tokenizer(self) -> Any:
+        """Of transformers."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults, with what the model's generation_config.json says instead."""
+        return self._defaults.params()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(
+        self,
+        given: Sequence[Parsed],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        if self._writer is None:
+            raise ConfigError("this model answers with vectors: use embed, classify, score or encode")
+        if priority is not None and len(priority) != len(given):
+            raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
+        prompts: list[Prompted] = []
+        for number, (prompt, asked) in enumerate(zip(given, params, strict=True)):
+            ids = prompt.token_ids
+            if ids is None:
+                ids = self._tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
+            keep = asked.truncate_prompt_tokens
+            kept = ids if keep is None else ids[-keep:]
+            prompts.append(Prompted(prompt.text, kept, asked, priority[number] if priority is not None else 0))
+        with Progress(len(prompts), shown=use_tqdm) as progress:
+            return self._writer.write(prompts, progress)
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigError(f"there are {len(given)} sampling_params for {count} prompts")
+        return list(given)
+
+    def _vectors(self) -> Reader:
+        if self._reader is None:
+            raise ConfigError("this model writes text: use generate or chat, or load it with task='embed'")
+        return self._reader
+
+    def _inputs(self, given: Sequence[Parsed], truncate: int | None) -> list[pooling.PoolingInput]:
+        return self._vectors().inputs(given, truncate)
+
+    def _read(
+        self, inputs: Sequence[pooling.PoolingInput], task: pooling.PoolingTask, params: PoolingParams, shown: bool
+    ) -> list[Tensor]:
+        with Progress(len(inputs), shown=shown) as progress:
+            return self._vectors().read(inputs, task, params, progress)
+
+    def _cosines(
+        self, first: Sequence[str], second: Sequence[str], truncate: int | None, shown: bool
+    ) -> list[ScoringRequestOutput]:
+        texts = list(dict.fromkeys([*first, *second]))
+        inputs = dict(zip(texts, self._inputs([Parsed(text, None) for text in texts], truncate), strict=True))
+        found = dict(zip(texts, self._read(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
+        pairs = list(zip(first, second, strict=True))
+        scores = [float(functional.cosine_similarity(found[a], found[b], dim=0)) for a, b in pairs]
+        joined = [pooling.PoolingInput(inputs[a].token_ids + inputs[b].token_ids) for a, b in pairs]
+        return _outputs(joined, [ScoringOutput(score) for score in scores])
+
+
+def _outputs(inputs: Sequence[pooling.PoolingInput], found: Sequence[Any]) -> list[VectorRequestOutput[Any]]:
+    return [
+        VectorRequestOutput(request_id=str(number), outputs=output, prompt_token_ids=given.token_ids)
+        for number, (given, output) in enumerate(zip(inputs, found, strict=True))
+    ]
+
+
+def _given(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[Parsed]:
+    if (prompts is None) == (prompt_token_ids is None):
+        raise ConfigError("give prompts, or prompt_token_ids as older code does")
+    return parsed(prompts if prompts is not None else cast(Prompts, prompt_token_ids))
+
+
+def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    first = [text_1] if isinstance(text_1, str) else list(text_1)
+    second = [text_2] if isinstance(text_2, str) else list(text_2)
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise ConfigError(f"score: {len(first)} and {len(second)} texts; it must be 1 and 1, 1 and N, or N and N")
+    return first, second
+
+
+def _config(model: str, options: dict[str, Any]) -> EngineConfig:
+    """Raises `ConfigError` for a name that nobody knows, or a value that is not served."""
+    known = {entry.name for entry in fields(EngineConfig)}
+    values: dict[str, Any] = {}
+    for given, value in options.items():
+        name = ALIASES.get(given, given)
+        if name in known:
+            values[name] = value
+        elif name not in NEUTRAL:
+            raise ConfigError(f"LLM: unknown argument {given!r}; known are {', '.join(sorted(known))}")
+        elif value not in NEUTRAL[name]:
+            raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
+    return EngineConfig(model=model, **values)
+
+
+def _tokenizer(folder: str, config: EngineConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{folder} has no tokenizer that can be used: {exc}") from exc
+
+
+def _defaults(folder: Path) -> Defaults:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return Defaults()
+    stated = json.loads(path.read_text())
+    return Defaults({name: stated[name] for name in GENERATION_CONFIG if isinstance(stated.get(name), (int, float))})

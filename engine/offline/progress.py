@@ -1,0 +1,30 @@
+"""The bar that a waiting human sees: prompts done, and tokens a second."""
+
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+
+class Progress:
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._started = time.monotonic()
+        self._num_read = self._num_written = 0
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown, dynamic_ncols=True)
+
+    def done(self, num_read: int, num_written: int = 0) -> None:
+        """One more prompt, with its tokens and those of its answer."""
+        self._num_read += num_read
+        self._num_written += num_written
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        speeds = f"input: {self._num_read / seconds:.2f} toks/s, output: {self._num_written / seconds:.2f} toks/s"
+        self._bar.set_postfix_str(speeds, refresh=False)
+        self._bar.update(1)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
