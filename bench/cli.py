@@ -14,6 +14,10 @@ BENCHES = {
     ),
     "kv": ("bench.kv", "block transfer between two processes, every transport"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
+    "router": (
+        "bench.router",
+        "the router alone, with instances faked at its ZeroMQ side: requests/s, tokens/s, latency",
+    ),
     "grammar": ("bench.grammar", "structured output: time to compile a grammar and to make each token's mask"),
     "peers": ("bench.peers", "the same load on Baton and on other servers: vLLM, llama.cpp, transformers"),
     "attention-cpu": ("bench.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),
