@@ -24,6 +24,7 @@ import uvloop
 from bench.fake_instances import FakeInstance
 from bench.http_load import Connection, HttpError, post
 from bench.report import Row, show
+from contracts.instance import Role
 from contracts.messages import Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +70,7 @@ async def running(options: argparse.Namespace, *, is_paced: bool) -> AsyncIterat
         command = [sys.executable, "-m", "services.cli", "router", "--model", str(MODEL), "--port", str(options.port)]
         command += ["--served-model-name", "baton-demo", "--registry", registry, "--log-level", options.log_level]
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
-        roles = ("prefill", "prefill", "decode", "decode")
+        roles: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode")
         fakes = [
             FakeInstance(f"{role}-{i}", role, "baton-demo", on_work, is_paced=is_paced) for i, role in enumerate(roles)
         ]

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from services.common.errors import ConfigurationError
+from services.common.http_protocol import GuardedProtocol, HeadLimits
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -25,11 +27,14 @@ class HttpServer:
         ssl_keyfile: str | None = None,
         ssl_certfile: str | None = None,
         root_path: str = "",
+        head_limits: HeadLimits | None = None,
     ) -> None:
         self.host = host
         self.port = port
         config = uvicorn.Config(
             app,
+            http=cast(type[asyncio.Protocol], partial(GuardedProtocol, limits=head_limits or HeadLimits())),
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -24,6 +24,9 @@ _QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
 
 def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
     """Replaces whatever was configured before, uvicorn's and warnings' own lines included."""
+    # What no line of ours shows need not be found out for each.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     handler.addFilter(_add_request_id)

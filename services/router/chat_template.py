@@ -87,6 +87,7 @@ class ChatTemplate:
         environment = _environment()
         self._source = source
         self._template = environment.from_string(source)
+        self._template.globals = dict(self._template.globals)  # a ChainMap is copied slowly at each rendering
         self.content_format: ContentFormat = _content_format(environment.parse(source))
         """Whether the template walks over parts of a message's content or expects a string."""
 

@@ -81,6 +81,8 @@ class Cluster:
         self._left_at = -math.inf
         self.index = BlockIndex()
         self.is_closed = False
+        self.version = 0
+        """Grows when instances come, go or change other than in load."""
 
     async def start(self) -> None:
         await self._view.start(self._refresh)
@@ -123,11 +125,18 @@ class Cluster:
         self._listeners.add(on_change)
         return lambda: self._listeners.discard(on_change)
 
-    def view(self, names: Callable[[KVLayout], Sequence[BlockName]]) -> ClusterView:
-        """All that write text and take work, with their cached prefix of the prompt that `names` names."""
+    def view(
+        self, names: Callable[[KVLayout], Sequence[BlockName]], model: frozenset[str] | None = None
+    ) -> ClusterView:
+        """All that write text and take work, with their cached prefix of the prompt that `names` names.
+
+        With `model`, the names of one, its instances alone.
+        """
         now = self._clock()
         self.index.expire(now)
         takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
+        if model is not None:
+            takers = [member for member in takers if serves(member.record, model)]
         # An instance whose circuit is open is better than none: the others of its role decide.
         sound = {member.record.role for member in takers if member.circuit.allows(now)}
         takers = [m for m in takers if m.circuit.allows(now) or m.record.role not in sound]
@@ -178,6 +187,7 @@ class Cluster:
         if self._members.get(member.record.instance) is member:
             del self._members[member.record.instance]
             self._left_at = self._clock()
+            self.version += 1
         self._disconnect(member, reason)
 
     def _on_lost(self, member: Member, reason: str) -> None:
@@ -276,6 +286,7 @@ class Cluster:
             member.send(SnapshotRequest())
 
     def _notify(self) -> None:
+        self.version += 1
         for listener in list(self._listeners):
             listener()
 
@@ -288,3 +299,8 @@ class Cluster:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection failed", exc_info=error)
+
+
+def serves(record: InstanceRecord, names: frozenset[str]) -> bool:
+    """Whether an instance's model is known under one of the names."""
+    return record.model in names or not names.isdisjoint(record.model_aliases)

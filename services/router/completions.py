@@ -29,10 +29,11 @@ class CompletionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), CompletionRequest)
+        frontend = frontend.of(request.model)
         model = frontend.model_name(request.model)
         limits = frontend.limits()
         tokenizing_at = frontend.clock()
-        prompts = [await self._token_ids(request, prompt, limits) for prompt in _prompts(request)]
+        prompts = [await _token_ids(frontend, request, prompt, limits) for prompt in _prompts(request)]
         arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
         for token_ids in prompts:
             check_prompt(token_ids, limits, param="prompt")
@@ -46,18 +47,6 @@ class CompletionEndpoint:
         texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
         form = CompletionFormat(request, head, generation, writer, texts if request.echo else None)
         await answer(request, generation, form, head, explain=context.explain, receive=receive, send=send)
-
-    async def _token_ids(self, request: CompletionRequest, prompt: str | list[int], limits: Limits) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = await self._frontend.tokenize(
-                prompt,
-                limits,
-                add_special_tokens=request.add_special_tokens is not False,
-                truncate=request.truncate_prompt_tokens,
-            )
-        else:
-            check_token_ids(prompt, limits, param="prompt")
-        return truncated(prompt, request.truncate_prompt_tokens, limits)
 
 
 class CompletionFormat:
@@ -159,6 +148,21 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if isinstance(given[0], int):
         return [[token for token in given if isinstance(token, int)]]
     return [prompt for prompt in given if not isinstance(prompt, int)]
+
+
+async def _token_ids(
+    frontend: Frontend, request: CompletionRequest, prompt: str | list[int], limits: Limits
+) -> list[int]:
+    if isinstance(prompt, str):
+        prompt = await frontend.tokenize(
+            prompt,
+            limits,
+            add_special_tokens=request.add_special_tokens is not False,
+            truncate=request.truncate_prompt_tokens,
+        )
+    else:
+        check_token_ids(prompt, limits, param="prompt")
+    return truncated(prompt, request.truncate_prompt_tokens, limits)
 
 
 def _echoed(frontend: Frontend, prompt: str | list[int], token_ids: list[int]) -> str:

@@ -17,7 +17,7 @@ from services.router.job import Arrival, FlightRules, Job
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
 from services.router.placement import Placement
-from services.router.recent import RecentRequest, RecentRequests
+from services.router.recent import RecentRequests
 from services.router.retry_budget import RetryBudget
 from services.router.span import attributes_of
 from services.router.usage import UsageLedger
@@ -139,14 +139,7 @@ class Dispatcher:
         self._admission.ledger.add(flight.arrival.caller, tokens=generated, now=self._admission.wall_clock())
         self._metrics.in_flight.set(len(self._flights))
         self._metrics.ended(flight)
-        self.recent.add(
-            RecentRequest(
-                prompt_tokens=len(flight.job.token_ids),
-                generated_tokens=generated,
-                finish_reasons=[str(reason) for reason in flight.timeline.finish_reasons],
-                baton=flight.timeline.explain(flight.job.request_id, now),
-            )
-        )
+        self.recent.add(flight.job.request_id, len(flight.job.token_ids), generated, flight.timeline)
         if logger.isEnabledFor(logging.INFO):
             logger.info("request ended", extra=ended_line(flight, now))
         self._pump()
@@ -168,7 +161,7 @@ class Dispatcher:
         span = self._tracing.span("llm_request", arrival.trace_headers, at=arrival.at)
         span.child("tokenize", at=arrival.tokenizing_at).end(at=arrival.tokenized_at)
         flight = Flight(
-            replace(job, trace_headers=span.headers),
+            replace(job, trace_headers=span.headers) if span.headers else job,
             cluster=self._cluster,
             outbox=outbox,
             rules=self._rules,

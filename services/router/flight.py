@@ -272,7 +272,7 @@ class Flight:
             avoid=self._avoid,
             keep_decode=self._keep_decode,
         )
-        placement = place(demand, self._cluster.view(naming.names), self._rules.policy)
+        placement = place(demand, self._cluster.view(naming.names, self.job.model), self._rules.policy)
         if isinstance(placement, NoCapacity):
             return placement
         if not self._num_attempts and not self._owner.admits(self, placement):

@@ -1,7 +1,7 @@
 """What all endpoints share: the served model, its limits in this cluster, and the way to the instances."""
 
 import logging
-import secrets
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,11 +11,12 @@ from services.router.asgi import RequestContext
 from services.router.beam_search import BeamRules, BeamSearch
 from services.router.beams import BeamGeneration, BeamPlan
 from services.router.caller import Slo
-from services.router.cluster import Cluster
+from services.router.cluster import Cluster, serves
 from services.router.dispatch import Dispatcher
 from services.router.errors import BadRequestError, ModelNotFoundError, UnavailableError
 from services.router.generation import Answering, Generation
 from services.router.job import Arrival, Job
+from services.router.member import Member
 from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import GenerationRequest
@@ -28,6 +29,8 @@ from services.router.structured import Asked
 from services.router.writer import SequenceWriter
 
 logger = logging.getLogger(__name__)
+
+_random = random.Random()
 
 
 class Frontend:
@@ -51,15 +54,43 @@ class Frontend:
         self.clock = clock
         self.started_at = self.now()
         self._names = ModelNames(settings)
+        self._names_of = -1
+        self._known_names: list[str] = []
+        self.own_names = self._names.own()
+        self.siblings: list[Frontend] = [self]
+        """All models of this router, this one included."""
 
     @staticmethod
     def now() -> int:
         """Seconds since 1970, for answers."""
         return int(time.time())
 
+    def of(self, asked: str | None) -> "Frontend":
+        """The one that serves the model of this name; this one for no name. Raises `ModelNotFoundError`."""
+        if asked is None or len(self.siblings) == 1:
+            return self
+        for sibling in self.siblings:
+            if asked in sibling.names():
+                return sibling
+        served = [name for sibling in self.siblings for name in sibling.names()]
+        raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(served)}", param="model")
+
+    def members(self) -> list[Member]:
+        """Instances of this model: all of them, where the router serves no other."""
+        members = self.cluster.members()
+        if len(self.siblings) == 1:
+            return members
+        return [member for member in members if serves(member.record, self.own_names)]
+
     def names(self) -> list[str]:
+        if self._names_of != self.cluster.version:
+            self._names_of = self.cluster.version
+            self._known_names = self._find_names()
+        return self._known_names
+
+    def _find_names(self) -> list[str]:
         advertised: list[str] = []
-        for member in self.cluster.members():
+        for member in self.members():
             advertised += [member.record.model, *member.record.model_aliases]
         return self._names.all(advertised)
 
@@ -72,14 +103,14 @@ class Frontend:
 
     def max_model_len(self) -> int | None:
         """Of the instances that are known; None when there is none and no setting says it."""
-        lengths = [member.record.max_model_len for member in self.cluster.members()]
+        lengths = [member.record.max_model_len for member in self.members()]
         stated = self.settings.max_model_len
         return min([*lengths, *([stated] if stated is not None else [])], default=None)
 
     def pooling_profile(self) -> PoolingProfile:
         """Of a model that answers with vectors. Raises `BadRequestError` for one that writes text, and
         `UnavailableError` when no instance is known."""
-        profiles = [member.record.pooling for member in self.cluster.members()]
+        profiles = [member.record.pooling for member in self.members()]
         found = next((profile for profile in profiles if profile is not None), None)
         if found is not None:
             return found
@@ -95,7 +126,7 @@ class Frontend:
         """Raises `UnavailableError` when nothing is known of the context's length, and `BadRequestError` for a model
         that writes no text."""
         max_model_len = self.max_model_len()
-        members = self.cluster.members()
+        members = self.members()
         if members and all(member.record.pooling is not None for member in members):
             raise BadRequestError(
                 "this model answers with vectors and writes no text: ask /v1/embeddings, /pooling, /score, /rerank or"
@@ -168,7 +199,7 @@ class Frontend:
         self, request: GenerationRequest, api_id: str, prompts: Sequence[list[int]], rules: TextRules, limits: Limits
     ) -> list[Job]:
         # Clients choose ids, and may choose one twice.
-        unique = f"{api_id}-{secrets.token_hex(4)}"
+        unique = f"{api_id}-{_random.getrandbits(32):08x}"
         jobs = [
             Job(
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
@@ -176,6 +207,7 @@ class Frontend:
                 sampling=sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
+                model=self.own_names if len(self.siblings) > 1 else None,
             )
             for i, token_ids in enumerate(prompts)
         ]

@@ -40,6 +40,8 @@ class Job:
     num_sequences: int = 1
     priority: int = 0
     cache_salt: str = ""
+    model: frozenset[str] | None = None
+    """Names of the model, where the router serves several."""
     first_choice: int = 0
     """Index in the API call's answer of this prompt's first sequence."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """`baton router`: the whole wiring of the process, top to bottom."""
 
+import gc
 import logging
 import secrets
 import socket
@@ -23,14 +24,13 @@ from services.router.app import create_app
 from services.router.caller import Caller
 from services.router.cluster import Cluster
 from services.router.connections import ZeromqConnector
-from services.router.dispatch import Admission, Dispatcher
+from services.router.dispatch import Admission
 from services.router.errors import ModelFolderError
-from services.router.frontend import Frontend
 from services.router.job import FlightRules
 from services.router.metrics import RouterMetrics
-from services.router.model import ModelNames, ServedModel
+from services.router.model import ModelNames
+from services.router.models import Models, settings_of_models
 from services.router.placement import PlacementPolicy
-from services.router.pooling.calls import PoolingCalls
 from services.router.retry_budget import RetryBudget
 from services.router.settings import RouterSettings
 from services.router.usage import UsageLedger
@@ -39,6 +39,9 @@ from services.router.usage_redis import RedisUsageStore, UsageExchange
 logger = logging.getLogger(__name__)
 
 PROGRAM = "baton router"
+
+GC_THRESHOLD = 20_000
+"""Requests make hundreds of objects each and few cycles: Python's 700 looks for them twice a request."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,44 +59,26 @@ def main(argv: Sequence[str]) -> int:
 
 async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     """Returns when requests are accepted. Raises `ModelFolderError` or `ConfigurationError`."""
-    if settings.enable_auto_tool_choice and settings.tool_call_parser is None:
-        raise ConfigurationError("--enable-auto-tool-choice needs --tool-call-parser")
+    settings_of_models(settings)  # before anything is loaded
     keys = api_keys(settings)
     tracing = tracing_to(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
     lifecycle.on_stop("traces", tracing.close)
-    model = ServedModel.from_settings(settings)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     secret = read_cluster_key(settings.cluster_key_file)
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
     view = registry_view(settings.registry, secret)
     cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))
     admission = admission_of(settings)
-    dispatcher = Dispatcher(
-        cluster,
+    models = Models(
+        settings,
+        cluster=cluster,
         rules=flight_rules(settings),
         admission=admission,
         metrics=metrics,
-        clock=time.monotonic,
         tracing=tracing,
     )
-    pooling = PoolingCalls(
-        cluster,
-        rules=flight_rules(settings),
-        admission=admission,
-        metrics=metrics,
-        clock=time.monotonic,
-    )
-    frontend = Frontend(
-        settings,
-        model=model,
-        cluster=cluster,
-        dispatcher=dispatcher,
-        pooling=pooling,
-        metrics=metrics,
-        clock=time.monotonic,
-    )
     server = HttpServer(
-        create_app(frontend, api_keys=keys),
+        create_app(models.frontends[0], api_keys=keys),
         host=settings.host,
         port=settings.port,
         ssl_keyfile=settings.ssl_keyfile,
@@ -110,16 +95,20 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         lifecycle.on_stop("usage of keys", exchange.close)
     await server.start()
 
-    def end_requests() -> None:
-        dispatcher.close()
-        pooling.close()
-
     async def stop_serving() -> None:
-        await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=end_requests)
-        end_requests()
+        await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=models.end_requests)
+        models.end_requests()
 
     lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
-    logger.info("serving %s on http://%s:%d", ", ".join(frontend.names()), settings.host, server.port)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no collection needs to look at it again
+    gc.set_threshold(GC_THRESHOLD)
+    logger.info(
+        "serving %s on http://%s:%d",
+        ", ".join(name for frontend in models.frontends for name in frontend.names()),
+        settings.host,
+        server.port,
+    )
 
 
 def flight_rules(settings: RouterSettings) -> FlightRules:

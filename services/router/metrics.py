@@ -6,15 +6,19 @@ where dashboards know them.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.router.flight import Flight
+from services.router.histogram import Histogram, Histograms
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _E2E_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _HANDOFF_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+F = TypeVar("F", Counter, Gauge)
+
 _COUNT = (1, 2, 5, 10, 20)
 _MAX_TOKENS_BUCKET = 1_000_000
 
@@ -23,10 +27,28 @@ def _one_two_five(limit: int) -> tuple[int, ...]:
     return tuple(m * 10**e for e in range(len(str(limit))) for m in (1, 2, 5) if m * 10**e <= limit)
 
 
+class Families:
+    """The families of metrics of one process; each model has its own samples of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.histograms = Histograms(registry)
+        self._registry = registry
+        self._known: dict[str, Counter | Gauge] = {}
+
+    def get(self, kind: type[F], name: str, text: str, labels: Sequence[str]) -> F:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = kind(name, text, labels, registry=self._registry)
+        assert isinstance(known, kind)
+        return known
+
+
 class RouterMetrics:
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, *, families: Families | None = None) -> None:
+        self._families = families or Families(registry)
         self.registry = registry
         self._model = model_name
+        self._children: dict[tuple[Counter, str], Counter] = {}
         lengths = _one_two_five(_MAX_TOKENS_BUCKET)
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self._tpot = self._histogram("vllm:time_per_output_token_seconds", "Between tokens of a sequence.", _TPOT_S)
@@ -62,44 +84,29 @@ class RouterMetrics:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
         self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Sequences by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=registry,
-        )
-        self._placements = Counter(
-            "baton:placements", "Requests by who serves them.", ["model_name", "decision"], registry=registry
-        )
-        self._hits = Counter(
-            "baton:prefix_hit_tokens", "Prompt tokens found in a cache.", ["model_name", "tier"], registry=registry
-        )
-        self._errors = Counter(
-            "baton:http_errors", "Requests refused or failed, by status.", ["model_name", "status"], registry=registry
-        )
-        self._refusals = Counter(
-            "baton:admission_refusals",
-            "Requests refused with 429, by cause.",
-            ["model_name", "cause"],
-            registry=registry,
-        )
-        self._waiting = Gauge("baton:router_waiting_requests", "Prompts that wait.", ["model_name"], registry=registry)
-        self._waiting_tokens = Gauge(
-            "baton:router_waiting_tokens", "Tokens of them.", ["model_name"], registry=registry
-        )
+        self._success = self._labelled("vllm:request_success", "Sequences by how they ended.", "finished_reason")
+        self._placements = self._labelled("baton:placements", "Requests by who serves them.", "decision")
+        self._hits = self._labelled("baton:prefix_hit_tokens", "Prompt tokens found in a cache.", "tier")
+        self._errors = self._labelled("baton:http_errors", "Requests refused or failed, by status.", "status")
+        self._refusals = self._labelled("baton:admission_refusals", "Requests refused with 429, by cause.", "cause")
+        self._waiting = self._gauge("baton:router_waiting_requests", "Prompts that wait in the router.")
+        self._waiting_tokens = self._gauge("baton:router_waiting_tokens", "Tokens of prompts that wait in the router.")
         self.waiting(requests=0, tokens=0)
-        gauge = Gauge("baton:requests_in_flight", "Prompts being answered.", ["model_name"], registry=registry)
-        self.in_flight = gauge.labels(model_name)
+        self.in_flight = self._gauge("baton:requests_in_flight", "Prompts being answered.")
+
+    def of_model(self, model_name: str) -> "RouterMetrics":
+        """Of another model behind this router."""
+        return RouterMetrics(self.registry, model_name, families=self._families)
 
     def error(self, status: int) -> None:
-        self._errors.labels(self._model, str(status)).inc()
+        self._child(self._errors, str(status)).inc()
 
     def refused(self, cause: str) -> None:
-        self._refusals.labels(self._model, cause).inc()
+        self._child(self._refusals, cause).inc()
 
     def waiting(self, *, requests: int, tokens: int) -> None:
-        self._waiting.labels(self._model).set(requests)
-        self._waiting_tokens.labels(self._model).set(tokens)
+        self._waiting.set(requests)
+        self._waiting_tokens.set(tokens)
 
     def between_tokens(self, seconds: float) -> None:
         self._tpot.observe(seconds)
@@ -119,15 +126,15 @@ class RouterMetrics:
         self._prompt_tokens.inc(sum(lengths))
         for length in lengths:
             self._prompt_length.observe(length)
-        self._success.labels(self._model, "stop").inc(len(lengths))
+        self._child(self._success, "stop").inc(len(lengths))
         self._e2e.observe(seconds)
 
     def ended(self, flight: Flight) -> None:
         timeline = flight.timeline
         lengths = [len(sequence.token_ids) for sequence in flight.sequences]
         for reason in timeline.finish_reasons:
-            self._success.labels(self._model, reason).inc()
-        self._placements.labels(self._model, timeline.decision).inc()
+            self._child(self._success, reason).inc()
+        self._child(self._placements, timeline.decision).inc()
         self._replays.inc(timeline.replays)
         self._answer_length.observe(sum(lengths))
         self._longest.observe(max(lengths))
@@ -139,7 +146,7 @@ class RouterMetrics:
             self._queue.observe(timeline.report.queue_s)
             self._prefill.observe(timeline.report.prefill_s)
             for tier, tokens in timeline.report.cached_tokens.items():
-                self._hits.labels(self._model, tier).inc(tokens)
+                self._child(self._hits, tier).inc(tokens)
         if timeline.handoff is not None:
             self._handoff.observe(timeline.handoff.handoff_s)
             self._exposed.observe(timeline.handoff.exposed_s)
@@ -151,9 +158,21 @@ class RouterMetrics:
         if timeline.admission_s is not None:
             self._admission.observe(timeline.admission_s)
 
+    def _child(self, family: Counter, label: str) -> Counter:
+        """`labels` takes a lock and checks its arguments each time."""
+        known = self._children.get((family, label))
+        if known is None:
+            known = self._children[family, label] = family.labels(self._model, label)
+        return known
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
-        return family.labels(self._model)
+        return self._families.histograms.add(name, text, buckets, self._model)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
+        return self._families.get(Counter, name, text, ["model_name"]).labels(self._model)
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return self._families.get(Counter, name, text, ["model_name", label])
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._families.get(Gauge, name, text, ["model_name"]).labels(self._model)

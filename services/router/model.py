@@ -194,6 +194,10 @@ class ModelNames:
         self._stated = list(settings.served_model_name)
         self._own = [settings.model, Path(settings.model).name]
 
+    def own(self) -> frozenset[str]:
+        """By which instances of this model are told from others'."""
+        return frozenset([*self._stated, *self._own])
+
     def all(self, advertised: Sequence[str]) -> list[str]:
         """`advertised` come from instances."""
         return self._stated or list(dict.fromkeys([*advertised, *self._own]))

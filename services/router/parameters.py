@@ -3,7 +3,7 @@
 Checks that need the model: token ids against the vocabulary, lengths against the context.
 """
 
-import secrets
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from contracts.sampling import SamplingParams
 from services.router.errors import BadRequestError
 from services.router.openai_schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
+_random = random.Random()
 _SEED_MASK = 2**63 - 1
 _MAX_STOPS = 64
 
@@ -259,7 +260,7 @@ def _check_logprobs(wanted: int | None, param: str, limits: Limits) -> None:
 
 def _seed(seed: int | None) -> int:
     """A drawn seed makes a replay go on as the stream would have. -1 means none, as in vLLM."""
-    return secrets.randbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
+    return _random.getrandbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
 
 
 def _logit_bias(given: Mapping[str, float], limits: Limits) -> dict[int, float]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.router.timeline import Explanation
+from services.router.timeline import Explanation, Timeline
 
 _KEPT = 50
 
@@ -19,10 +19,19 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class RecentRequests:
     def __init__(self) -> None:
-        self._requests: deque[RecentRequest] = deque(maxlen=_KEPT)
+        self._requests: deque[tuple[str, int, int, Timeline]] = deque(maxlen=_KEPT)
 
-    def add(self, request: RecentRequest) -> None:
-        self._requests.appendleft(request)
+    def add(self, request_id: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
+        """`timeline` has ended; it is explained when somebody asks."""
+        self._requests.appendleft((request_id, prompt_tokens, generated_tokens, timeline))
 
     def all(self) -> Sequence[RecentRequest]:
-        return list(self._requests)
+        return [
+            RecentRequest(
+                prompt_tokens=prompt_tokens,
+                generated_tokens=generated_tokens,
+                finish_reasons=[str(reason) for reason in timeline.finish_reasons],
+                baton=timeline.explain(request_id, timeline.ended_at or timeline.arrived_at),
+            )
+            for request_id, prompt_tokens, generated_tokens, timeline in self._requests
+        ]

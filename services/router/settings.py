@@ -30,6 +30,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="names under which clients may ask for the model; the first is reported (default: the model)"),
     ] = []
     tokenizer: Annotated[str | None, Meta(description="folder of the tokenizer, when it is not the model's")] = None
+    models: Annotated[
+        dict[str, object],
+        Meta(description='further models behind this router, by name: {"small": {"model": "/models/small"}}'),
+    ] = {}
     host: Annotated[str, Meta(description="address to listen on", min_length=1, extra={"group": "server"})] = (
         "127.0.0.1"
     )

@@ -70,7 +70,7 @@ def health(frontend: Frontend) -> Health:
         reason=reason,
         pools=pools,
         registry_connected=cluster.is_registry_connected(),
-        requests_in_flight=frontend.dispatcher.num_flights,
+        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
         instances=[_instance_health(member) for member in ready],
     )
 
@@ -120,15 +120,16 @@ def system_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/recent", summary="Where the time of the last requests went, newest first")
     async def recent() -> Response:
-        return _json(frontend.dispatcher.recent.all())
+        return _json([request for sibling in frontend.siblings for request in sibling.dispatcher.recent.all()])
 
     @router.get("/v1/models", summary="Names under which the model is served")
     async def models() -> Response:
         cards = [
             ModelCard(
-                id=name, created=frontend.started_at, root=frontend.model.path, max_model_len=frontend.max_model_len()
+                id=name, created=sibling.started_at, root=sibling.model.path, max_model_len=sibling.max_model_len()
             )
-            for name in frontend.names()
+            for sibling in frontend.siblings
+            for name in sibling.names()
         ]
         return _json(ModelList(data=cards))
 
@@ -142,6 +143,7 @@ class TokenizeEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend = self._frontend
         request = parse(await read_body(scope, receive), TokenizeRequest)
+        frontend = frontend.of(request.model)
         frontend.model_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequestError("give either prompt or messages", param="prompt")
@@ -165,8 +167,9 @@ class DetokenizeEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = parse(await read_body(scope, receive), DetokenizeRequest)
-        self._frontend.model_name(request.model)
-        model = self._frontend.model
+        frontend = self._frontend.of(request.model)
+        frontend.model_name(request.model)
+        model = frontend.model
         await send_json(
             send, DetokenizeAnswer(prompt=model.detokenizer.text(request.tokens, skip_special_tokens=False))
         )

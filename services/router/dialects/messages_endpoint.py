@@ -50,6 +50,7 @@ class MessagesEndpoint:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), MessagesRequest)
         api_id = f"msg_{context.request_id}"
+        frontend = frontend.of(request.model)
         begun = await begin_chat(frontend, as_chat(request), context, api_id)
         await serve(begun, Messages(api_id, begun.model), stream=bool(request.stream), receive=receive, send=send)
 
@@ -63,6 +64,7 @@ class CountTokensEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend = self._frontend
         request = parse(await read_body(scope, receive), CountTokensRequest)
+        frontend = frontend.of(request.model)
         frontend.model_name(request.model)
         text = await frontend.model.render_chat(as_chat(request))
         token_ids = await frontend.model.tokenize(text, add_special_tokens=False)

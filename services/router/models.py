@@ -1,0 +1,107 @@
+"""Several models behind one router: each has settings, a tokenizer, a queue and metrics of its own; instances, keys and
+the registry are shared.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from services.common.errors import ConfigurationError
+from services.common.tracing import Tracing
+from services.router.cluster import Cluster
+from services.router.dispatch import Admission, Dispatcher
+from services.router.frontend import Frontend
+from services.router.job import FlightRules
+from services.router.metrics import RouterMetrics
+from services.router.model import ServedModel
+from services.router.pooling.calls import PoolingCalls
+from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an entry of `--models` may say of its model; the rest is as for `--model`."""
+
+    model: str
+    tokenizer: str | None = None
+    served_model_name: list[str] = []
+    max_model_len: int | None = None
+    generation_config: Literal["auto", "vllm"] = "auto"
+    chat_template: str | None = None
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
+    default_ttft_ms: float | None = None
+    default_itl_ms: float | None = None
+
+
+def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
+    """The one of `--model` first. Raises `ConfigurationError`."""
+    found = [settings]
+    for name, entry in settings.models.items():
+        try:
+            given = msgspec.convert(entry, ModelSettings)
+        except msgspec.ValidationError as exc:
+            raise ConfigurationError(f"--models {name}: {exc}") from exc
+        values: Mapping[str, object] = {
+            field: getattr(given, field) for field in given.__struct_fields__ if field != "served_model_name"
+        }
+        names = [name, *given.served_model_name]
+        found.append(msgspec.structs.replace(settings, served_model_name=names, models={}, **values))
+    for one in found:
+        if one.enable_auto_tool_choice and one.tool_call_parser is None:
+            raise ConfigurationError("--enable-auto-tool-choice needs --tool-call-parser")
+    return found
+
+
+class Models:
+    """`frontends` has the default model first."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        cluster: Cluster,
+        rules: FlightRules,
+        admission: Admission,
+        metrics: RouterMetrics,
+        tracing: Tracing,
+    ) -> None:
+        """Raises `ModelFolderError` or `ConfigurationError`."""
+        self.frontends: list[Frontend] = []
+        for number, own in enumerate(settings_of_models(settings)):
+            of_model = metrics if number == 0 else metrics.of_model(own.served_model_name[0])
+            self.frontends.append(
+                Frontend(
+                    own,
+                    model=ServedModel.from_settings(own),
+                    cluster=cluster,
+                    dispatcher=Dispatcher(
+                        cluster,
+                        rules=rules,
+                        admission=admission,
+                        metrics=of_model,
+                        clock=time.monotonic,
+                        tracing=tracing,
+                    ),
+                    pooling=PoolingCalls(
+                        cluster,
+                        rules=rules,
+                        admission=admission,
+                        metrics=of_model,
+                        clock=time.monotonic,
+                    ),
+                    metrics=of_model,
+                    clock=time.monotonic,
+                )
+            )
+        for frontend in self.frontends:
+            frontend.siblings = self.frontends
+
+    def end_requests(self) -> None:
+        for frontend in self.frontends:
+            frontend.dispatcher.close()
+            frontend.pooling.close()

@@ -1,0 +1,64 @@
+"""Clients that are slow, or send heads without end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from services.common.http_protocol import HeadLimits
+from services.common.http_server import HttpServer
+
+REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-length", b"4")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"do", "more_body": True})
+    await send({"type": "http.response.body", "body": b"ne"})
+
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def talk(body: Talk, limits: HeadLimits) -> None:
+    async def scenario() -> None:
+        server = HttpServer(app, host="127.0.0.1", port=0, head_limits=limits)
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        async with asyncio.timeout(10):
+            await body(reader, writer)
+        writer.close()
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_requests_follow_each_other_on_one_connection() -> None:
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            writer.write(REQUEST[:10])
+            await writer.drain()
+            await asyncio.sleep(0)
+            writer.write(REQUEST[10:])
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+        writer.write(REQUEST * 2)
+        for _ in range(2):
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+
+    talk(body, HeadLimits())
+
+
+def test_a_head_without_end_is_cut_off() -> None:
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\n" + b"x-a: b\r\n" * 1000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431")
+
+    talk(body, HeadLimits(max_bytes=1000))
+
+
+def test_a_head_that_takes_for_ever_is_not_waited_for() -> None:
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\nhost:")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+
+    talk(body, HeadLimits(timeout_s=0.05))

@@ -1,0 +1,91 @@
+"""Several models behind one router: each request goes to instances of its model, read by its tokenizer."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from contracts.layout import KVLayout
+from services.common.errors import ConfigurationError
+from services.common.tracing import Tracing
+from services.router.api_keys import ApiKeys
+from services.router.app import create_app
+from services.router.cluster import Cluster
+from services.router.main import admission_of, flight_rules
+from services.router.metrics import RouterMetrics
+from services.router.models import Models, settings_of_models
+from services.router.settings import RouterSettings
+from tests.unit.router.conftest import settle
+from tests.unit.router.fakes import LAYOUT, FakeCluster, record
+from tests.unit.router.tokenizers_for_tests import write_folder
+
+OTHER = msgspec.structs.replace(LAYOUT, fingerprint="other")
+
+
+def add(fakes: FakeCluster, model: str, layout: KVLayout, max_model_len: int) -> None:
+    for role in ("prefill", "decode"):
+        one = record(f"{model}-{role}", role, layout=layout, max_model_len=max_model_len)
+        fakes.add(msgspec.structs.replace(one, model=model))
+
+
+def test_each_model_has_its_own_instances_and_limits(model_folder: Path, tmp_path: Path) -> None:
+    small = write_folder(tmp_path / "small")
+    settings = RouterSettings(
+        model=str(model_folder),
+        served_model_name=["big"],
+        disaggregation_min_tokens=0,
+        models={"small": {"model": str(small), "default_ttft_ms": 60_000.0}},
+    )
+
+    async def scenario() -> None:
+        fakes = FakeCluster()
+        add(fakes, "big", LAYOUT, 256)
+        add(fakes, "small", OTHER, 64)
+        cluster = Cluster(fakes, fakes, clock=time.monotonic)
+        metrics = RouterMetrics(CollectorRegistry(), "big")
+        models = Models(
+            settings,
+            cluster=cluster,
+            rules=flight_rules(settings),
+            admission=admission_of(settings),
+            metrics=metrics,
+            tracing=Tracing(),
+        )
+        await cluster.start()
+        await settle()
+        app = create_app(models.frontends[0], api_keys=ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
+            for name in ("big", "small", None):
+                body = {"model": name, "prompt": "abcdefgh", "max_tokens": 3}
+                answer = await http.post("/v1/completions", json=body)
+                assert answer.json()["model"] == (name or "big")
+            chat = {"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            assert (await http.post("/v1/chat/completions", json=chat)).json()["model"] == "small"
+            cards = {c["id"]: c["max_model_len"] for c in (await http.get("/v1/models")).json()["data"]}
+            assert cards == {"big": 256, "small": 64}
+            unknown = await http.post("/v1/completions", json={"model": "none", "prompt": "a"})
+            assert unknown.status_code == 404 and "big, small" in unknown.json()["error"]["message"]
+            text = (await http.get("/metrics")).text
+            assert 'vllm:e2e_request_latency_seconds_count{model_name="small"} 2.0' in text
+            assert 'vllm:e2e_request_latency_seconds_count{model_name="big"} 2.0' in text
+            for instance in list(fakes.instances.values()):
+                if instance.record.model == "small":
+                    fakes.forget(instance.record.instance)
+            gone = await http.post("/v1/completions", json={"model": "small", "prompt": "a", "max_tokens": 1})
+            assert gone.status_code == 503, "the other model's instances are not asked"
+        served = {name: len(i.assignments()) for name, i in fakes.instances.items()}
+        assert served == {"big-prefill": 2, "big-decode": 2, "small-prefill": 2, "small-decode": 2}
+        models.end_requests()
+        await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_is_described_wrongly_stops_the_start() -> None:
+    for entry, reason in (({"model": "m", "colour": 1}, "colour"), ({}, "model"), ({"model": 5}, "str")):
+        with pytest.raises(ConfigurationError, match=f"--models small: .*{reason}"):
+            settings_of_models(RouterSettings(model="m", models={"small": entry}))
