@@ -8,6 +8,7 @@ BENCHES = {
         "bench.serve",
         "load on any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
     ),
+    "replay": ("bench.replay", "a public trace, times and lengths scaled, against a server or simulated instances"),
     "plan": (
         "bench.plan",
         "a trace over simulated instances: placement policies, sizes of pools, autoscaling",

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from bench.report import Row, show
+from bench.traces import TraceError, load_trace
 from bench.workload import Request, random_requests, trace_requests
 
 
@@ -26,6 +27,8 @@ class Outcome:
     itls_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int | None = None
+    """Of the prompt, where the server tells."""
     error: str | None = None
 
     @property
@@ -57,6 +60,7 @@ async def send(client: httpx.AsyncClient, request: Request, options: argparse.Na
                 if usage := chunk.get("usage"):
                     outcome.prompt_tokens = usage["prompt_tokens"]
                     outcome.output_tokens = usage["completion_tokens"]
+                    outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
                 if not chunk.get("choices"):
                     continue
                 if outcome.ttft_s == 0.0:
@@ -160,13 +164,16 @@ def run(arguments: list[str]) -> None:
     if options.dataset_name == "trace":
         if options.dataset_path is None:
             raise SystemExit("baton-bench serve: --dataset-name trace needs --dataset-path")
-        requests = trace_requests(
-            options.dataset_path,
-            count=options.num_prompts,
-            length_scale=options.length_scale,
-            time_scale=options.time_scale,
-            seed=options.seed,
-        )
+        try:
+            trace = load_trace(
+                options.dataset_path,
+                count=options.num_prompts,
+                length_scale=options.length_scale,
+                time_scale=options.time_scale,
+            )
+        except TraceError as exc:
+            raise SystemExit(f"baton-bench serve: {exc}") from exc
+        requests = trace_requests(trace, seed=options.seed)
     else:
         requests = random_requests(
             count=options.num_prompts,

@@ -1,12 +1,9 @@
 """Requests to send: random prompts of a length, or a public trace; and when to send them."""
 
-import csv
-import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
+
+from bench.traces import Trace
 
 WORDS = (
     "the a one block of tokens moves from prefill to decode while prompt router cache copy link memory step layer "
@@ -43,31 +40,47 @@ def random_requests(
     return requests
 
 
-def _azure(path: Path) -> Iterator[tuple[float, int, int]]:
-    start: datetime | None = None
-    with path.open() as lines:
-        for row in csv.DictReader(lines):
-            when = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            start = start or when
-            yield (when - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"])
+def trace_requests(trace: Trace, *, seed: int, token_ids: tuple[int, int] | None = None) -> list[Request]:
+    """Prompts of words, or of token ids in the range `token_ids`, that share prefixes exactly as the trace's hashes do.
+
+    Prompts of a trace without hashes share nothing.
+    """
+    prompts = TracePrompts(trace, seed=seed, token_ids=token_ids)
+    return [
+        Request(at_s=request.at_s, prompt=prompts.prompt(number), max_tokens=request.output_tokens)
+        for number, request in enumerate(trace.requests)
+    ]
 
 
-def _mooncake(path: Path) -> Iterator[tuple[float, int, int]]:
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        yield row["timestamp"] / 1000, row["input_length"], row["output_length"]
+_DIGITS = 6
 
 
-def trace_requests(path: Path, *, count: int, length_scale: float, time_scale: float, seed: int) -> list[Request]:
-    """The first `count` requests of a trace (Azure `.csv`, Mooncake `.jsonl`), lengths and times multiplied."""
-    rng = random.Random(seed)
-    rows = _azure(path) if path.suffix == ".csv" else _mooncake(path)
-    requests: list[Request] = []
-    for at_s, inputs, outputs in rows:
-        if len(requests) == count:
-            break
-        prompt = random_prompt(rng, max(9, round(inputs * length_scale)))
-        requests.append(
-            Request(at_s=at_s * time_scale, prompt=prompt, max_tokens=max(1, round(outputs * length_scale)))
-        )
-    return requests
+class TracePrompts:
+    def __init__(self, trace: Trace, *, seed: int, token_ids: tuple[int, int] | None) -> None:
+        self._trace = trace
+        self._seed = seed
+        self._token_ids = token_ids
+        self._num_symbols = len(WORDS) if token_ids is None else token_ids[1] - token_ids[0]
+        self._known: dict[str, list[int]] = {}
+
+    def prompt(self, number: int) -> str | list[int]:
+        request, hash_tokens = self._trace.requests[number], self._trace.hash_tokens
+        symbols: list[int] = []
+        if hash_tokens is not None and request.hashes:
+            for name in request.hashes:
+                symbols += self._symbols(f"hash {name}", name, hash_tokens)
+            del symbols[request.prompt_tokens :]
+        else:
+            symbols = self._symbols(f"request {number}", number, request.prompt_tokens)
+        if self._token_ids is not None:
+            return [self._token_ids[0] + symbol for symbol in symbols]
+        return " ".join(WORDS[symbol] for symbol in symbols)
+
+    def _symbols(self, key: str, number: int, count: int) -> list[int]:
+        """Random, but for the first few: these are the number's digits, so that two never begin alike for long."""
+        known = self._known.get(key)
+        if known is None:
+            rng = random.Random(f"{self._seed} {key}")
+            digits = [number // self._num_symbols**place % self._num_symbols for place in range(_DIGITS)]
+            known = self._known[key] = [*digits, *rng.choices(range(self._num_symbols), k=count)][:count]
+        return known
