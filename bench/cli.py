@@ -13,6 +13,7 @@ BENCHES = {
         "bench.plan",
         "a trace over simulated instances: placement policies, sizes of pools, autoscaling",
     ),
+    "index": ("bench.index", "the router's index of cached blocks: matching, memory, events"),
     "kv": ("bench.kv", "block transfer between two processes, every transport"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "router": (

@@ -4,6 +4,7 @@ Pure bookkeeping. Another router's work shows in the instance's reports, this ro
 """
 
 from dataclasses import dataclass, field
+from math import exp
 from typing import Literal, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ from services.router.circuit import Circuit
 from services.router.placement import Candidate
 from services.router.step_times import StepTimes
 
+RECENT_S = 600.0
 State = Literal["connecting", "ready", "lost"]
 
 
@@ -60,6 +62,9 @@ class Member:
     foreign_tokens: int = 0
     """Queued there by other routers, as of the last report."""
     foreign_sequences: int = 0
+    recent_tokens: float = 0.0
+    """Placed here to be computed; fades with `RECENT_S`."""
+    recent_at: float = 0.0
     steps: StepTimes = field(default_factory=StepTimes)
     circuit: Circuit = field(default_factory=Circuit)
 
@@ -74,6 +79,7 @@ class Member:
     def assign(self, request_id: RequestId, share: Share) -> None:
         self.shares[request_id] = share
         self.own_tokens += share.prefill_tokens
+        self.recent_tokens += share.prefill_tokens
         self.own_sequences += share.sequences
         self.unreported_blocks += share.blocks
 
@@ -107,6 +113,8 @@ class Member:
         load = self.record.load
         done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
         block_tokens = self.record.layout.block_tokens
+        self.recent_tokens *= exp((self.recent_at - now) / RECENT_S)
+        self.recent_at = now
         return Candidate(
             instance=self.record.instance,
             role=self.record.role,
@@ -118,6 +126,7 @@ class Member:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
+            turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
             next_step_s=self.steps.predict(self.own_sequences + self.foreign_sequences + 1),
         )
 

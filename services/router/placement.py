@@ -26,6 +26,9 @@ UNMEASURED_TOKENS_PER_S = 5000.0
 FOLLOWERS_PER_QUEUED_PROMPT = 2.0
 MAX_FOLLOWERS = 4.0
 """Bounds what a cached prefix may cost: a queue of at most 1 + this times the tokens that it saves."""
+EVICTION_WEIGHT = 0.25
+MAX_TURNOVER_RATIO = 5.0
+"""A prompt evicts as much as it stores. Where more than the mean is stored, what goes is younger, and worth more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class Candidate:
     cached_tokens: int = 0
     """In the device tier, of this request's tokens."""
     host_cached_tokens: int = 0
+    turnover: float = 0.0
+    """Tokens computed there of late, in sizes of its cache: what is cached there lives the shorter the greater."""
     next_step_s: float = 0.0
     """Predicted time of a decode step with one sequence more; 0: not measured."""
 
@@ -72,9 +77,9 @@ class Candidate:
     def _rate(self) -> float:
         return self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
 
-    def time_to_first_token_s(self, num_tokens: int, *, followers: float = 0.0) -> float:
-        """With `followers`: plus the time that so many later prompts would wait for this one."""
-        return (self.queued_tokens + (1.0 + followers) * self.uncached(num_tokens)) / self._rate
+    def time_to_first_token_s(self, num_tokens: int, *, harm: float = 0.0) -> float:
+        """With `harm`: plus what later prompts lose, in times that this one takes."""
+        return (self.queued_tokens + (1.0 + harm) * self.uncached(num_tokens)) / self._rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +201,11 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand) -> Placemen
 
 def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
     followers = _followers(demand, candidates)
+    turnover = sum(c.turnover for c in candidates) / max(1, len(candidates))
 
     def cost(c: Candidate) -> tuple[float, int, int, InstanceId]:
-        cost_s = c.time_to_first_token_s(demand.num_tokens, followers=followers)
+        evicted = EVICTION_WEIGHT * (min(MAX_TURNOVER_RATIO, c.turnover / turnover) - 1.0) if turnover else 0.0
+        cost_s = c.time_to_first_token_s(demand.num_tokens, harm=followers + evicted)
         return (cost_s, c.active_sequences, -c.free_blocks, c.instance)
 
     return min(candidates, key=cost, default=None)

@@ -201,3 +201,10 @@ def test_random_is_even_and_repeatable() -> None:
     assert all(900 < drawn.count(name) < 1100 for name in ("p0", "p1", "p2"))
     pairs = set(itertools.pairwise(drawn))
     assert len(pairs) == 9
+
+
+def test_a_common_prefix_does_not_wear_out_one_cache_while_others_are_hardly_used() -> None:
+    system_prompt = replace(P0, cached_tokens=40, turnover=3.0)
+    assert chosen(LONG, system_prompt, replace(P1, turnover=0.1), D0)[1] == "p1"
+    conversation = replace(system_prompt, cached_tokens=360)
+    assert chosen(LONG, conversation, replace(P1, turnover=0.1), D0)[1] == "p0"
