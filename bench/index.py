@@ -45,7 +45,7 @@ def filled(ids: Sequence[InstanceId], cached: Sequence[Sequence[BlockName]]) -> 
 def match_seconds(ids: Sequence[InstanceId], prompt: Sequence[BlockName], rounds: int) -> Iterator[tuple[str, float]]:
     """Median of a prompt that all have, that each has a different part of, and that nobody has."""
     parts = [len(prompt) * (number + 1) // len(ids) for number in range(len(ids))]
-    cases = [
+    cases: list[tuple[str, list[Sequence[BlockName]]]] = [
         ("all of it cached everywhere", [prompt] * len(ids)),
         ("a different part cached on each", [prompt[:part] for part in parts]),
         ("all of it cached on one", [prompt, *([[]] * (len(ids) - 1))]),
