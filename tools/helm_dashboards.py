@@ -102,15 +102,18 @@ VLLM = [
 TTFT, QUEUE, PREFILL = (
     mean_of(f"vllm:{name}_seconds") for name in ("time_to_first_token", "request_queue_time", "request_prefill_time")
 )
-TOKENIZE, EXPOSED = mean_of("baton:tokenize_seconds"), mean_of("baton:handoff_exposed_seconds")
+TOKENIZE, ADMISSION, EXPOSED = (
+    mean_of(f"baton:{name}_seconds") for name in ("tokenize", "admission", "handoff_exposed")
+)
 BATON = [
     Panel(
         "Where the first token's time goes (mean)",
         [
             Query(TOKENIZE, "tokenise"),
+            Query(f"{ADMISSION} - {TOKENIZE}", "queue at the router"),
             Query(QUEUE, "queue at prefill"),
             Query(PREFILL, "prefill"),
-            Query(f"{TTFT} - {TOKENIZE} - {QUEUE} - {PREFILL}", "router: read, place, network"),
+            Query(f"{TTFT} - {ADMISSION} - {QUEUE} - {PREFILL}", "network, first step"),
             Query(TTFT, "first token"),
             Query(EXPOSED, "then: handoff not hidden"),
         ],
@@ -159,6 +162,18 @@ BATON = [
             by("reason", f"increase(baton:transfer_errors_total{RATE})"),
             Query(f"sum(increase(baton:transfer_retries_total{RATE}))", "fetches tried again"),
             Query(f"sum(increase(baton:checksum_mismatches_total{RATE}))", "blocks with other bytes"),
+        ],
+    ),
+    Panel(
+        "Admission refusals, by cause",
+        [by("cause", f"increase(baton:admission_refusals_total{{{MODEL}}}{RATE})")],
+        description="Status 429: a queue that is too long, a limit of a key, an objective that cannot be kept.",
+    ),
+    Panel(
+        "Waiting at the router",
+        [
+            Query(f"sum(baton:router_waiting_requests{{{MODEL}}})", "prompts"),
+            Query(f"sum(baton:router_waiting_tokens{{{MODEL}}})", "tokens"),
         ],
     ),
     Panel("Refusals and errors, by status", [by("status", f"increase(baton:http_errors_total{{{MODEL}}}{RATE})")]),

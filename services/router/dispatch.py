@@ -133,6 +133,8 @@ class Dispatcher:
         if self._waiting.remove(flight):
             self._count_waiting()
         if (span := self._flights.pop(flight, None)) is not None:
+            admit = span.child("admit", at=flight.arrival.tokenized_at)
+            admit.end(at=flight.timeline.placed_at or flight.timeline.ended_at)
             span.set(attributes_of(flight))
             span.end(at=flight.timeline.ended_at, error=None if flight.error is None else flight.error.message)
         generated = sum(len(sequence.token_ids) for sequence in flight.sequences)

@@ -61,6 +61,7 @@ def test_one_trace_leads_from_the_caller_to_decode(traced: Traced) -> None:
     assert parents == {
         "llm_request": CALLER,
         "tokenize": top.span_id,
+        "admit": top.span_id,
         "prefill": top.span_id,
         "queue": prefill.span_id,
         "compute": prefill.span_id,

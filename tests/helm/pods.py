@@ -17,13 +17,14 @@ import httpx
 from tests.e2e.cluster import ROOT, environment, free_port, wait_until
 from tests.helm.chart import Manifest, container_of, environment_of, named, objects, pod_of
 
-SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n"}
+SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n", "CLUSTER_KEY": "k" * 64}
 ADDRESSES = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4", "unified": "127.0.0.5"}
 VALUES: Manifest = {
     "gpu": {"resourceName": "", "device": "cpu"},
     "engine": {"dtype": "float32", "threads": 1, "kvCacheMemoryBytes": "8M", "maxNumSeqs": 8},
     "unified": {"replicas": 1},
     "kvTransfer": {"usm": {"enabled": True}},
+    "auth": {"encryptPods": True},
     "router": {"settings": {"disaggregationMinTokens": 0}},
     "monitoring": {"prometheusRule": {"enabled": True}},
 }
@@ -38,7 +39,8 @@ class Pods:
         self._model = model
         self._redis_port = free_port()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        (folder / "API_KEYS").write_text(SECRETS["API_KEYS"])
+        for key in ("API_KEYS", "CLUSTER_KEY"):
+            (folder / key).write_text(SECRETS[key])
         (folder / "run").mkdir()
 
     def environment(self, role: str) -> dict[str, str]:
@@ -53,6 +55,7 @@ class Pods:
         replaced = {
             "/models/model": str(self._model),
             "/run/secrets/baton": str(self.folder),
+            "/run/secrets/cluster": str(self.folder),
             "/run/baton": str(self.folder / "run"),
             "test-baton-redis:6379": f"127.0.0.1:{self._redis_port}",
             "0.0.0.0": ADDRESSES[role],
@@ -94,8 +97,16 @@ class Pods:
         assert process.poll() is None, f"{role} ended with status {process.returncode}:\n{self.log(role)}"
         return self.probe(role, probe) == 200
 
+    def pre_stop(self, role: str) -> int:
+        """Status of what runs in the container before SIGTERM."""
+        command = container_of(pod_of(self.rendered, role))["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[0] == "baton"
+        words = [word.replace("127.0.0.1", ADDRESSES[role]) for word in command[1:]]
+        environ = environment() | self.environment(role)
+        return subprocess.run([sys.executable, "-m", "services.cli", *words], env=environ, check=False).returncode
+
     def stop(self, role: str) -> int:
-        """As a pod is ended. Returns the exit status."""
+        """SIGTERM. Returns the exit status."""
         process = self._processes.pop(role)
         process.send_signal(signal.SIGTERM)
         return process.wait(20)

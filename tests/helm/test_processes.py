@@ -103,7 +103,7 @@ def test_logs_are_json_without_prompt_or_key(pods: Pods) -> None:
         lines = [line for line in pods.log(role).splitlines() if not line.startswith("ready ")]
         assert all(line.startswith("{") for line in lines)
         assert "owl" not in pods.log(role) and "sk-test" not in pods.log(role)
-        assert "hush" not in pods.log(role)
+        assert SECRETS["REDIS_PASSWORD"] not in pods.log(role) and SECRETS["CLUSTER_KEY"] not in pods.log(role)
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the Debian package prometheus")
@@ -119,7 +119,13 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
         values = {where: prometheus.value_of(text) for where, text in EXPRESSIONS.items()}
     silent = {where for where, value in values.items() if isnan(value)}
     # Nothing failed, was tried again or was refused, and no alert is due.
-    may_be_silent = ("alert", "baton.json: Replays", "baton.json: Refusals", "keda: test-baton-unified")
+    may_be_silent = (
+        "alert",
+        "baton.json: Replays",
+        "baton.json: Refusals",
+        "baton.json: Admission",
+        "keda: test-baton-unified",
+    )
     assert not {where for where in silent if not where.startswith(may_be_silent)}
     assert values["vllm.json: Token Throughput A"] > 0
     assert values["baton.json: Bytes moved, by transport A"] > 0
@@ -142,6 +148,8 @@ def test_the_download_is_a_command_line_that_hf_understands(tmp_path: Path) -> N
 def test_sigterm_drains_and_ends_with_status_0(pods: Pods) -> None:
     """Last in this module: pods end, the instances leave the registry first."""
     for role in ("prefill", "decode"):
+        assert pods.pre_stop(role) == 0
+        assert httpx.get(f"http://{ADDRESSES[role]}:7004/health").json()["status"] == "drained"
         assert pods.stop(role) == 0
     wait_until(lambda: not health()["instances"], timeout_s=5, what="instances that left")
     assert pods.probe("router", "readinessProbe") == 503
