@@ -57,7 +57,7 @@ def expert_tiles(num_pairs: int, num_experts: int, element_bytes: int) -> tuple[
     if mean <= 8:
         return ExpertTiles(16, 32, 128, 4, 4), ExpertTiles(16, 64, 128, 4, 4)
     if mean <= 48:
-        rows = 16 if mean <= 16 else 32
+        rows = 16 if mean <= 12 else 32
         return ExpertTiles(rows, 64, 64, 4, 4), ExpertTiles(rows, 64, 128, 4, 4)
     if mean <= 96:
         return ExpertTiles(64, 64, 64, 4, 3), ExpertTiles(64, 128, 64, 4, 3)
