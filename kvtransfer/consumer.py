@@ -274,13 +274,13 @@ class ConsumerSide:
         each = len(frames) // len(message.pieces)
         buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
         job = CopyJob(inlet, placements, buffers, fetching.stop)
-        credit = sum(len(frame) for frame in frames)
-        if len(placements) * block_bytes <= context.settings.inline_bytes:
+        credit, parcel = sum(len(frame) for frame in frames), message.parcel if inlet.stages else 0
+        if len(placements) * block_bytes <= context.settings.inline_bytes and not inlet.stages:
             self._reported(fetching, link, job.run(), credit)
             return
 
         def run() -> None:
-            context.workers.post(partial(self._reported, fetching, link, job.run(), credit))
+            context.workers.post(partial(self._reported, fetching, link, job.run(), credit, parcel))
 
         context.workers.submit(run)
 
@@ -294,6 +294,8 @@ class ConsumerSide:
     def _pass_over(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
         """Nobody wants these blocks (any more), but their bytes must be taken out of the way."""
         _credit(link, frames)
+        if not message.epoch and not frames:
+            link.send(Got(0, message.parcel))
         if message.epoch and (inlet := link.inlet) is not None:
             num_bytes = len(message.pieces) * self._context.memory.block_bytes
             assembly = Assembly(inlet, [], self._context.memory.block_bytes)
@@ -307,9 +309,11 @@ class ConsumerSide:
         elif receipt.feed([frame.buffer for frame in frames]):
             del link.receipts[message.parcel]
 
-    def _reported(self, fetching: Fetching, link: ConsumerLink, result: CopyResult, credit: int) -> None:
-        if credit:
-            link.send(Got(credit))
+    def _reported(
+        self, fetching: Fetching, link: ConsumerLink, result: CopyResult, credit: int, parcel: int = 0
+    ) -> None:
+        if credit or parcel:
+            link.send(Got(credit, parcel))
         ended = len(result.copied) + len(result.damaged) + len(result.abandoned)
         if ended:
             link.meter.delivered(ended * self._context.memory.block_bytes, self._context.clock())

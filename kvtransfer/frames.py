@@ -159,9 +159,13 @@ class Bytes(msgspec.Struct, frozen=True, tag="bytes"):
 
 
 class Got(msgspec.Struct, frozen=True, tag="got"):
-    """Credit: so many bytes that travelled on this connection were taken out of it (used or discarded)."""
+    """Credit: so many bytes that travelled on this connection were taken out of it (used or discarded).
+
+    With `parcel`: nothing of that parcel is read any more where the producer staged it.
+    """
 
     num_bytes: Natural
+    parcel: Natural = 0
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):

@@ -223,7 +223,7 @@ class ProducerSide:
             case Fetch():
                 self._fetch(link, message, now)
             case Got():
-                link.credit(message.num_bytes)
+                link.credit(message)
             case Renew():
                 unknown = [ticket for ticket in message.tickets if not self._renew(link, ticket, now)]
                 link.send(Renewed(message.sequence, unknown))

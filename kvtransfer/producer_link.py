@@ -19,6 +19,7 @@ from kvtransfer.frames import (
     Blocks,
     Bytes,
     Detached,
+    Got,
     Hello,
     Piece,
     Refuse,
@@ -28,8 +29,7 @@ from kvtransfer.frames import (
 )
 from kvtransfer.liveness import watch_process
 from kvtransfer.sockets import LoopSocket
-from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
-from kvtransfer.transports.port import Buffer, Outlet, Transport, Wish
+from kvtransfer.transports.port import Buffer, Outlet, Prepared, Wish
 from kvtransfer.window import Parcel, SendQueue
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,15 @@ SAMPLE = 8
 class Way:
     """A transport that the consumer has attached, with what is queued for it."""
 
-    def __init__(self, epoch: int, outlet: Outlet, queue: SendQueue, *, is_stream: bool) -> None:
+    def __init__(self, epoch: int, outlet: Outlet, block_bytes: int, *, is_stream: bool) -> None:
         self.epoch = epoch
         self.outlet = outlet
-        self.queue = queue
+        self.queue = SendQueue(
+            block_bytes=block_bytes, batch_bytes=outlet.batch_bytes, window_bytes=outlet.window_bytes
+        )
         self.is_stream = is_stream
+        self.parcels: dict[int, Prepared] = {}
+        """Announced, and not yet taken."""
 
 
 class ProducerLink:
@@ -72,7 +76,6 @@ class ProducerLink:
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
         self._num_parcels = 0
         self._hashing: Counter[TicketId] = Counter()
-        self._blocks = host_blocks(context.memory) if context.memory.host_view is not None else None
         self._watch = watch_process(hello.host, context.host, lambda: on_lost(self, True))
 
     def send(self, message: ToConsumer) -> None:
@@ -104,11 +107,16 @@ class ProducerLink:
         for way in self._ways.values():
             way.queue.drop(ticket)
 
-    def credit(self, num_bytes: int) -> None:
+    def credit(self, message: Got) -> None:
         while self._flight and self._flight[0][1].done:
             self._flight.popleft()
         for name, way in list(self._ways.items()):
-            if way.queue.travelling_bytes:
+            num_bytes = message.num_bytes
+            prepared = way.parcels.pop(message.parcel, None)
+            if prepared is not None:
+                way.outlet.taken(prepared)
+                num_bytes = len(prepared.sources) * self._context.memory.block_bytes
+            if way.queue.travelling_bytes and num_bytes:
                 way.queue.credit(num_bytes)
                 self._pump(name)
 
@@ -134,8 +142,8 @@ class ProducerLink:
             self._watch.close()
 
     async def _attach(self, message: Attach) -> None:
-        name, epoch = message.transport, message.epoch
-        carrier = self._context.transports.get(name)
+        name, epoch, context = message.transport, message.epoch, self._context
+        carrier = context.transports.get(name)
         reason = f"no transport {name} here"
         if carrier is not None:
             wish = Wish(self._hello, epoch, message.dialects)
@@ -144,18 +152,10 @@ class ProducerLink:
             except TransportUnavailable as exc:
                 reason = str(exc)
             else:
-                self._ways[name] = Way(epoch, outlet, self._queue_for(carrier), is_stream=carrier.streams)
+                self._ways[name] = Way(epoch, outlet, context.memory.block_bytes, is_stream=carrier.streams)
                 self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
                 return
         self.send(Attached(transport=name, epoch=epoch, reason=reason))
-
-    def _queue_for(self, carrier: Transport) -> SendQueue:
-        settings = self._context.settings
-        return SendQueue(
-            block_bytes=self._context.memory.block_bytes,
-            batch_bytes=settings.batch_bytes,
-            window_bytes=settings.window_bytes if carrier.buffers else None,
-        )
 
     def _broke(self, transport: str, epoch: int, reason: str) -> None:
         way = self._ways.get(transport)
@@ -179,37 +179,46 @@ class ProducerLink:
             self._prepare(transport, parcel)
 
     def _prepare(self, transport: str, parcel: Parcel) -> None:
-        """Checksums first: inline when that is quicker than waking a thread."""
-        context, blocks = self._context, self._blocks
-        mode = context.settings.checksum
-        if mode == "off" or blocks is None:
-            self._push(transport, parcel, [Piece(index, block, None) for index, block in parcel.blocks])
-            return
-        sampled = mode == "sampled"
-        if len(parcel.blocks) * blocks.block_bytes <= context.settings.inline_bytes:
-            self._push(transport, parcel, _pieces(blocks, parcel, sampled))
+        """Staging and checksums first: inline when that is quicker than waking a thread."""
+        context, way = self._context, self._ways[transport]
+        blocks = [block for _, block in parcel.blocks]
+        checked = _checked(context.settings.checksum, parcel)
+        is_little = not any(checked) or len(blocks) * context.memory.block_bytes <= context.settings.inline_bytes
+        if is_little and not way.outlet.may_wait:
+            self._push(way, parcel, way.outlet.prepare(blocks, checked))
             return
         self._hashing[parcel.ticket] += 1
 
         def job() -> None:
-            pieces = _pieces(blocks, parcel, sampled)
-            context.workers.post(partial(self._hashed, transport, parcel, pieces))
+            try:
+                prepared = way.outlet.prepare(blocks, checked)
+            except Exception as exc:
+                logger.exception("peer=%s transport %s cannot be fed", self.peer[0], transport)
+                context.workers.post(partial(self._broke, transport, way.epoch, f"{type(exc).__name__}: {exc}"))
+                context.workers.post(partial(self._prepared, way, parcel, None))
+            else:
+                context.workers.post(partial(self._prepared, way, parcel, prepared))
 
         context.workers.submit(job)
 
-    def _hashed(self, transport: str, parcel: Parcel, pieces: list[Piece]) -> None:
-        self._push(transport, parcel, pieces)
+    def _prepared(self, way: Way, parcel: Parcel, prepared: Prepared | None) -> None:
+        if prepared is not None:
+            self._push(way, parcel, prepared)
         self._hashing[parcel.ticket] -= 1
         if not self._hashing[parcel.ticket]:
             del self._hashing[parcel.ticket]
 
-    def _push(self, transport: str, parcel: Parcel, pieces: list[Piece]) -> None:
-        way = self._ways.get(transport)
-        if self.is_up and way is not None:
-            self._num_parcels += 1
-            epoch = way.epoch if way.is_stream else 0
-            announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch)
-            way.outlet.send(pieces, partial(self._announce, announcement))
+    def _push(self, way: Way, parcel: Parcel, prepared: Prepared) -> None:
+        if not self.is_up or way not in self._ways.values():
+            return
+        self._num_parcels += 1
+        whole = zip(parcel.blocks, prepared.sources, prepared.checksums, strict=True)
+        pieces = [Piece(index, source, checksum) for (index, _), source, checksum in whole]
+        epoch = way.epoch if way.is_stream else 0
+        announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch)
+        if way.outlet.window_bytes is not None and prepared.views:
+            way.parcels[self._num_parcels] = prepared
+        way.outlet.send(pieces, prepared, partial(self._announce, announcement))
 
     def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
         self._send([encode(announcement), *groups[0]])
@@ -239,8 +248,5 @@ def welcome(context: NodeContext, hello: Hello) -> Welcome:
     )
 
 
-def _pieces(blocks: HostBlocks, parcel: Parcel, sampled: bool) -> list[Piece]:
-    return [
-        Piece(index, block, blocks.checksum(block) if not sampled or index % SAMPLE == 0 else None)
-        for index, block in parcel.blocks
-    ]
+def _checked(mode: str, parcel: Parcel) -> list[bool]:
+    return [mode == "full" or (mode == "sampled" and index % SAMPLE == 0) for index, _ in parcel.blocks]

@@ -15,7 +15,7 @@ def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | 
         match name:
             case "memory":
                 if in_process is not None:
-                    made[name] = MemoryTransport(facts, in_process)
+                    made[name] = MemoryTransport(facts, settings, in_process)
             case "usm":
                 made[name] = UsmTransport(facts, settings)
             case "zeromq":

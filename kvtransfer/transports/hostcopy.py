@@ -1,9 +1,14 @@
 """Copies between host addresses, verified while the bytes are still in the cache."""
 
+from collections.abc import Sequence
+
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvtransfer.errors import TransportUnavailable
+from kvtransfer.frames import Offer
 from kvtransfer.memory import BlockMemory, address_of, copy_bytes
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.port import Prepared
 
 CHUNK_BYTES = 256 * 1024
 """Fits a core's L2 cache together with its source."""
@@ -40,6 +45,28 @@ def host_blocks(memory: BlockMemory) -> HostBlocks:
     if view is None:
         raise TransportUnavailable("this memory is not addressable by the host")
     return HostBlocks(view.cast("B"), memory.num_blocks, memory.block_bytes)
+
+
+class HostOutlet:
+    """What outlets of blocks in host memory share: they are read where they lie."""
+
+    may_wait = False
+    window_bytes: int | None = None
+
+    def __init__(self, offer: Offer, memory: BlockMemory, settings: TransferSettings) -> None:
+        self.offer = offer
+        self.batch_bytes = settings.batch_bytes
+        self.blocks = host_blocks(memory)
+
+    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+        sums = [self.blocks.checksum(b) if is_checked else None for b, is_checked in zip(blocks, checked, strict=True)]
+        return Prepared(blocks, sums)
+
+    def taken(self, prepared: Prepared) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 def copy_block(source: HostBlocks, block: int, target: HostBlocks, destination: int, checksum: int | None) -> bool:

@@ -7,8 +7,9 @@ from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
-from kvtransfer.transports.hostcopy import HostBlocks, copy_block, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts, Wish
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_block, host_blocks
+from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts, Prepared, Wish
 
 
 class InProcess:
@@ -18,23 +19,18 @@ class InProcess:
         self.memories: dict[tuple[InstanceId, Generation], BlockMemory] = {}
 
 
-class AnnounceOnly:
+class AnnounceOnly(HostOutlet):
     """An outlet for transports whose consumer takes the bytes itself."""
 
-    def __init__(self, offer: Offer) -> None:
-        self.offer = offer
-
-    def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
+    def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
-
-    def close(self) -> None:
-        return
 
 
 class HostInlet:
     """Copies out of a producer's memory that this process can address."""
 
     stream = None
+    stages = False
 
     def __init__(self, source: HostBlocks, target: HostBlocks) -> None:
         self._source: HostBlocks | None = source
@@ -60,7 +56,8 @@ class MemoryTransport:
     streams = False
     dialects: Sequence[str] = ()
 
-    def __init__(self, facts: NodeFacts, in_process: InProcess) -> None:
+    def __init__(self, facts: NodeFacts, settings: TransferSettings, in_process: InProcess) -> None:
+        self._settings = settings
         self._facts = facts
         self._shared = in_process
         self._key = (facts.instance, facts.generation)
@@ -72,7 +69,7 @@ class MemoryTransport:
         return (hello.instance, hello.generation) in self._shared.memories
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
-        return AnnounceOnly(Offer(self.name))
+        return AnnounceOnly(Offer(self.name), self._facts.memory, self._settings)
 
     async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))

@@ -88,6 +88,11 @@ class Inlet(Protocol):
         """Where a transport has one, `receive` is not called."""
         ...
 
+    @property
+    def stages(self) -> bool:
+        """The producer staged the bytes: it must hear when a parcel is read no more. `receive` waits for a device."""
+        ...
+
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
         """Place one block; may run in any thread, several at once. False: the bytes do not match the checksum.
 
@@ -102,14 +107,46 @@ class Inlet(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Blocks that can be sent: where the consumer finds each, its checksum, and its bytes if they were staged."""
+
+    sources: Sequence[int]
+    checksums: Sequence[int | None]
+    views: Sequence[Buffer] = ()
+
+
 class Outlet(Protocol):
     @property
     def offer(self) -> Offer:
         """What the consumer needs to attach."""
         ...
 
-    def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
-        """Make the blocks' bytes available to the consumer, then call `announce`."""
+    @property
+    def batch_bytes(self) -> int:
+        """So much is announced by one message."""
+        ...
+
+    @property
+    def window_bytes(self) -> int | None:
+        """So much may be on its way; None: nothing waits in queues."""
+        ...
+
+    @property
+    def may_wait(self) -> bool:
+        """`prepare` waits for a device: never call it on the event loop."""
+        ...
+
+    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+        """In a worker thread, or on the loop if that is quicker. Raises `TransportUnavailable`."""
+        ...
+
+    def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
+        """On the loop: make the blocks' bytes available to the consumer, then call `announce`."""
+        ...
+
+    def taken(self, prepared: Prepared) -> None:
+        """The consumer reads nothing of this parcel any more."""
         ...
 
     def close(self) -> None: ...
@@ -123,7 +160,7 @@ class Transport(Protocol):
 
     @property
     def buffers(self) -> bool:
-        """Sent bytes wait in queues, so they must be bounded by a window."""
+        """Bytes come in messages of the control connection."""
         ...
 
     @property

@@ -41,6 +41,7 @@ class UsmTransport:
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._facts = facts
+        self._settings = settings
         self._secret = secrets.token_bytes(SECRET_BYTES)
         unique = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
         self._path = Path(settings.run_dir, unique) if settings.run_dir else None
@@ -72,7 +73,7 @@ class UsmTransport:
         return self._listener is not None and hello.host.boot_id == self._facts.host.boot_id
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
-        return AnnounceOnly(Offer(self.name, self._address, self._secret))
+        return AnnounceOnly(Offer(self.name, self._address, self._secret), self._facts.memory, self._settings)
 
     async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
         try:

@@ -6,24 +6,24 @@ Larger frames are slower: each would be a fresh mapping with page faults. Nothin
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
-from kvtransfer.memory import keep_freed_memory
+from kvtransfer.memory import BlockMemory, keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, NodeFacts, Wish
+from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, host_blocks
+from kvtransfer.transports.port import Announce, Buffer, NodeFacts, Prepared, Wish
 
 
-class FrameOutlet:
-    def __init__(self, offer: Offer, blocks: HostBlocks, settings: TransferSettings) -> None:
-        self.offer = offer
-        self._blocks = blocks
+class FrameOutlet(HostOutlet):
+    def __init__(self, offer: Offer, memory: BlockMemory, settings: TransferSettings) -> None:
+        super().__init__(offer, memory, settings)
+        self.window_bytes = settings.window_bytes
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
 
-    def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
+    def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         """Few bytes travel with their announcement, more of them a frame at a time behind it."""
-        if len(pieces) * self._blocks.block_bytes <= self._inline_bytes:
-            announce([[self._blocks.view(piece.source) for piece in pieces]])
+        if len(pieces) * self.blocks.block_bytes <= self._inline_bytes:
+            announce([[self.blocks.view(piece.source) for piece in pieces]])
         else:
             announce([[], *([frame] for frame in self._frames(pieces))])
 
@@ -34,16 +34,14 @@ class FrameOutlet:
         for last, piece in enumerate(pieces):
             if last + 1 < len(pieces) and pieces[last + 1].source == piece.source + 1:
                 continue
-            run = self._blocks.view(pieces[first].source, last + 1 - first)
+            run = self.blocks.view(pieces[first].source, last + 1 - first)
             yield from (run[offset : offset + step] for offset in range(0, len(run), step))
             first = last + 1
-
-    def close(self) -> None:
-        return
 
 
 class FrameInlet:
     stream = None
+    stages = False
 
     def __init__(self, target: HostBlocks) -> None:
         self._target = target
@@ -79,7 +77,7 @@ class ZeromqTransport:
         return self._memory.host_view is not None
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> FrameOutlet:
-        return FrameOutlet(Offer(self.name), host_blocks(self._memory), self._settings)
+        return FrameOutlet(Offer(self.name), self._memory, self._settings)
 
     async def attach(self, welcome: Welcome, offer: Offer) -> FrameInlet:
         return FrameInlet(host_blocks(self._memory))

@@ -71,6 +71,7 @@ class Meddler:
 
         class Between:
             stream = inlet.stream
+            stages = inlet.stages
 
             def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
                 meddler.before(placement)

@@ -10,26 +10,29 @@ from collections.abc import Sequence
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Offer, Piece
+from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
-from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet
 from kvtransfer.transports.oneccl.pair import Pair
 from kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Announce, Buffer, Landing
+from kvtransfer.transports.port import Announce, Buffer, Landing, Prepared
 
 
-class HostOutlet:
+class PairOutlet(HostOutlet):
     """Announces, and sends behind the announcement."""
 
-    def __init__(self, offer: Offer, thread: PairThread, view: memoryview, block_bytes: int) -> None:
-        self.offer = offer
+    def __init__(self, offer: Offer, thread: PairThread, memory: BlockMemory, settings: TransferSettings) -> None:
+        super().__init__(offer, memory, settings)
+        self.window_bytes = settings.window_bytes
         self._thread = thread
-        self._view = view
-        self._block_bytes = block_bytes
+        assert memory.host_view is not None
+        self._view = memory.host_view.cast("B")
 
-    def send(self, pieces: Sequence[Piece], announce: Announce) -> None:
+    def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
-        messages = groups(pieces, self._block_bytes)
+        messages = groups(pieces, self.blocks.block_bytes)
 
         def job(pair: Pair) -> None:
             for message in messages:
@@ -41,8 +44,10 @@ class HostOutlet:
         self._thread.close()
 
 
-class HostInlet:
+class PairInlet:
     """`stream` is itself: parcels are taken out of the pair in the order in which they were announced."""
+
+    stages = False
 
     def __init__(self, target: HostBlocks) -> None:
         self._target = target
@@ -54,7 +59,7 @@ class HostInlet:
         self.thread: PairThread | None = None
 
     @property
-    def stream(self) -> "HostInlet":
+    def stream(self) -> "PairInlet":
         return self
 
     def expect(self, pieces: Sequence[Piece], landing: Landing) -> None:

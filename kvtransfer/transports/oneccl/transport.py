@@ -13,7 +13,7 @@ from kvtransfer.frames import Hello, Offer, Welcome
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import host_blocks
 from kvtransfer.transports.oneccl.backends import host_backends
-from kvtransfer.transports.oneccl.host import HostInlet, HostOutlet
+from kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
 from kvtransfer.transports.oneccl.pair import Backend, Pair
 from kvtransfer.transports.oneccl.thread import PairThread
 from kvtransfer.transports.port import NodeFacts, Wish
@@ -56,18 +56,16 @@ class OneCclTransport:
     def serves(self, hello: Hello) -> bool:
         return bool(self._backends)
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> HostOutlet:
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> PairOutlet:
         backend = self._choose(wish.dialects)
         meeting = await asyncio.to_thread(backend.meet, self._host)
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
         thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
-        view = self._memory.host_view
-        assert view is not None
-        return HostOutlet(offer, thread, view.cast("B"), self._memory.block_bytes)
+        return PairOutlet(offer, thread, self._memory, self._settings)
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
+    async def attach(self, welcome: Welcome, offer: Offer) -> PairInlet:
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
-        inlet = HostInlet(host_blocks(self._memory))
+        inlet = PairInlet(host_blocks(self._memory))
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
         inlet.thread = thread
         try:
