@@ -15,6 +15,7 @@ BENCHES = {
     ),
     "index": ("bench.index", "the router's index of cached blocks: matching, memory, events"),
     "kv": ("bench.kv", "block transfer between two processes, every transport"),
+    "kv-device": ("bench.kv_device", "block transfer between two accelerators, every transport"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "router": (
         "bench.router",

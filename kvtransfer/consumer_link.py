@@ -208,7 +208,14 @@ class ConsumerLink:
         return task.result()
 
     async def _attach_by(self, transport: Transport, welcome: Welcome) -> Inlet:
-        inlet = await transport.attach(welcome, await self._ask_for(transport))
+        offer = await self._ask_for(transport)
+        try:
+            inlet = await transport.attach(welcome, offer)
+        except TransportUnavailable:
+            raise
+        except Exception as exc:
+            logger.exception("transport %s cannot be attached", transport.name)
+            raise TransportUnavailable(f"{type(exc).__name__}: {exc}") from exc
         if not self.is_up:
             inlet.close()
             raise PeerLost(f"{self.address}: connection lost")

@@ -8,7 +8,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,8 +19,7 @@ F_SEAL_GROW_SHRINK = 0x0002 | 0x0004
 class BlockMemory(Protocol):
     """`host_view` shows all bytes where the host can address them, else it is None.
 
-    `shared_fd` is a memfd with the same bytes from offset 0, else None. Memory of a device has neither; its transports
-    find a `device_tensor` (uint8 `[num_blocks, block_bytes]`) on the object instead.
+    `shared_fd` is a memfd with the same bytes from offset 0, else None. Memory of a device has neither: `DeviceMemory`.
     """
 
     @property
@@ -31,6 +30,20 @@ class BlockMemory(Protocol):
     def shared_fd(self) -> int | None: ...
     @property
     def host_view(self) -> memoryview | None: ...
+
+
+class DeviceMemory(BlockMemory, Protocol):
+    """Blocks that the host cannot address: `host_view` and `shared_fd` are None."""
+
+    @property
+    def device_tensor(self) -> Any:
+        """torch uint8 `[num_blocks, block_bytes]`."""
+        ...
+
+    @property
+    def computed(self) -> Any:
+        """A torch event after which all blocks published so far hold their content; None: they do already."""
+        ...
 
 
 class HostMemory:

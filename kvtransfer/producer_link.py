@@ -151,6 +151,9 @@ class ProducerLink:
                 outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
                 reason = str(exc)
+            except Exception as exc:
+                logger.exception("transport %s cannot be offered", name)
+                reason = f"{type(exc).__name__}: {exc}"
             else:
                 self._ways[name] = Way(epoch, outlet, context.memory.block_bytes, is_stream=carrier.streams)
                 self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
@@ -216,7 +219,7 @@ class ProducerLink:
         pieces = [Piece(index, source, checksum) for (index, _), source, checksum in whole]
         epoch = way.epoch if way.is_stream else 0
         announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch)
-        if way.outlet.window_bytes is not None and prepared.views:
+        if way.outlet.stages:
             way.parcels[self._num_parcels] = prepared
         way.outlet.send(pieces, prepared, partial(self._announce, announcement))
 

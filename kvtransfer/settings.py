@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 TransportName = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
-OneCclBackend = Literal["auto", "libccl", "gloo"]
+OneCclBackend = Literal["auto", "libccl", "gloo", "nccl", "nccl+staging", "xccl+staging", "ccl+staging", "gloo+staging"]
 ChecksumMode = Literal["full", "sampled", "off"]
 
 LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")
@@ -23,7 +23,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[TransportName, ...], Meta(min_length=1, description="allowed transports, best first; auto: all")
     ] = ("auto",)
     oneccl_backend: Annotated[
-        OneCclBackend, Meta(description="of oneccl on hosts; auto: oneCCL's own library where it is, else gloo")
+        OneCclBackend, Meta(description="of oneccl; auto: the device's, on hosts oneCCL's own library or gloo")
     ] = "auto"
     oneccl_library: Annotated[str, Meta(description="folder of libccl.so.2; empty: this Python's lib")] = ""
     stall_timeout_s: Annotated[float, Meta(gt=0, description="an oneccl pair that stands still is given up")] = 10.0
@@ -56,6 +56,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
     window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 16 << 20
     batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
+    device_batch_bytes: Annotated[int, Meta(ge=1, description="as batch_bytes, of a device's blocks")] = 32 << 20
+    device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 512 << 20
+    ring_bytes: Annotated[int, Meta(ge=1, description="pinned memory of one connection between devices")] = 256 << 20
     inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20
     copy_threads: Count = 2
     io_threads: Count = 1

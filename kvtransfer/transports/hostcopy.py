@@ -51,6 +51,7 @@ class HostOutlet:
     """What outlets of blocks in host memory share: they are read where they lie."""
 
     may_wait = False
+    stages = False
     window_bytes: int | None = None
 
     def __init__(self, offer: Offer, memory: BlockMemory, settings: TransferSettings) -> None:

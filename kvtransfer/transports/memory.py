@@ -30,9 +30,9 @@ class HostInlet:
     """Copies out of a producer's memory that this process can address."""
 
     stream = None
-    stages = False
 
-    def __init__(self, source: HostBlocks, target: HostBlocks) -> None:
+    def __init__(self, source: HostBlocks, target: HostBlocks, *, stages: bool = False) -> None:
+        self.stages = stages
         self._source: HostBlocks | None = source
         self._target = target
 

@@ -137,6 +137,11 @@ class Outlet(Protocol):
         """`prepare` waits for a device: never call it on the event loop."""
         ...
 
+    @property
+    def stages(self) -> bool:
+        """What `prepare` staged stays until `taken`."""
+        ...
+
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
         """In a worker thread, or on the loop if that is quicker. Raises `TransportUnavailable`."""
         ...

@@ -1,20 +1,27 @@
 """`usm`: the consumer maps the producer's KV memory and copies blocks straight out of it, one copy.
 
-The producer hands out its memfd, read-only, over a unix socket (SCM_RIGHTS) to whoever names the secret from its
-offer: no memory has a name in a file system that a `kill -9` could leave behind, and a descriptor cannot be
-guessed. Containers that share no network namespace set `run_dir` to a folder that both mount.
+Blocks of a device pass through a ring instead (`ring`), which both ends pin. The producer hands out a memfd (of its
+cache: read-only) over a unix socket (SCM_RIGHTS) to whoever names the secret from its offer: no memory has a name in a
+file system that a `kill -9` could leave behind, and a descriptor cannot be guessed. Containers that share no network
+namespace set `run_dir` to a folder that both mount.
 """
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import mmap
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Hello, Offer, Welcome
@@ -22,14 +29,30 @@ from kvtransfer.memory import seal_size
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
 from kvtransfer.transports.memory import AnnounceOnly, HostInlet
-from kvtransfer.transports.port import NodeFacts, Wish
+from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Wish
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-ANSWER = struct.Struct("<QQ")
-"""Number of blocks, bytes of a block."""
+ANSWER_BYTES = 256
 TIMEOUT_S = 2.0
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What goes with the descriptor."""
+
+    num_blocks: Annotated[int, Meta(ge=1, le=2**40)]
+    block_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    is_ring: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Memory that whoever knows its secret may map."""
+
+    fd: int
+    num_blocks: int
+    is_ring: bool
 
 
 class UsmTransport:
@@ -42,26 +65,28 @@ class UsmTransport:
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._facts = facts
         self._settings = settings
+        self._shown: dict[bytes, Shown] = {}
         self._secret = secrets.token_bytes(SECRET_BYTES)
         unique = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
         self._path = Path(settings.run_dir, unique) if settings.run_dir else None
         self._address = bytes(self._path) if self._path is not None else b"\0" + unique.encode()
         self._listener: socket.socket | None = None
-        self._read_only = -1
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Without a shareable memory there is nothing to hand out; this node can still map its peers'."""
-        fd = self._facts.memory.shared_fd
-        if fd is None:
+        """Memory that neither can be shared nor is a device's is not handed out; this node can still map its peers'."""
+        memory = self._facts.memory
+        if memory.shared_fd is None and memory.host_view is not None:
             return
-        seal_size(fd)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
             listener.bind(self._address)
             listener.listen(64)
-            self._read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            if memory.shared_fd is not None:
+                seal_size(memory.shared_fd)
+                fd = os.open(f"/proc/self/fd/{memory.shared_fd}", os.O_RDONLY | os.O_CLOEXEC)
+                self._shown[self._secret] = Shown(fd, memory.num_blocks, is_ring=False)
         except OSError as exc:
             listener.close()
             logger.warning("shared memory is not offered: %s: %s", self._path or "socket", exc)
@@ -72,17 +97,26 @@ class UsmTransport:
     def serves(self, hello: Hello) -> bool:
         return self._listener is not None and hello.host.boot_id == self._facts.host.boot_id
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
-        return AnnounceOnly(Offer(self.name, self._address, self._secret), self._facts.memory, self._settings)
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+        if self._facts.memory.host_view is not None:
+            return AnnounceOnly(Offer(self.name, self._address, self._secret), self._facts.memory, self._settings)
+        ring_module = importlib.import_module("kvtransfer.transports.ring")
+        ring = await asyncio.to_thread(ring_module.Ring, self._facts.memory, self._settings.ring_bytes)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._shown[secret] = Shown(ring.fd, ring.num_slots, is_ring=True)
+        offer = Offer(self.name, self._address, secret)
+        close = partial(self._shown.pop, secret, None)
+        outlet: Outlet = ring_module.RingOutlet(offer, ring, self._settings, on_close=close)
+        return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
+    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                fd, num_blocks, block_bytes = await _ask(offer)
+                fd, answer = await _ask(offer)
         except (OSError, TimeoutError) as exc:
             raise TransportUnavailable(f"the producer's memory cannot be had: {exc or 'timeout'}") from exc
         try:
-            return self._map(fd, num_blocks, block_bytes)
+            return await asyncio.to_thread(self._map, fd, answer)
         finally:
             os.close(fd)
 
@@ -91,20 +125,31 @@ class UsmTransport:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-            os.close(self._read_only)
+        whole = self._shown.pop(self._secret, None)
+        if whole is not None:
+            os.close(whole.fd)
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _map(self, fd: int, num_blocks: int, block_bytes: int) -> HostInlet:
-        target = host_blocks(self._facts.memory)
-        size = num_blocks * block_bytes
-        if block_bytes != target.block_bytes or os.fstat(fd).st_size < size:
-            raise TransportUnavailable(f"the producer's memory is not {num_blocks} blocks of {block_bytes} bytes")
-        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        return HostInlet(HostBlocks(memoryview(mapping), num_blocks, block_bytes), target)
+    def _map(self, fd: int, answer: "Answer") -> Inlet:
+        memory = self._facts.memory
+        size = answer.num_blocks * answer.block_bytes
+        if answer.block_bytes != memory.block_bytes or os.fstat(fd).st_size < size:
+            raise TransportUnavailable(
+                f"the producer's memory is not {answer.num_blocks} blocks of {answer.block_bytes}"
+            )
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if answer.is_ring else 0)
+        mapping = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection))
+        source = HostBlocks(mapping, answer.num_blocks, answer.block_bytes)
+        if memory.host_view is not None:
+            return HostInlet(source, host_blocks(memory), stages=answer.is_ring)
+        blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)
+        ring_module = importlib.import_module("kvtransfer.transports.ring")
+        inlet: Inlet = ring_module.DeviceInlet(source, mapping, blocks, is_ring=answer.is_ring)
+        return inlet
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -122,26 +167,29 @@ class UsmTransport:
                 secret = b""
                 while len(secret) < SECRET_BYTES and (more := await loop.sock_recv(connection, SECRET_BYTES)):
                     secret += more
-            if secrets.compare_digest(secret, self._secret) and self._read_only >= 0:
-                memory = self._facts.memory
-                answer = ANSWER.pack(memory.num_blocks, memory.block_bytes)
-                socket.send_fds(connection, [answer], [self._read_only])
+            for known, shown in self._shown.items():
+                if secrets.compare_digest(secret, known):
+                    answer = Answer(shown.num_blocks, self._facts.memory.block_bytes, shown.is_ring)
+                    socket.send_fds(connection, [msgspec.msgpack.encode(answer)], [shown.fd])
+                    return
 
 
-async def _ask(offer: Offer) -> tuple[int, int, int]:
+async def _ask(offer: Offer) -> tuple[int, "Answer"]:
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         await loop.sock_connect(connection, offer.address)
         await loop.sock_sendall(connection, offer.secret)
         await _readable(connection)
-        answer, descriptors, _, _ = socket.recv_fds(connection, ANSWER.size, 1)
-    if len(answer) != ANSWER.size or len(descriptors) != 1:
+        answer, descriptors, _, _ = socket.recv_fds(connection, ANSWER_BYTES, 1)
+    try:
+        if len(descriptors) != 1:
+            raise OSError("the producer did not hand it out")
+        return descriptors[0], msgspec.msgpack.decode(answer, type=Answer)
+    except (OSError, msgspec.MsgspecError):
         for descriptor in descriptors:
             os.close(descriptor)
-        raise OSError("the producer did not hand it out")
-    num_blocks, block_bytes = ANSWER.unpack(answer)
-    return descriptors[0], num_blocks, block_bytes
+        raise OSError("the producer did not hand it out") from None
 
 
 async def _readable(connection: socket.socket) -> None:

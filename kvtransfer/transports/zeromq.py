@@ -3,14 +3,16 @@
 Larger frames are slower: each would be a fresh mapping with page faults. Nothing is joined.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory, keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, NodeFacts, Prepared, Wish
+from kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Wish
 
 
 class FrameOutlet(HostOutlet):
@@ -74,13 +76,24 @@ class ZeromqTransport:
         keep_freed_memory()
 
     def serves(self, hello: Hello) -> bool:
-        return self._memory.host_view is not None
+        return True
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> FrameOutlet:
-        return FrameOutlet(Offer(self.name), self._memory, self._settings)
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+        if self._memory.host_view is not None:
+            return FrameOutlet(Offer(self.name), self._memory, self._settings)
+        outlet: Outlet = _staged().StagedFrameOutlet(Offer(self.name), self._memory, self._settings)
+        return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> FrameInlet:
-        return FrameInlet(host_blocks(self._memory))
+    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
+        if self._memory.host_view is not None:
+            return FrameInlet(host_blocks(self._memory))
+        inlet: Inlet = _staged().StagedFrameInlet(self._memory)
+        return inlet
 
     async def close(self) -> None:
         return
+
+
+def _staged() -> ModuleType:
+    """Loads torch: only for memory of a device."""
+    return importlib.import_module("kvtransfer.transports.staged")

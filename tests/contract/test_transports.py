@@ -133,6 +133,7 @@ def test_only_wanted_blocks_travel(transport: str) -> None:
 def test_a_fetch_of_nothing_still_waits_for_the_payload(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             ticket = pair.ticket()
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, []))
             await asyncio.sleep(0.05)
@@ -148,6 +149,7 @@ def test_a_fetch_of_nothing_still_waits_for_the_payload(transport: str) -> None:
 def test_cancelling_the_fetch_releases_the_producer_and_writes_nothing_more(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             ticket = pair.ticket()
             pair.producer.node.open(ticket)
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0), (1, 1))))
@@ -174,6 +176,7 @@ def test_a_cancelled_fetch_returns_only_when_its_copy_has_stopped(transport: str
 
         meddler.before = hold
         async with pair_of(only(transport, inline_bytes=0), meddler=meddler) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             ticket = pair.ticket()
             pair.producer.node.open(ticket)
             pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
@@ -196,6 +199,7 @@ def test_a_cancelled_fetch_returns_only_when_its_copy_has_stopped(transport: str
 def test_cancel_on_the_consumer_raises_there(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             ticket = pair.ticket()
             pair.producer.node.open(ticket)
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
@@ -213,6 +217,7 @@ def test_cancel_on_the_consumer_raises_there(transport: str) -> None:
 def test_cancel_or_failure_of_the_producer_reaches_the_consumer(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             for reason in ("cancelled", "failed"):
                 ticket = pair.ticket()
                 pair.producer.node.open(ticket)
@@ -510,6 +515,7 @@ def test_a_partial_fetch_takes_what_the_producer_has(transport: str) -> None:
 def test_closing_either_node_ends_what_runs(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             ticket = pair.ticket()
             pair.producer.node.open(ticket)
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))

@@ -173,7 +173,8 @@ def test_a_frozen_consumer_never_uses_blocks_that_were_freed_meanwhile(transport
             here.memory.block(0)[:] = here.memory.block(1)[:] = bytes(LAYOUT.block_bytes)
             sink.signal(signal.SIGCONT)
             outcome = await sink.ask("fetched", ticket=ticket.ticket)
-            assert "WRONG" not in outcome and "right" not in outcome
+            assert "WRONG" not in outcome
+            assert "right" not in outcome or transport == "zeromq"  # what ZeroMQ was given is a copy, whenever it comes
             assert await sink.ask("sessions") == 0
 
     run(test())

@@ -5,7 +5,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
@@ -95,6 +95,28 @@ class Blocks(BlockMemory, Protocol):
     def close(self) -> None: ...
 
 
+class TensorMemory:
+    """Blocks that the host must not touch: a tensor, here of the CPU."""
+
+    shared_fd = None
+    host_view = None
+    computed = None
+
+    def __init__(self, num_blocks: int, block_bytes: int, device: str = "cpu") -> None:
+        import torch
+
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.device_tensor = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+
+    def block(self, index: int) -> memoryview:
+        array: Any = self.device_tensor[index].numpy()
+        return memoryview(array)
+
+    def close(self) -> None:
+        return
+
+
 @dataclass
 class Node:
     node: TransferNode
@@ -171,13 +193,23 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def pair_of(
-    settings: TransferSettings, *, meddler: Meddler | None = None, consumer_layout: KVLayout = LAYOUT
+    settings: TransferSettings,
+    *,
+    meddler: Meddler | None = None,
+    consumer_layout: KVLayout = LAYOUT,
+    memories: Sequence[Blocks | None] = (None, None),
 ) -> AsyncIterator[Pair]:
-    shared = InProcess()
+    shared, (source, target) = InProcess(), memories
     async with (
-        running("prefill-0", settings, generation=11, in_process=shared) as producer,
+        running("prefill-0", settings, generation=11, in_process=shared, memory=source) as producer,
         running(
-            "decode-0", settings, generation=22, in_process=shared, meddler=meddler, layout=consumer_layout
+            "decode-0",
+            settings,
+            generation=22,
+            in_process=shared,
+            meddler=meddler,
+            layout=consumer_layout,
+            memory=target,
         ) as consumer,
     ):
         pair = Pair(producer, consumer)

@@ -22,6 +22,15 @@ def host_backends(library_folder: str = "") -> list[Backend]:
     return found
 
 
+def device_backends(blocks: Any) -> list[Backend]:
+    """For `devicecopy.DeviceBlocks`, by dialect. What cannot be interrupted never receives into blocks."""
+    kind = blocks.device.type
+    name = "gloo" if kind == "cpu" else device_backend(kind)
+    module = importlib.import_module("kvtransfer.transports.oneccl.device_pair")
+    dialects = ("nccl", "nccl+staging") if name == "nccl" else (f"{name}+staging",)
+    return [module.DeviceBackend(dialect, blocks) for dialect in dialects]
+
+
 def device_backend(kind: str) -> str:
     """The name of torch's backend for a device. Raises `TransportUnavailable`."""
     distributed: Any = importlib.import_module("torch.distributed")

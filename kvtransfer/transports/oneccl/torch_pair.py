@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.transports.oneccl.pair import PairBrokenError
+from kvtransfer.transports.oneccl.pair import Pair, PairBrokenError
 
 dist: Any = importlib.import_module("torch.distributed")
 """Much of what is used here carries no types."""
@@ -43,13 +43,13 @@ class TorchBackend:
 class TorchMeeting:
     secret = b""
 
-    def __init__(self, host: str, make: "Callable[[Store, float], TorchPair]") -> None:
+    def __init__(self, host: str, make: Callable[[Store, float], Pair]) -> None:
         with translated():
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._make = make
         self.address = f"{host}:{self._store.port}".encode()
 
-    def join(self, timeout_s: float) -> "TorchPair":
+    def join(self, timeout_s: float) -> Pair:
         with translated():
             self._store.set_timeout(timedelta(seconds=timeout_s))
             return self._make(self._store, timeout_s)
@@ -93,7 +93,7 @@ def make_group(name: str, store: Store, rank: int, host: str, timeout_s: float) 
         case "nccl" | "xccl":
             kind = getattr(dist, f"ProcessGroup{name.upper()}")
             options = kind.Options()
-            options._timeout = timeout
+            options._timeout = timedelta(days=1)  # deadlines are ours; torch's would end the process
             return kind(store, rank, 2, options)
         case "ccl":
             importlib.import_module("oneccl_bindings_for_pytorch")  # registers itself with torch

@@ -5,18 +5,21 @@ are installed. On hosts the same is done by oneCCL's own library, or by `gloo`.
 """
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Hello, Offer, Welcome
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import host_blocks
-from kvtransfer.transports.oneccl.backends import host_backends
+from kvtransfer.transports.oneccl.backends import device_backends, host_backends
 from kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
 from kvtransfer.transports.oneccl.pair import Backend, Pair
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import NodeFacts, Wish
+from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +38,9 @@ class OneCclTransport:
         self._memory = facts.memory
         self._settings = settings
         self._host = _host_of(settings)
-        chosen = settings.oneccl_backend
-        found = host_backends(settings.oneccl_library) if facts.memory.host_view is not None else []
-        self._backends = {backend.name: backend for backend in found if chosen in ("auto", backend.name)}
+        self._blocks: Any = None
+        """`devicecopy.DeviceBlocks`, where the memory is a device's."""
+        self._backends: dict[str, Backend] = {}
         self._threads: list[PairThread] = []
 
     @property
@@ -46,26 +49,36 @@ class OneCclTransport:
 
     async def start(self) -> None:
         """A backend whose library cannot be loaded is left out."""
-        for name, backend in list(self._backends.items()):
+        try:
+            found = await asyncio.to_thread(self._find)
+        except TransportUnavailable as exc:
+            logger.warning("oneccl cannot be used: %s", exc)
+            return
+        chosen = self._settings.oneccl_backend
+        for backend in found:
             try:
-                await asyncio.to_thread(backend.load)
+                if chosen in ("auto", backend.name):
+                    await asyncio.to_thread(backend.load)
+                    self._backends[backend.name] = backend
             except TransportUnavailable as exc:
-                logger.warning("oneccl: %s cannot be used: %s", name, exc)
-                del self._backends[name]
+                logger.warning("oneccl: %s cannot be used: %s", backend.name, exc)
 
     def serves(self, hello: Hello) -> bool:
         return bool(self._backends)
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> PairOutlet:
+    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
         backend = self._choose(wish.dialects)
         meeting = await asyncio.to_thread(backend.meet, self._host)
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
         thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
-        return PairOutlet(offer, thread, self._memory, self._settings)
+        if self._blocks is None:
+            return PairOutlet(offer, thread, self._memory, self._settings)
+        outlet: Outlet = _device_module().DeviceOutlet(offer, thread, self._blocks, self._settings)
+        return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> PairInlet:
+    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
-        inlet = PairInlet(host_blocks(self._memory))
+        inlet = self._inlet(offer.dialect)
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
         inlet.thread = thread
         try:
@@ -76,11 +89,25 @@ class OneCclTransport:
         except asyncio.CancelledError:
             inlet.close()
             raise
-        return inlet
+        attached: Inlet = inlet
+        return attached
 
     async def close(self) -> None:
         for thread in self._threads:
             thread.close()
+
+    def _find(self) -> list[Backend]:
+        if self._memory.host_view is not None:
+            return host_backends(self._settings.oneccl_library)
+        self._blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(self._memory)
+        return device_backends(self._blocks)
+
+    def _inlet(self, dialect: str) -> Any:
+        """Of three kinds, which the caller only hands on."""
+        if self._blocks is None:
+            return PairInlet(host_blocks(self._memory))
+        module = _device_module()
+        return (module.StagedInlet if dialect.endswith(module.STAGED) else module.DirectInlet)(self._blocks)
 
     def _choose(self, dialects: Sequence[str]) -> Backend:
         for name, backend in self._backends.items():
@@ -95,6 +122,11 @@ class OneCclTransport:
         thread = PairThread(join, on_failed=on_failed, stall_timeout_s=self._settings.stall_timeout_s)
         self._threads.append(thread)
         return thread
+
+
+def _device_module() -> ModuleType:
+    """Loads torch: only for memory of a device."""
+    return importlib.import_module("kvtransfer.transports.oneccl.device")
 
 
 def _host_of(settings: TransferSettings) -> str:

@@ -1,0 +1,273 @@
+"""Block transfer between two accelerators, in two processes, against what they allow, measured in the same run.
+
+`baton-bench kv-device [--devices cuda:0 cuda:1] [--transports oneccl usm zeromq] [--prompt-mib 1024] [--json]`
+
+8B-shaped KV: blocks of 8 MiB. Limits: one large NCCL message at a time (`oneccl`), a pinned copy one way (`usm`,
+`zeromq`). Every byte of every transfer is checked on the device where it lands. Exposed: the producer publishes the
+prompt chunk by chunk while its device multiplies matrices for as long as prefill would, then says `finish`; exposed is
+the time from there to the end of the fetch. With one device both processes share it; with `cpu` the paths run.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from bench.kv_cases import MIB, block_name, layout_of
+from bench.kv_device_producer import LARGE, DeviceMemory, Order, node_of
+from bench.report import Row, show
+from contracts.identity import Generation, InstanceId, new_ticket_id
+from contracts.messages import Ticket
+from kvtransfer import TransferError, TransferNode, TransferSettings
+from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
+from kvtransfer.transports.oneccl.device_pair import DeviceBackend, DevicePair
+from kvtransfer.transports.staged import pinned
+
+PREFILL_S = 0.218
+"""An 8,192-token prompt of the 8B shape on an H200 (docs/benchmarks.md)."""
+
+
+@dataclass
+class Pair:
+    process: asyncio.subprocess.Process
+    node: TransferNode
+    memory: DeviceMemory
+    address: str
+
+    async def order(self, order: Order) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        return json.loads(await _answer_of(self.process.stdout))
+
+    def tickets(self, count: int) -> list[Ticket]:
+        return [
+            Ticket(
+                ticket=new_ticket_id(),
+                source=InstanceId("prefill-0"),
+                source_generation=Generation(1),
+                source_address=self.address,
+                sink=InstanceId("decode-0"),
+                sink_generation=Generation(2),
+                timeout_s=60.0,
+            )
+            for _ in range(count)
+        ]
+
+
+@contextlib.asynccontextmanager
+async def pair_of(options: argparse.Namespace, num_blocks: int, settings: TransferSettings) -> AsyncIterator[Pair]:
+    layout, (source, target) = layout_of(options.block_kib << 10), options.devices
+    arguments = [msgspec.json.encode(value).decode() for value in (layout, settings)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.kv_device_producer", source, str(num_blocks), *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=16 * MIB,
+    )
+    assert process.stdout is not None
+    memory = DeviceMemory(num_blocks, layout.block_bytes, target)
+    node = node_of("decode-0", 2, layout, memory, settings)
+    await node.start()
+    try:
+        address = json.loads(await _answer_of(process.stdout))
+        await node.connect(address)
+        yield Pair(process, node, memory, address)
+    finally:
+        await node.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def throughput(pair: Pair, concurrency: int, digest: Sequence[int]) -> float:
+    tickets, each = pair.tickets(concurrency), pair.memory.num_blocks // concurrency
+    order = Order(op="open", tickets=tickets, blocks_each=each)
+    pair.memory.device_tensor.zero_()
+    _synchronize(pair.memory)
+    await pair.order(order)
+    await pair.order(msgspec.structs.replace(order, op="publish"))
+    began = time.perf_counter()
+    await asyncio.gather(*(_fetch(pair, ticket, i * each, each) for i, ticket in enumerate(tickets)))
+    seconds = time.perf_counter() - began
+    await pair.order(msgspec.structs.replace(order, op="released"))
+    count = each * concurrency
+    if pair.memory.digest()[:count] != list(digest[:count]):
+        raise SystemExit("wrong bytes arrived")
+    return seconds
+
+
+async def exposed(pair: Pair, seconds: float) -> float:
+    """Seconds from the producer's `finish` to the end of the fetch."""
+    order = Order(op="open", tickets=pair.tickets(1), blocks_each=pair.memory.num_blocks, seconds=seconds)
+    await pair.order(order)
+    fetch = asyncio.create_task(_fetch(pair, order.tickets[0], 0, pair.memory.num_blocks))
+    await asyncio.sleep(0.002)
+    await pair.order(msgspec.structs.replace(order, op="prefill"))
+    result = await fetch
+    await pair.order(msgspec.structs.replace(order, op="released"))
+    return float(result.exposed_s)
+
+
+async def large_messages(pair: Pair, options: argparse.Namespace) -> float:
+    """Bytes per second of one large message after another, through the same library, nothing else."""
+    blocks = DeviceBlocks(pair.memory)
+    backend = DeviceBackend(options.backend, blocks)
+    meeting = await pair.order(Order(op="meet", backend=options.backend))
+    flat = pair.memory.device_tensor.view(-1)
+    part = flat[: min(LARGE, len(flat))]
+
+    def receive() -> float:
+        other: DevicePair = backend.join(meeting.encode(), b"", 60.0)
+        times: list[float] = []
+        for _ in range(12):
+            began = time.perf_counter()
+            for wait in [other.post([part], is_send=False) for _ in range(4)]:
+                wait()
+            times.append(time.perf_counter() - began)
+        return 4 * len(part) / min(times[2:])
+
+    return await asyncio.to_thread(receive)
+
+
+def pinned_copy(memory: DeviceMemory, *, to_host: bool) -> float:
+    """Bytes per second of large copies from or to pinned memory."""
+    blocks, size = DeviceBlocks(memory), memory.block_bytes
+    count = max(min(LARGE // size, memory.num_blocks), 1)
+    area, best = HostArea(pinned(count * size, blocks.device), size, blocks.device, is_pinned=True), float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        if to_host:
+            blocks.read(range(count), area, range(count))
+        else:
+            blocks.write(area, range(count), range(count))
+        best = min(best, time.perf_counter() - began)
+    return count * size / best
+
+
+def peer_copy(options: argparse.Namespace) -> float:
+    source, target = (torch.zeros(LARGE, dtype=torch.uint8, device=device) for device in options.devices)
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        target.copy_(source)
+        for tensor in (source, target):
+            if tensor.device.type != "cpu":
+                torch.get_device_module(tensor.device).synchronize(tensor.device)
+        best = min(best, time.perf_counter() - began)
+    return LARGE / best
+
+
+async def measure(options: argparse.Namespace) -> list[Row]:
+    rows = [Row("kv-device", "peer copy in one process", peer_copy(options) / 1e9, "GB/s")]
+    prompt = options.prompt_mib * MIB
+    num_blocks = prompt // (options.block_kib << 10)
+    for transport, dialect, checksum, batch in _cases(options):
+        settings = msgspec.convert(
+            {
+                "transports": [transport],
+                "oneccl_backend": dialect,
+                "checksum": checksum,
+                "device_batch_bytes": batch * MIB,
+                "ring_bytes": options.ring_mib * MIB,
+            },
+            TransferSettings,
+        )
+        name = " ".join([transport, *([dialect] if dialect != "auto" else []), f"checksum={checksum} batch={batch}M"])
+        try:
+            rows += await _measure_one(options, name, settings, num_blocks)
+        except (TransferError, TimeoutError, RuntimeError, OSError) as exc:
+            rows.append(Row("kv-device", f"{name}: FAILED {type(exc).__name__}: {str(exc)[:160]}", 0.0, ""))
+    return rows
+
+
+async def _measure_one(
+    options: argparse.Namespace, name: str, settings: TransferSettings, num_blocks: int
+) -> list[Row]:
+    rows: list[Row] = []
+    prompt = options.prompt_mib * MIB
+    async with asyncio.timeout(options.timeout_s), pair_of(options, num_blocks, settings) as pair:
+        digest = await pair.order(Order(op="digest"))
+        for concurrency in options.concurrency:
+            limit = await _limit(pair, options, settings)
+            seconds = min([await throughput(pair, concurrency, digest) for _ in range(options.repeats)])
+            speed, case = prompt / seconds, f"{name} x{concurrency}"
+            rows.append(Row("kv-device", case, speed / 1e9, "GB/s", limit / 1e9, speed / limit))
+        times = [await exposed(pair, options.prefill_s) for _ in range(options.repeats + 2)]
+        milliseconds = statistics.median(times) * 1e3
+        case = f"{name} exposed, median (of prefill: {milliseconds / 1e3 / options.prefill_s:.2%})"
+        rows.append(Row("kv-device", case, milliseconds, "ms"))
+    return rows
+
+
+async def _limit(pair: Pair, options: argparse.Namespace, settings: TransferSettings) -> float:
+    if settings.transports == ("oneccl",):
+        return await large_messages(pair, options)
+    return min(pinned_copy(pair.memory, to_host=True), pinned_copy(pair.memory, to_host=False))
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
+    cases: list[tuple[str, str, str, int]] = []
+    for transport, checksum, batch in itertools.product(options.transports, options.checksum, options.batch_mib):
+        dialects = options.dialects if transport == "oneccl" else ["auto"]
+        cases += [(transport, dialect, checksum, batch) for dialect in dialects]
+    return cases
+
+
+async def _fetch(pair: Pair, ticket: Ticket, first: int, count: int) -> Any:
+    return await pair.node.fetch(ticket, [(block_name(first + i), first + i) for i in range(count)])
+
+
+def _synchronize(memory: DeviceMemory) -> None:
+    if memory.device_tensor.device.type != "cpu":
+        torch.get_device_module(memory.device_tensor.device).synchronize(memory.device_tensor.device)
+
+
+async def _answer_of(stdout: asyncio.StreamReader) -> bytes:
+    while line := await stdout.readline():
+        if line.startswith(b"answer "):
+            return line.removeprefix(b"answer ")
+    raise SystemExit("the producing process ended")
+
+
+def _default_devices() -> list[str]:
+    kind = next((k for k in ("xpu", "cuda") if hasattr(torch, k) and getattr(torch, k).is_available()), "cpu")
+    if kind == "cpu":
+        return ["cpu", "cpu"]
+    return [f"{kind}:0", f"{kind}:{min(1, torch.get_device_module(kind).device_count() - 1)}"]
+
+
+def run(argv: Sequence[str]) -> None:
+    """Entry point for `baton-bench kv-device`."""
+    parser = argparse.ArgumentParser(prog="baton-bench kv-device", description=__doc__)
+    parser.add_argument("--devices", nargs=2, default=_default_devices())
+    parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"])
+    parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
+    parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")
+    parser.add_argument("--batch-mib", nargs="+", type=int, default=[32])
+    parser.add_argument("--ring-mib", type=int, default=256)
+    parser.add_argument("--block-kib", type=int, default=8192)
+    parser.add_argument("--prompt-mib", type=int, default=1024)
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--checksum", nargs="+", default=["sampled", "off"], choices=["full", "sampled", "off"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prefill-s", type=float, default=PREFILL_S)
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    kind = options.devices[0].partition(":")[0]
+    options.backend = options.backend or {"cuda": "nccl", "xpu": "xccl"}.get(kind, "gloo")
+    show(asyncio.run(measure(options)), as_json=options.json)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

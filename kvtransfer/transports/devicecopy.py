@@ -1,0 +1,184 @@
+"""Copies between a device's blocks and host memory, on streams of their own so that both directions run at once.
+
+A stream belongs to a thread; every method waits for its own work alone. Host memory that both ends map is pinned
+where the device's runtime can pin what exists (CUDA); elsewhere copies go through torch's own pinned memory.
+"""
+
+import ctypes
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.memory import DeviceMemory, address_of
+
+logger = logging.getLogger(__name__)
+
+BOUNCE_BYTES = 16 << 20
+
+
+class DeviceBlocks:
+    """Blocks of a device by index, with bounds checked. Used by several threads."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.tensor: Tensor = memory.device_tensor
+        self.num_blocks = memory.num_blocks
+        self.block_bytes = memory.block_bytes
+        self.device = self.tensor.device
+        self._module: Any = None if self.device.type == "cpu" else torch.get_device_module(self.device)
+        self._local = threading.local()
+
+    def check(self, blocks: Sequence[int]) -> None:
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
+            raise TransportUnavailable(f"blocks {min(blocks)} to {max(blocks)} are not all of {self.num_blocks}")
+
+    def stream(self) -> Any:
+        """This thread's; None on the CPU."""
+        if self._module is None:
+            return None
+        made = getattr(self._local, "stream", None)
+        if made is None:
+            self._module.set_device(self.device)
+            made = self._local.stream = self._module.Stream(self.device)
+        return made
+
+    def on_stream(self) -> Any:
+        """Use as a statement: what is inside runs on this thread's stream."""
+        return torch.inference_mode() if self._module is None else self._module.stream(self.stream())
+
+    def after_computing(self) -> None:
+        """What this thread's stream does next waits for the blocks published so far."""
+        computed = self._memory.computed
+        if computed is not None and self._module is not None:
+            self.stream().wait_event(computed)
+
+    def wait(self) -> None:
+        """For all of this thread's work."""
+        if self._module is not None:
+            self.stream().synchronize()
+
+    def read(self, blocks: Sequence[int], host: "HostArea", places: Sequence[int]) -> None:
+        """Copy blocks, once they are computed, to places of the host area."""
+        self.check(blocks)
+        with self.on_stream():
+            self.after_computing()
+            for block, place, count in _runs(blocks, places):
+                host.fill(place, self.tensor[block : block + count], self)
+        self.wait()
+
+    def write(self, host: "HostArea", places: Sequence[int], blocks: Sequence[int]) -> None:
+        self.check(blocks)
+        with self.on_stream():
+            for place, block, count in _runs(places, blocks):
+                host.empty(place, self.tensor[block : block + count], self)
+        self.wait()
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Of blocks where they lie: sums of their words times odd weights, modulo 2 to the 64th."""
+        if not blocks:
+            return []
+        self.check(blocks)
+        with self.on_stream():
+            self.after_computing()
+            weights = self._weights()
+            sums = torch.stack([(self.tensor[block].view(torch.int64) * weights).sum() for block in blocks])
+            found = sums.cpu().tolist()
+        self.wait()
+        return [value % 2**64 for value in found]
+
+    def _weights(self) -> Tensor:
+        made: Tensor | None = getattr(self._local, "weights", None)
+        if made is None:
+            index = torch.arange(self.block_bytes // 8, device=self.device, dtype=torch.int64)
+            made = self._local.weights = _odd(index)
+        return made
+
+
+class HostArea:
+    """Rows of `block_bytes` in host memory. What two processes map is pinned by `pin` where that can be done."""
+
+    def __init__(self, view: memoryview, block_bytes: int, device: torch.device, *, is_pinned: bool = False) -> None:
+        self._view = view
+        address = (ctypes.c_uint8 * view.nbytes).from_address(address_of(view))  # torch wants it writable, we only read
+        self.rows = torch.frombuffer(address, dtype=torch.uint8).view(-1, block_bytes)
+        self._device = device
+        self._is_pinned = is_pinned
+        self._is_registered = False
+        self._local = threading.local()
+
+    def pin(self) -> None:
+        """Until `close`. CUDA alone can pin memory that exists already; others take a detour."""
+        if self._device.type == "cuda":
+            self._is_pinned = self._is_registered = self._register()
+
+    def fill(self, place: int, source: Tensor, blocks: DeviceBlocks) -> None:
+        """Device to host, on the current stream."""
+        self._copy(self.rows[place : place + len(source)], source, blocks, to_host=True)
+
+    def empty(self, place: int, target: Tensor, blocks: DeviceBlocks) -> None:
+        """Host to device, on the current stream."""
+        self._copy(target, self.rows[place : place + len(target)], blocks, to_host=False)
+
+    def close(self) -> None:
+        if self._is_registered:
+            self._is_registered = False
+            _runtime().cudaHostUnregister(self.rows.data_ptr())
+
+    def _copy(self, target: Tensor, source: Tensor, blocks: DeviceBlocks, *, to_host: bool) -> None:
+        if self._is_pinned or self._device.type == "cpu":
+            target.copy_(source, non_blocking=True)
+            return
+        bounce = self._bounce()
+        flat_target, flat_source = target.view(-1), source.view(-1)
+        for first in range(0, len(flat_source), len(bounce)):
+            part = bounce[: min(len(bounce), len(flat_source) - first)]
+            there, here = flat_target[first : first + len(part)], flat_source[first : first + len(part)]
+            if to_host:
+                part.copy_(here, non_blocking=True)
+                blocks.wait()
+                there.copy_(part)
+            else:
+                part.copy_(here)
+                there.copy_(part, non_blocking=True)
+                blocks.wait()
+
+    def _bounce(self) -> Tensor:
+        """This thread's pinned memory: on XPU it is USM host memory."""
+        made: Tensor | None = getattr(self._local, "bounce", None)
+        if made is None:
+            made = self._local.bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True)
+        return made
+
+    def _register(self) -> bool:
+        torch.cuda.set_device(self._device)
+        status = _runtime().cudaHostRegister(self.rows.data_ptr(), self.rows.numel(), 0)
+        if int(status) != 0:
+            logger.warning("shared memory could not be pinned (status %s): copies take a detour", int(status))
+        return int(status) == 0
+
+
+def _runtime() -> Any:
+    runtime: Any = torch.cuda.cudart  # carries no types
+    return runtime()
+
+
+def _odd(index: Tensor) -> Tensor:
+    """Different odd numbers, of all bits."""
+    mixed = index * 2654435761 + 1442695040888963407
+    return (mixed ^ (mixed >> 29)) | 1
+
+
+def _runs(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Neighbours on both sides are copied at once: (first, second, count)."""
+    runs: list[tuple[int, int, int]] = []
+    for a, b in zip(first, second, strict=True):
+        if runs and (a, b) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((a, b, 1))
+    return runs

@@ -1,0 +1,109 @@
+"""Pairs for memory of a device, through torch.distributed: what is named is sent and received where it lies."""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtransfer.transports.devicecopy import DeviceBlocks
+from kvtransfer.transports.oneccl.pair import PairBrokenError
+from kvtransfer.transports.oneccl.torch_pair import Group, TorchMeeting, join_store, make_group, translated
+
+WARM_UP_BYTES = 1 << 20
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process when a peer is gone
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "CCL_ZE_CACHE_OPEN_IPC_HANDLES": "0",  # a stale handle of a peer that allocated anew faults
+    "CCL_ATL_TRANSPORT": "ofi",
+}
+"""Only what the user has not set."""
+
+
+class DeviceBackend:
+    """`name` is a dialect: nccl, xccl, ccl, or gloo for tensors of the CPU, perhaps with a suffix."""
+
+    def __init__(self, name: str, blocks: DeviceBlocks) -> None:
+        self.name = name
+        self._library = name.partition("+")[0]
+        self._blocks = blocks
+        libc = ctypes.CDLL(None)
+        for variable, value in ENVIRONMENT.items():
+            libc.setenv(variable.encode(), value.encode(), 0)
+
+    def load(self) -> None:
+        """Importing this module has done it."""
+
+    def meet(self, host: str) -> TorchMeeting:
+        return TorchMeeting(host, lambda store, timeout_s: self._pair(store, 0, host, timeout_s))
+
+    def join(self, address: bytes, secret: bytes, timeout_s: float) -> "DevicePair":
+        store, local = join_store(address, timeout_s)
+        return self._pair(store, 1, local, timeout_s)
+
+    def _pair(self, store: Any, rank: int, host: str, timeout_s: float) -> "DevicePair":
+        with translated():
+            self._blocks.stream()  # makes this the thread's device
+            pair = DevicePair(make_group(self._library, store, rank, host, timeout_s), self._blocks, store)
+        probe = torch.full((WARM_UP_BYTES,), 7 - 6 * rank, dtype=torch.uint8, device=self._blocks.device)
+        pair.post([probe], is_send=rank == 0)()
+        if rank == 1 and not bool((probe == 7).all()):
+            raise PairBrokenError(f"{self.name} delivered other bytes than were sent")
+        return pair
+
+
+class DevicePair:
+    def __init__(self, group: Group, blocks: DeviceBlocks, store: Any) -> None:
+        self._group = group
+        self._blocks = blocks
+        self._store = store  # lives as long as the group
+        self._is_abandoned = threading.Event()
+
+    def post(self, parts: Sequence[Tensor], *, is_send: bool) -> "Wait":
+        """Give the library its work; calling the result waits for it and raises `PairBrokenError`."""
+        if self._is_abandoned.is_set():
+            raise PairBrokenError("the pair was given up")
+        group, is_device = self._group, self._blocks.device.type != "cpu"
+        with translated(), self._blocks.on_stream():
+            if is_device:
+                group._start_coalescing()
+            call = group.send if is_send else group.recv
+            works = [call([part], 1 if is_send else 0, 0) for part in parts]
+            if is_device:
+                works = [group._end_coalescing()]
+        return Wait(works, self._blocks, self._is_abandoned)
+
+    def abandon(self) -> None:
+        """NCCL ends its kernels; others may not: then whoever waits stays behind."""
+        if not self._is_abandoned.is_set():
+            self._is_abandoned.set()
+            threading.Thread(target=self._abort, name="baton-pair-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        with translated():
+            self._group.abort()
+
+    def send(self, parts: Sequence[memoryview]) -> None:
+        raise PairBrokenError("a device's pair carries tensors")
+
+    receive = send
+
+
+class Wait:
+    def __init__(self, works: Sequence[Any], blocks: DeviceBlocks, is_abandoned: threading.Event) -> None:
+        self._works = works
+        self._blocks = blocks
+        self._is_abandoned = is_abandoned
+
+    def __call__(self) -> None:
+        with translated():
+            with self._blocks.on_stream():
+                for work in self._works:
+                    if work is not None:
+                        work.wait()
+            self._blocks.wait()
+        if self._is_abandoned.is_set():
+            raise PairBrokenError("the pair was given up")

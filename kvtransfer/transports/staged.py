@@ -1,0 +1,98 @@
+"""`zeromq` for blocks of a device: staged in pinned memory on both sides, framed as any others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from kvtransfer.frames import Offer, Piece
+from kvtransfer.memory import DeviceMemory
+from kvtransfer.session.steps import Placement
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
+from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
+from kvtransfer.transports.port import Announce, Buffer, Prepared
+
+
+class StagedFrameOutlet:
+    may_wait = True
+    stages = False
+
+    def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
+        self.offer = offer
+        self.batch_bytes = settings.batch_bytes
+        self.window_bytes: int | None = settings.window_bytes
+        self._frame_bytes = settings.frame_bytes
+        self._inline_bytes = settings.inline_bytes
+        self._blocks = DeviceBlocks(memory)
+
+    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+        size = self._blocks.block_bytes
+        view = pinned(len(blocks) * size, self._blocks.device)
+        area = HostArea(view, size, self._blocks.device, is_pinned=True)
+        self._blocks.read(blocks, area, range(len(blocks)))
+        views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
+        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
+        return Prepared(blocks, sums, [view])
+
+    def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
+        """ZeroMQ keeps the staged bytes alive until it has sent them."""
+        (view,) = prepared.views
+        step, size = self._frame_bytes, self._blocks.block_bytes
+        if len(view) <= self._inline_bytes:
+            announce([[view[offset : offset + size] for offset in range(0, len(view), size)]])
+        else:
+            announce([[], *([view[offset : offset + step]] for offset in range(0, len(view), step))])
+
+    def taken(self, prepared: Prepared) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class StagedFrameInlet:
+    stream = None
+    stages = True
+    """Copies to the device wait for it: never on the loop."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._blocks = DeviceBlocks(memory)
+
+    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        intake = self.intake(placement)
+        for frame in frames:
+            intake.take(frame)
+        return intake.is_right()
+
+    def intake(self, placement: Placement) -> "StagedIntake":
+        return StagedIntake(self._blocks, placement)
+
+    def close(self) -> None:
+        return
+
+
+class StagedIntake:
+    """A block that is gathered in pinned memory, verified, and then copied to the device."""
+
+    def __init__(self, blocks: DeviceBlocks, placement: Placement) -> None:
+        view = pinned(blocks.block_bytes, blocks.device)
+        self._area = HostArea(view, blocks.block_bytes, blocks.device, is_pinned=True)
+        self._intake = BlockIntake(HostBlocks(view, 1, blocks.block_bytes), 0, placement.checksum)
+        self._blocks = blocks
+        self._destination = placement.destination
+        self.take = self._intake.take
+
+    def is_right(self) -> bool:
+        matches = self._intake.is_right()
+        if matches:
+            self._blocks.write(self._area, [0], [self._destination])
+        return matches
+
+
+def pinned(size: int, device: torch.device) -> memoryview:
+    """Host memory from torch's cache of pinned pieces; it goes back there with the view."""
+    tensor = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    array: Any = tensor.numpy()
+    return memoryview(array)
