@@ -26,6 +26,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    tensor_parallel_size: int = 1
+    """Devices over which the model is split."""
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     block_size: int | None = None
@@ -60,6 +62,7 @@ class EngineConfig:
             "kv_cache_bytes": self.kv_cache_bytes,
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_gpu_blocks_override,
+            "tensor_parallel_size": self.tensor_parallel_size,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -69,6 +72,11 @@ class EngineConfig:
         if self.quantization_group_size not in GROUP_SIZES:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ConfigError(f"quantization_group_size is {self.quantization_group_size}; it must be one of {sizes}")
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"quantization ({self.quantization}) rounds whole weights, and tensor_parallel_size"
+                f" ({self.tensor_parallel_size}) splits them: use one of the two"
+            )
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must not be negative")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -6,6 +6,7 @@ Decided by feature detection, never by version. Native `torch.xpu` comes first; 
 
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ class DeviceEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-def select_device(name: DeviceName) -> torch.device:
-    """Raises `ConfigError` if the device asked for is not there."""
+def select_device(name: DeviceName, rank: int = 0) -> torch.device:
+    """Raises `ConfigError` if the device asked for is not there. `rank`: which of those that the process sees."""
     if name in ("auto", "xpu"):
         _import_legacy_xpu()
     available = [kind for kind in ("xpu", "cuda") if _is_available(kind)] + ["cpu"]
@@ -60,7 +61,13 @@ def select_device(name: DeviceName) -> torch.device:
         raise ConfigError(f"device {name!r} is not available here; torch sees: {', '.join(available)}")
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, 0)  # one visible GPU per process
+    count = getattr(torch, kind).device_count()
+    if rank >= count:
+        raise ConfigError(
+            f"rank {rank} has no device: this instance sees {count} of kind {kind}; lower --tensor-parallel-size, or"
+            " let it see more"
+        )
+    device = torch.device(kind, rank)
     _module(device).set_device(device)
     return device
 
@@ -97,6 +104,9 @@ class Capturing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: object = None
+        # Other threads, such as a collective library's watchdog, may ask the device meanwhile.
+        can_choose = "capture_error_mode" in inspect.signature(_module(device).graph).parameters
+        self._mode = {"capture_error_mode": "thread_local"} if can_choose else {}
 
     def __call__(self, call: Callable[[], None]) -> DeviceGraph:
         """Records the device's work of `call`, which must have run once; `replay()` does it again on the same
@@ -105,7 +115,7 @@ class Capturing:
         assert graph_type is not None
         graph = graph_type()
         module.synchronize()
-        with module.graph(graph, pool=self._pool):
+        with module.graph(graph, pool=self._pool, **self._mode):
             call()
         module.synchronize()
         self._pool = graph.pool()
@@ -148,6 +158,11 @@ class Arrival:
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros on the host, from where the device copies without the host's help."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def collective_backend(device: torch.device) -> str:
+    """torch.distributed's, for tensors of this device."""
+    return {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,27 +14,30 @@ from types import TracebackType
 import torch
 
 from contracts.identity import BlockName, RequestId
-from contracts.layout import KVLayout
 from contracts.messages import Work
 from engine import capacity, device
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
-from engine.errors import ConfigError, RequestError, UsageError
-from engine.forward import Forward, choose_forward
+from engine.errors import RequestError, UsageError
+from engine.executor import LocalExecutor
+from engine.forward import Forward
 from engine.grammar import Grammars
-from engine.kernels import attention_backend, layer_kernels
 from engine.kv_cache import KVCache
 from engine.masks import Masking
 from engine.meter import Meter
-from engine.model import LoadedModel, Progress
+from engine.model import Progress
 from engine.outputs import EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
+from engine.parallel.commands import Measure
+from engine.parallel.leading import lead, lead_copies
+from engine.parallel.ranks import OnLost, Ranks
 from engine.reservations import Reservations
-from engine.roster import Limits, Roster
+from engine.roster import Roster
 from engine.runner import Chosen, Runner, Started
 from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, Request, State
+from engine.setup import Setup
 from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise
 
@@ -47,15 +50,27 @@ SAMPLER_COPIES = 6
 class Engine:
     """`kv` is the KV cache's memory; `layout` the shape of a block of it."""
 
-    def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
-        """Loads the model, sizes the KV cache and warms up. Raises `engine.errors`."""
+    def __init__(
+        self, config: EngineConfig, *, progress: Progress | None = None, on_lost: OnLost | None = None
+    ) -> None:
+        """Loads the model, sizes the KV cache and warms up. Raises `engine.errors`.
+
+        `on_lost`: called from another thread when one of several ranks has ended; the engine can only be closed then.
+        """
+        config.check()
+        self._ranks = Ranks(config, on_lost or _say_no_more)
+        try:
+            self._load(config, progress or _say_nothing)
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    def _load(self, config: EngineConfig, report: Progress) -> None:
         from engine.model_loader import load_model  # transformers: seconds that only an engine should cost
 
-        config.check()
-        report = progress or _say_nothing
         self._device = device.select_device(config.device)
-        defaults = device.defaults(self._device)
-        model = load_model(config, self._device, report)
+        model = load_model(config, self._device, report, self._ranks.shard)
+        self._ranks.meet(self._device)
         self._max_logprobs = config.max_logprobs
         self._caching = config.enable_prefix_caching
         is_async = config.async_scheduling
@@ -63,45 +78,30 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.eos_ids = model.eos_ids
         self.max_model_len = model.max_model_len
-        self.layout = KVLayout(
-            fingerprint=model.fingerprint,
-            num_layers=len(model.specs),
-            num_kv_heads=model.num_kv_heads,
-            block_tokens=config.block_size or defaults.block_tokens,
-            head_dim=model.head_dim,
-            dtype=_kv_dtype(config, model),
-            num_planes=model.num_planes,
-        )
-        batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
-        self.limits = Limits(
-            block_tokens=self.layout.block_tokens,
-            max_model_len=model.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=batched,
-        )
-        self._start(config, model, report)
+        setup = Setup(config, model, self._device, self._ranks.group)
+        self.layout, self.limits = setup.layout, setup.limits
+        self._start(config, setup.forward, report)
 
-    def _start(self, config: EngineConfig, model: LoadedModel, report: Progress) -> None:
+    def _start(self, config: EngineConfig, forward: Forward, report: Progress) -> None:
         report("reading the vocabulary", 0.0)
         grammars = Grammars(Path(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         grammars.read()
         self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         report("sizing the KV cache", 0.0)
-        backend = attention_backend(self._device, model.dtype)
-        layers = layer_kernels(self._device, model.dtype)
-        forward = choose_forward(model, backend, layers, coded_kv=self.layout.scale_rows > 0)
         usable = self._count_blocks(config, forward)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         num_blocks = usable + 1
-        self.kv = KVCache(self.layout, num_blocks, self._device)
-        self._runner = Runner(forward, self.kv, self.limits, self._masking)
+        self.kv = self._make_cache(num_blocks)
+        executor = lead(LocalExecutor(forward, self.kv, self.limits), self._ranks)
+        self._blocks = lead_copies(self.kv, self._ranks)
+        self._runner = Runner(executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
         if not device.is_host(self._device):
             compile_kernels(self._runner, num_blocks, self.limits)
         if self._uses_graphs(config, forward):
             report("capturing graphs", 0.0)
-            self._runner.capture_graphs(device.Capturing(self._device))
+            executor.capture_graphs(lambda: device.Capturing(self._device))
         self._meter = Meter()
         measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
         self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
@@ -110,7 +110,7 @@ class Engine:
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster)
         self._reservations = Reservations(self._roster)
-        self._travel = Travel(self.kv)
+        self._travel = Travel(self._blocks)
         self._ahead: _Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
@@ -278,6 +278,7 @@ class Engine:
 
     def close(self) -> None:
         self._masking.close()
+        self._ranks.close()
         self.kv.close()
 
     def __enter__(self) -> "Engine":
@@ -317,32 +318,49 @@ class Engine:
         """At once: a block that is freed before its copy was made could be filled by another request."""
         copies = self._roster.take_copies()
         if copies:
-            self.kv.copy_blocks([c.source for c in copies], [c.target for c in copies])
+            self._blocks.copy_blocks([c.source for c in copies], [c.target for c in copies])
 
     def _uses_graphs(self, config: EngineConfig, forward: Forward) -> bool:
         return forward.is_capturable and not config.enforce_eager and device.has_graphs(self._device)
 
+    def _make_cache(self, num_blocks: int) -> KVCache:
+        """On all ranks, in one memory of the host."""
+        shard = self._ranks.shard
+        heads = None if shard.is_whole else shard.part(self.layout.num_kv_heads)
+        cache = KVCache(self.layout, num_blocks, self._device, heads=heads)
+        self._ranks.build(num_blocks, cache.shared_fd)
+        return cache
+
     def _count_blocks(self, config: EngineConfig, forward: Forward) -> int:
         override = config.num_gpu_blocks_override
-        activation = 0
-        if override is None and config.kv_cache_bytes is None and not device.is_host(self._device):
-            activation = self._measure_activations(config, forward)
-        available = 0 if override else device.kv_cache_bytes(self._device, config, activation)
-        return capacity.count_blocks(self.layout, available, override)
+        if override is not None:
+            return capacity.count_blocks(self.layout, 0, override)
+        if device.is_host(self._device):  # one memory holds all ranks' blocks
+            available = device.kv_cache_bytes(self._device, config, 0)
+        elif config.kv_cache_bytes is not None:
+            available = config.kv_cache_bytes * self._ranks.shard.size
+        else:
+            available = self._measure(config, forward) * self._ranks.shard.size
+        return capacity.count_blocks(self.layout, available, None)
 
-    def _measure_activations(self, config: EngineConfig, forward: Forward) -> int:
-        """Bytes that the largest step needs beside weights and KV cache."""
+    def _measure(self, config: EngineConfig, forward: Forward) -> int:
+        """Bytes that each rank has for its part of the KV cache, beside its weights and what the largest step needs."""
         tokens = self.limits.max_num_batched_tokens
         num_blocks = 2 + -(-tokens // self.layout.block_tokens) + self.limits.max_num_seqs
-        cache = KVCache(self.layout, num_blocks, self._device)
+        cache = self._make_cache(num_blocks)
         before = device.reset_peak(self._device)
-        runner = Runner(forward, cache, self.limits, self._masking)
-        exercise(runner, num_blocks, self.limits, tokens)
+        executor = lead(LocalExecutor(forward, cache, self.limits), self._ranks)
+        exercise(Runner(executor, self.limits, self._device, self._masking), num_blocks, self.limits, tokens)
         used = device.peak_bytes(self._device) - before
         cache.close()
-        if self._uses_graphs(config, forward):
-            used *= 2  # graphs keep scratch memory of their own; a decode step needs less than the largest step
-        return used + SAMPLER_COPIES * 4 * self.limits.max_num_seqs * self.vocab_size
+        del executor
+        # Graphs keep scratch memory of their own; a decode step needs less than the largest step.
+        measure = Measure(
+            work_factor=2 if self._uses_graphs(config, forward) else 1,
+            extra_bytes=SAMPLER_COPIES * 4 * self.limits.max_num_seqs * self.vocab_size,
+        )
+        activation = used * measure.work_factor + measure.extra_bytes
+        return self._ranks.available_bytes(device.kv_cache_bytes(self._device, config, activation), measure)
 
 
 @dataclass(slots=True)
@@ -356,12 +374,8 @@ class _Launched:
     chosen: Chosen | None = None
 
 
-def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
-    if config.kv_cache_dtype == "auto":
-        return str(model.dtype).removeprefix("torch.")
-    if model.head_dim % 2:
-        raise ConfigError(f"a KV cache in one byte needs heads of even size, not {model.head_dim}")
-    return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
+def _say_no_more(why: str) -> None:
+    """The log has it."""
 
 
 def _say_nothing(what: str, fraction: float) -> None:

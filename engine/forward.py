@@ -10,6 +10,7 @@ from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
 from engine.kernels.cpu_layers import CpuLayers
 from engine.model import LoadedModel
+from engine.parallel.collectives import Collectives
 from engine.quantization import install
 
 
@@ -44,12 +45,19 @@ class TransformersForward:
 
 
 def choose_forward(
-    model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, *, coded_kv: bool = False
+    model: LoadedModel,
+    backend: AttentionBackend,
+    kernels: LayerKernels,
+    collectives: Collectives,
+    *,
+    coded_kv: bool = False,
 ) -> Forward:
     """Call once: fusing repacks the model's weights in place. `coded_kv`: the KV cache has one byte per element."""
-    if isinstance(kernels, CpuLayers) and not coded_kv and fused_cpu.fits(model, kernels.library):
+    is_plain = model.is_whole and not coded_kv
+    if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
     if fused.fits(model.module):
-        return fused.FusedForward(model, backend, kernels)
+        return fused.FusedForward(model, backend, kernels, collectives)
+    assert model.is_whole, "only fused layers sum over ranks"
     install(model.module, kernels)
     return TransformersForward(model, backend)

@@ -16,6 +16,7 @@ from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels, Weight
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
+from engine.parallel.collectives import Collectives
 from engine.quantization import QuantizedLinear, can_merge, install, merge
 
 LAYERS = {
@@ -71,8 +72,11 @@ def fits(module: nn.Module) -> bool:
 
 
 class FusedForward:
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels) -> None:
-        """Packs the weights: transformers' parameters become views of the packed ones."""
+    def __init__(
+        self, model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, collectives: Collectives
+    ) -> None:
+        """Packs the weights: transformers' parameters become views of the packed ones. With several ranks, all call
+        this together."""
         module = cast(Any, model.module)
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
@@ -83,7 +87,8 @@ class FusedForward:
         self._final_norm = norm_of(module.model.norm)
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
-        self._backend, self._kernels = backend, kernels
+        self._backend, self._kernels, self._collectives = backend, kernels, collectives
+        self._is_head_whole = model.is_whole or module.lm_head.weight.shape[0] == model.vocab_size
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         # A module of transformers may read values back, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
@@ -100,15 +105,17 @@ class FusedForward:
         for number, layer in enumerate(self._layers):
             attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
             output = self._kernels.linear(attended, layer.output.weight, layer.output.bias)
+            output = self._collectives.all_reduce(output)
             norm = layer.mlp_norm
             hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
-            output = self._mlp(layer, hidden)
+            output = self._collectives.all_reduce(self._mlp(layer, hidden))
             is_last = number + 1 == len(self._layers)
             norm = self._final_norm if is_last else self._layers[number + 1].input_norm
             if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
                 output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
             hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
-        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+        logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
+        return logits if self._is_head_whole else self._collectives.gather_columns(logits)
 
     def _attend(
         self,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import device as devices
-from engine.block_tables import BlockTables
+from engine.block_tables import BlockTables, DeviceTables
 from engine.forward import Forward
 from engine.inputs import StepInputs
 from engine.kernels import AttentionMetadata
@@ -50,12 +50,48 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeArrays:
+    """All that a device is told of a decode step."""
+
+    inputs: NDArray[np.int64]  # [6, batch], rows TOKENS to CONTEXTS, the last one int32
+    changes: NDArray[np.int64] | None
+    """Of the block tables."""
+
+
+def fits(plan: Plan) -> bool:
+    """One token for each sequence, one choice after each, and nobody asks for logits of the prompt."""
+    return 0 < len(plan.chunks) == len(plan.rows) and all(
+        c.length == 1 and not c.sequence.request.wants_prompt_logprobs for c in plan.chunks
+    )
+
+
+def describe(plan: Plan, tables: BlockTables, limits: Limits) -> DecodeArrays:
+    """A token that the host does not know yet is its slot's last."""
+    chunks, block_tokens = plan.chunks, limits.block_tokens
+    count, width = len(chunks), limits.max_num_seqs + 1
+    for chunk in chunks:
+        tables.update(chunk.sequence)
+    host = np.zeros((CONTEXTS + 1, count), dtype=np.int64)
+    rows = np.array([c.sequence.slot for c in chunks])
+    positions = np.array([c.start for c in chunks])
+    tokens = np.array([-1 if c.sequence.num_pending else c.sequence.token_ids[c.start] for c in chunks])
+    host[TOKENS] = tokens
+    host[TOKEN_AT] = np.where(tokens < 0, rows, width + np.arange(count))
+    host[POSITIONS] = positions
+    host[SLOTS] = tables.host[rows, positions // block_tokens].astype(np.int64) * block_tokens
+    host[SLOTS] += positions % block_tokens
+    host[TABLE_ROWS] = rows
+    host[CONTEXTS].view(np.int32)[:count] = positions + 1
+    return DecodeArrays(host[TOKENS:], tables.take_changes())
+
+
 class DecodeGraphs:
-    def __init__(self, forward: Forward, layers: list[Tensor], tables: BlockTables, limits: Limits) -> None:
+    def __init__(self, forward: Forward, layers: list[Tensor], limits: Limits) -> None:
         device = layers[0].device
         self._forward = forward
         self._layers = layers
-        self._tables = tables
+        self._tables = DeviceTables(limits, device)
         self._limits = limits
         self._width = limits.max_num_seqs + 1  # one more than there are slots: padding has a column of its own
         # Two, for the device may still be copying from the one before.
@@ -74,7 +110,6 @@ class DecodeGraphs:
         sizes = buckets(self._limits.max_num_seqs)
         self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
         self._inputs[1:] = self._staging[0][1:]
-        self._tables.on_device()
         graphs: dict[int, Graph] = {}
         for size in reversed(sizes):
             self._compute(size)  # compiles kernels and allocates what libraries keep
@@ -82,35 +117,19 @@ class DecodeGraphs:
         self._graphs = graphs
         self._bucket_of = [next(s for s in sizes if s >= n) for n in range(self._limits.max_num_seqs + 1)]
 
-    def fits(self, plan: Plan) -> bool:
-        """One token for each sequence, one choice after each, and nobody asks for logits of the prompt."""
-        return (
-            bool(self._graphs)
-            and 0 < len(plan.chunks) == len(plan.rows)
-            and all(c.length == 1 and not c.sequence.request.wants_prompt_logprobs for c in plan.chunks)
-        )
+    @property
+    def are_captured(self) -> bool:
+        return bool(self._graphs)
 
-    def replay(self, plan: Plan) -> DecodeResult:
-        """Starts the step; does not wait for it. A token that the host does not know yet is its slot's last."""
-        chunks, block_tokens = plan.chunks, self._limits.block_tokens
+    def replay(self, arrays: DecodeArrays) -> DecodeResult:
+        """Starts the step; does not wait for it."""
         self._staging.reverse()
         host = self._staging[0].numpy()
-        count = len(chunks)
+        count = arrays.inputs.shape[1]
         bucket = self._bucket_of[count]
-        for chunk in chunks:
-            self._tables.update(chunk.sequence)
-        rows = np.array([c.sequence.slot for c in chunks])
-        positions = np.array([c.start for c in chunks])
-        tokens = np.array([-1 if c.sequence.num_pending else c.sequence.token_ids[c.start] for c in chunks])
-        host[TOKENS, :count] = tokens
-        host[TOKEN_AT, :count] = np.where(tokens < 0, rows, self._width + np.arange(count))
-        host[POSITIONS, :count] = positions
-        blocks = self._tables.host[rows, positions // block_tokens].astype(np.int64)
-        host[SLOTS, :count] = blocks * block_tokens + positions % block_tokens
-        host[TABLE_ROWS, :count] = rows
-        host[CONTEXTS].view(np.int32)[:count] = positions + 1
+        host[TOKENS:, :count] = arrays.inputs
         self._fill_padding(host, count, bucket)
-        self._tables.on_device()
+        self._tables.apply(arrays.changes)
         self._inputs[1:].copy_(self._staging[0][1:], non_blocking=True)
         self._graphs[bucket].replay()
         assert self._logits is not None
@@ -133,13 +152,13 @@ class DecodeGraphs:
         meta = AttentionMetadata(
             query_starts=self._starts[: size + 1],
             context_lens=self._inputs[CONTEXTS].view(torch.int32)[:size],
-            block_tables=self._tables.on_device().index_select(0, inputs[TABLE_ROWS]),
+            block_tables=self._tables.tensor.index_select(0, inputs[TABLE_ROWS]),
             slots=inputs[SLOTS],
             max_query_len=1,
             max_context_len=self._limits.max_model_len,
         )
         tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
-        step = StepInputs(tokens, inputs[POSITIONS], None, meta, sample_at=[], prompt_at={})
+        step = StepInputs(tokens, inputs[POSITIONS], None, meta)
         logits = self._forward(step, self._layers)
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))

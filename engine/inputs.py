@@ -1,4 +1,4 @@
-"""Turns a plan into tensors with few operations."""
+"""Turns a plan into arrays, and arrays into tensors, with few operations. Who makes the arrays need not compute."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +19,42 @@ class StepInputs:
     position_ids: Tensor  # int64 [num_tokens]
     logit_rows: Tensor | None  # int64 [num_logits]: rows of which logits are wanted; None: all, in their order
     meta: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """All that a device is told of a step."""
+
+    tokens: NDArray[np.int64]  # [num_tokens]; what stands at `pending` has no meaning
+    positions: NDArray[np.int64]  # [num_tokens]
+    slots: NDArray[np.int64]  # [num_tokens], as in AttentionMetadata
+    query_starts: NDArray[np.int32]  # [num_seqs + 1]
+    context_lens: NDArray[np.int32]  # [num_seqs]
+    block_tables: NDArray[np.int32]  # [num_seqs, blocks of the longest]
+    logit_rows: NDArray[np.int64] | None  # None: all
+    pending: NDArray[np.int64] | None  # [2, count]: which tokens only the device knows, and whose slot's last they are
+
+    def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
+        """`last_tokens`: each slot's, on the device."""
+        tokens = _sent(self.tokens, device)
+        if self.pending is not None:
+            where, slots = _sent(self.pending, device).unbind(0)
+            tokens.index_copy_(0, where, last_tokens[slots])
+        meta = AttentionMetadata(
+            query_starts=_sent(self.query_starts, device),
+            context_lens=_sent(self.context_lens, device),
+            block_tables=_sent(self.block_tables, device),
+            slots=_sent(self.slots, device),
+            max_query_len=int(np.diff(self.query_starts).max()),
+            max_context_len=int(self.context_lens.max()),
+        )
+        rows = None if self.logit_rows is None else _sent(self.logit_rows, device)
+        return StepInputs(tokens, _sent(self.positions, device), rows, meta)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    arrays: StepArrays
     sample_at: list[int]
     """For each row of the plan, which logits row."""
     prompt_at: dict[int, int]
@@ -26,13 +62,11 @@ class StepInputs:
 
 
 class InputBuilder:
-    def __init__(self, tables: BlockTables, block_tokens: int, device: torch.device) -> None:
+    def __init__(self, tables: BlockTables, block_tokens: int) -> None:
         self._tables = tables
         self._block_tokens = block_tokens
-        self._device = device
 
-    def build(self, plan: Plan, last_tokens: Tensor) -> StepInputs:
-        """`last_tokens`: each slot's, on the device, where those are that the host does not know yet."""
+    def describe(self, plan: Plan) -> Described:
         chunks = plan.chunks
         for chunk in chunks:
             self._tables.update(chunk.sequence)
@@ -52,38 +86,31 @@ class InputBuilder:
             tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(query_starts[-1]))
         blocks = self._tables.host[rows, positions // self._block_tokens].astype(np.int64)
         longest = int(ends.max())
-        meta = AttentionMetadata(
-            query_starts=self._to_device(query_starts),
-            context_lens=self._to_device(ends.astype(np.int32)),
-            block_tables=self._to_device(self._tables.host[slots_of, : -(-longest // self._block_tokens)]),
-            slots=self._to_device(blocks * self._block_tokens + positions % self._block_tokens),
-            max_query_len=int(lengths.max()),
-            max_context_len=longest,
-        )
         logit_rows, sample_at, prompt_at = _logit_rows(plan, query_starts.tolist())
-        return StepInputs(
-            input_ids=self._filled(self._to_device(tokens), plan, query_starts, last_tokens),
-            position_ids=self._to_device(positions),
-            logit_rows=None if len(logit_rows) == query_starts[-1] else self._to_device(np.array(logit_rows)),
-            meta=meta,
-            sample_at=sample_at,
-            prompt_at=prompt_at,
+        arrays = StepArrays(
+            tokens=tokens,
+            positions=positions,
+            slots=blocks * self._block_tokens + positions % self._block_tokens,
+            query_starts=query_starts,
+            context_lens=ends.astype(np.int32),
+            block_tables=self._tables.host[slots_of, : -(-longest // self._block_tokens)],
+            logit_rows=None if len(logit_rows) == query_starts[-1] else np.array(logit_rows),
+            pending=_pending(plan, query_starts),
         )
+        return Described(arrays, sample_at, prompt_at)
 
-    def _filled(self, tokens: Tensor, plan: Plan, query_starts: NDArray[np.int32], last_tokens: Tensor) -> Tensor:
-        """With the tokens that only the device knows."""
-        pending = [
-            (int(start), c.sequence.slot)
-            for c, start in zip(plan.chunks, query_starts, strict=False)
-            if c.sequence.num_pending
-        ]
-        if pending:
-            where, slots = self._to_device(np.array(pending).T.copy()).unbind(0)
-            tokens.index_copy_(0, where, last_tokens[slots])
-        return tokens
 
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+def _pending(plan: Plan, query_starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
+    found = [
+        (int(start), c.sequence.slot)
+        for c, start in zip(plan.chunks, query_starts, strict=False)
+        if c.sequence.num_pending
+    ]
+    return np.array(found).T.copy() if found else None
+
+
+def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _next_token(chunk: Chunk) -> int:

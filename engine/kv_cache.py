@@ -26,34 +26,46 @@ DTYPES = {
 
 
 class KVCache:
-    """`tensor` is [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim].
+    """`tensor` is [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim]; of several
+    ranks, each has its own heads there.
 
     `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, *, mirrored: bool | None = None
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        mirrored: bool | None = None,
+        heads: slice | None = None,
+        shared_fd: int | None = None,
     ) -> None:
+        """`heads`: those of this process, where several share each block; one of them makes the memory, whose
+        `shared_fd` the others are given and own from then on."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
         self.device = device
         self.is_mirrored = not devices.is_host(device) if mirrored is None else mirrored
         size = num_blocks * self.block_bytes
-        self.shared_fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.shared_fd, size)
+        self.shared_fd: int | None = shared_fd
+        if self.shared_fd is None:
+            self.shared_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+            os.ftruncate(self.shared_fd, size)
         self._mapping = mmap.mmap(self.shared_fd, size)
         self.host_view: memoryview | None = memoryview(self._mapping)
         host_bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._host_blocks = host_bytes.view(num_blocks, self.block_bytes)
-        heads = (layout.num_kv_heads, layout.block_tokens + layout.scale_rows, layout.head_dim)
-        shape = (num_blocks, layout.num_layers, layout.num_planes, *heads)
+        rows = layout.block_tokens + layout.scale_rows
+        shape = (num_blocks, layout.num_layers, layout.num_planes, layout.num_kv_heads, rows, layout.head_dim)
         dtype = DTYPES[layout.dtype]
+        self._host = host_bytes.view(dtype).view(shape)[:, :, :, heads or slice(None)]
         if self.is_mirrored:
             # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self.tensor = torch.zeros(self._host.shape, dtype=dtype, device=device)
         else:
-            self.tensor = host_bytes.view(dtype).view(shape)
+            self.tensor = self._host
 
     @property
     def device_tensor(self) -> Tensor:
@@ -70,22 +82,20 @@ class KVCache:
         """Sources and targets are disjoint."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
-        blocks = self.device_tensor
+        blocks = self.tensor.view(torch.uint8)
         blocks[target] = blocks[source]
 
     def to_host(self, blocks: Iterable[int]) -> None:
         """The mirror holds what these blocks hold now."""
         if self.is_mirrored:
-            device_blocks = self.device_tensor
             for block in blocks:
-                self._host_blocks[block].copy_(device_blocks[block])
+                self._host[block].copy_(self.tensor[block])
 
     def from_host(self, blocks: Iterable[int]) -> None:
         """These blocks hold what the mirror holds."""
         if self.is_mirrored:
-            device_blocks = self.device_tensor
             for block in blocks:
-                device_blocks[block].copy_(self._host_blocks[block])
+                self.tensor[block].copy_(self._host[block])
 
     def forget_host(self, blocks: Iterable[int]) -> None:
         """The mirror gives these blocks' host memory back. Nobody may be reading or writing them there."""
@@ -101,4 +111,4 @@ class KVCache:
         if self.host_view is not None:
             self.host_view.release()
             self.host_view = None
-        self.tensor = self._host_blocks = torch.empty(0)
+        self.tensor = self._host = torch.empty(0)

@@ -20,6 +20,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     num_kv_heads: int
+    """Of this rank."""
     head_dim: int
     num_planes: int
     """Of the KV cache: K and V, or the latent alone."""
@@ -27,3 +28,5 @@ class LoadedModel:
     """One per layer."""
     eos_ids: frozenset[int]
     fingerprint: str
+    is_whole: bool = True
+    """False: a rank's part of it, whose layers' outputs are to be summed over the ranks."""

@@ -20,6 +20,8 @@ from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.model import LoadedModel, Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
+from engine.parallel.shard import WHOLE, Shard, check_shardable
+from engine.parallel.weights import load_shard, make_dummy_shard
 from engine.quantization import loading
 from engine.quantization.formats import scheme
 from engine.quantization.online import Plan
@@ -29,19 +31,23 @@ logger = logging.getLogger(__name__)
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def load_model(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel:
+def load_model(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
     """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder = Path(config.model)
     hf_config = read_config(folder, config)
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
     _refuse_unsupported(name, hf_config, text_config)
+    check_shardable(name, text_config, shard.size)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     max_model_len = max_model_len_of(config, text_config)
     attention.register()
     progress("loading weights", 0.0)
     plan = _quantization_plan(config, name, text_config)
-    if plan is not None:
+    if not shard.is_whole:
+        make = make_dummy_shard if config.load_format == "dummy" else load_shard
+        module = make(hf_config, config, dtype, target, shard)
+    elif plan is not None:
         module = _load_quantized(folder, hf_config, config, plan, dtype, target)
     elif config.load_format == "dummy":
         module = _make_dummy(hf_config, config, dtype, target)
@@ -55,7 +61,8 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
     probe = _probe(module, name, target)
     shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
     if config.load_format == "dummy":
-        fingerprint = dummy_fingerprint(folder, variant, seed=config.seed, device=target.type)
+        drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
+        fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
     else:
         fingerprint = weights_fingerprint(folder, variant)
     return LoadedModel(
@@ -70,6 +77,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress) -
         specs=[shape.spec for shape in shapes],
         eos_ids=_eos_ids(module, text_config),
         fingerprint=fingerprint,
+        is_whole=shard.is_whole,
     )
 
 

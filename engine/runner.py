@@ -1,9 +1,9 @@
 """Runs a plan: inputs, model, tokens; from a captured graph where one fits. Decides nothing else."""
 
-import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,17 +11,14 @@ from contracts.messages import TokenLogprobs
 from engine import device as devices
 from engine.block_tables import BlockTables
 from engine.constraints import Constraints
-from engine.forward import Forward
-from engine.graphs import Capture, DecodeGraphs
-from engine.inputs import InputBuilder, StepInputs
-from engine.kv_cache import KVCache
+from engine.executor import Executor
+from engine.graphs import describe, fits
+from engine.inputs import Described, InputBuilder
 from engine.logprobs import token_logprobs
 from engine.masks import Masking
 from engine.roster import Limits
 from engine.sampler import Sampler
 from engine.scheduler import Plan, Sampled
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Started:
     plan: Plan
     logits: Tensor | None
     greedy: Tensor | None
-    inputs: StepInputs | None
+    inputs: Described | None
     constraints: "Future[Constraints] | None" = None
 
 
@@ -51,23 +48,19 @@ class Runner:
 
     Its thread and memory are free after `close`."""
 
-    def __init__(self, forward: Forward, cache: KVCache, limits: Limits, masking: Masking) -> None:
-        self._forward = forward
-        self._layers = cache.layers()
-        self._tables = BlockTables(limits, cache.device)
-        self._inputs = InputBuilder(self._tables, limits.block_tokens, cache.device)
-        self._graphs = DecodeGraphs(forward, self._layers, self._tables, limits)
-        self._sampler = Sampler(cache.device)
+    def __init__(
+        self, executor: Executor, limits: Limits, device: torch.device, masking: Masking, *, keeps_tokens: bool = True
+    ) -> None:
+        """`keeps_tokens`: steps may start before the host knows the tokens of the one before."""
+        self._executor = executor
+        self._keeps_tokens = keeps_tokens
+        self._limits = limits
+        self._tables = BlockTables(limits)
+        self._inputs = InputBuilder(self._tables, limits.block_tokens)
+        self._sampler = Sampler(device)
         self._masking = masking
-        self._landing = devices.Landing(cache.device)
-        self._device = cache.device
-
-    def capture_graphs(self, capture: Capture) -> None:
-        """From now on decode steps are replayed. If that cannot be, they are computed as before."""
-        try:
-            self._graphs.capture(capture)
-        except RuntimeError as error:
-            logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
+        self._landing = devices.Landing(device)
+        self._device = device
 
     def run(self, plan: Plan) -> Sampled:
         return self.wait(self.choose(self.start(plan)))
@@ -79,11 +72,11 @@ class Runner:
             return Started(plan, None, None, None)
         # What tokens may follow depends on those before them.
         constraints = None if ahead else self._masking.begin(plan.rows)
-        if self._graphs.fits(plan):
-            result = self._graphs.replay(plan)
+        if self._executor.has_graphs and fits(plan):
+            result = self._executor.replay(describe(plan, self._tables, self._limits))
             return Started(plan, result.logits, result.greedy, None, constraints)
-        inputs = self._inputs.build(plan, self._graphs.last_tokens)
-        return Started(plan, self._forward(inputs, self._layers), None, inputs, constraints)
+        inputs = self._inputs.describe(plan)
+        return Started(plan, self._executor.compute(inputs.arrays), None, inputs, constraints)
 
     @torch.inference_mode()
     def choose(self, started: Started) -> Chosen:
@@ -120,15 +113,16 @@ class Runner:
 
     def _keep(self, plan: Plan, tokens: Tensor, started: Started) -> None:
         """Each slot's last token stays on the device, for a step that starts before the host knows it."""
-        if tokens is started.greedy:
+        if tokens is started.greedy or not self._keeps_tokens:
             return  # the graph has done it
         if started.inputs is None:
-            self._graphs.put(tokens)
+            self._executor.put(tokens)
             return
         going = [(i, row.sequence.slot) for i, row in enumerate(plan.rows) if row.sequence.slot >= 0]
         if going:
-            which, slots = torch.tensor(going).t().contiguous().to(self._device, non_blocking=True).unbind(0)
-            self._graphs.last_tokens.index_copy_(0, slots, tokens[which])
+            which, slots = np.array(going).T.copy()
+            picked = torch.from_numpy(which).to(self._device, non_blocking=True)
+            self._executor.keep(tokens[picked], slots)
 
 
 def _prompt_logprobs(plan: Plan, number: int, logits: Tensor) -> list[TokenLogprobs]:

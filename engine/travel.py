@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from contracts.identity import RequestId
-from engine.kv_cache import KVCache
 from engine.outputs import CompletedBlocks
+from engine.parallel.leading import BlockCopies
 
 
 class Travel:
     """Who needs which block in the mirror. Called by the engine, in its thread."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: BlockCopies) -> None:
         self._cache = cache
         self._users: Counter[int] = Counter()
         self._blocks_of: dict[RequestId, list[int]] = {}

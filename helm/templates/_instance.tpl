@@ -10,6 +10,7 @@
 {{- $image := include "baton.image" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device)) }}
 {{- $settings := include "baton.pool.settings" . }}
 {{- $isCard := ne $values.gpu.device "cpu" }}
+{{- $cards := index $pool.engine "tensorParallelSize" | default $values.engine.tensorParallelSize }}
 apiVersion: v1
 kind: ConfigMap
 metadata:
@@ -66,7 +67,7 @@ spec:
       {{- end }}
       {{- if $values.gpu.dra.enabled }}
       resourceClaims:
-        - {name: gpu, resourceClaimTemplateName: {{ include "baton.fullname" $root }}-gpu}
+        - {name: gpu, resourceClaimTemplateName: {{ include "baton.fullname" $root }}-gpu{{ if gt (int $cards) 1 }}-{{ $cards }}{{ end }}}
       {{- end }}
       {{- $prepares := and $values.kvTransfer.usm.enabled $values.kvTransfer.usm.prepareHostPath }}
       {{- if or $prepares (eq $values.model.source.kind "download") $pool.extraInitContainers }}
@@ -141,7 +142,7 @@ spec:
           resources:
             {{- $resources := deepCopy $pool.resources }}
             {{- if and $values.gpu.resourceName $isCard (not $values.gpu.dra.enabled) }}
-            {{- $_ := set $resources "limits" (merge (dict $values.gpu.resourceName 1) ($resources.limits | default dict)) }}
+            {{- $_ := set $resources "limits" (merge (dict $values.gpu.resourceName (int $cards)) ($resources.limits | default dict)) }}
             {{- end }}
             {{- toYaml $resources | nindent 12 }}
             {{- if $values.gpu.dra.enabled }}

@@ -1,6 +1,7 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         max_num_seqs=num_seqs,
+        tensor_parallel_size=settings.tensor_parallel_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_bytes=settings.kv_cache_memory_bytes,
@@ -51,11 +53,12 @@ def model_kind(settings: InstanceSettings) -> Kind:
     return kind_of(Path(settings.model), runner=settings.runner, task=settings.task)
 
 
-def build_engine(settings: InstanceSettings) -> Engine:
-    """Called in the engine's thread. Raises `engine.errors.EngineError`."""
+def build_engine(settings: InstanceSettings, on_lost: Callable[[str], None]) -> Engine:
+    """Called in the engine's thread. `on_lost` is told, in another one, why the engine cannot go on. Raises
+    `engine.errors.EngineError`."""
     _set_threads(settings)
     with ProgressBar() as progress:
-        return Engine(engine_config(settings), progress=progress)
+        return Engine(engine_config(settings), progress=progress, on_lost=on_lost)
 
 
 def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngine:

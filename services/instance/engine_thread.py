@@ -65,7 +65,8 @@ class EngineThread(Generic[E]):
         self._commands: SimpleQueue[_Command[E, object] | None] = SimpleQueue()
         self._attached = threading.Event()
         self._is_broken = False
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._ended: Future[None] = Future()
         self._ready: Future[E] = Future()
 
     @property
@@ -98,11 +99,25 @@ class EngineThread(Generic[E]):
         if not self._is_broken:
             self._commands.put(_Command(action, None))
 
+    def give_up(self, reason: str) -> None:
+        """From any thread: the engine cannot go on, though its thread may not have noticed."""
+        if self._attached.is_set() and not self._is_broken:
+            self._is_broken = True
+            self._deliver(self._on_broken, EngineBroken(reason))
+
     async def stop(self) -> None:
         """Lets the running step end and closes the engine. Nobody touches its memory any more."""
         self._commands.put(None)
         self._attached.set()
-        await asyncio.to_thread(self._thread.join)
+        # A thread that is stuck in foreign code is waited for as long as this is, and no longer.
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+        self._thread.join()
+
+    def _live(self) -> None:
+        try:
+            self._main()
+        finally:
+            self._ended.set_result(None)
 
     def _main(self) -> None:
         try:
@@ -117,8 +132,7 @@ class EngineThread(Generic[E]):
             self._run(engine)
         except Exception as exc:
             logger.exception("the engine broke")
-            self._is_broken = True
-            self._deliver(self._on_broken, EngineBroken(f"the engine broke: {exc}"))
+            self.give_up(f"the engine broke: {exc}")
             # Its memory stays until `stop`: transfers may still read it.
             while self._commands.get() is not None:
                 pass

@@ -306,7 +306,13 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
     """For what the model is made for. Raises `StartFailed` for a role that has nothing to do with it."""
     kind = model_kind(settings)
     if kind == "generate":
-        return EngineThread(lambda: build_engine(settings))
+        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, thread.give_up))
+        return thread
+    if settings.tensor_parallel_size > 1:
+        raise StartFailed(
+            f"{settings.model} answers with vectors (--task {kind}), which one device computes: leave out"
+            " --tensor-parallel-size, and start more instances instead"
+        )
     if role == "decode":
         raise StartFailed(
             f"{settings.model} answers with vectors (--task {kind}), which prefill and unified instances compute:"

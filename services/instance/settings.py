@@ -45,8 +45,12 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = []
     device: Annotated[Device, Meta(description="where the model runs; auto takes xpu, then cuda, then cpu")] = "auto"
     device_index: Annotated[
-        int | None, Meta(description="which device of the machine; the process sees that one alone", ge=0)
+        int | None,
+        Meta(description="which device of the machine, or the first of several; the process sees no other", ge=0),
     ] = None
+    tensor_parallel_size: Annotated[
+        int, Meta(description="devices over which the model is split, a process each", ge=1)
+    ] = 1
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Meta(description="whether the model writes text or answers with vectors; auto sees it in its folder"),
@@ -195,12 +199,13 @@ def model_names(settings: InstanceSettings) -> list[str]:
 
 
 def visible_device(settings: InstanceSettings) -> dict[str, str]:
-    """Variables that show a process one device alone; they must be set before torch looks for devices.
+    """Variables that show a process its own devices alone; they must be set before torch looks for devices.
 
     ZE_AFFINITY_MASK also spares the copy of all device memory in host memory that a second visible Arc card costs
     (https://github.com/intel/compute-runtime/issues/953).
     """
     if settings.device_index is None:
         return {}
-    index = str(settings.device_index)
-    return {"ZE_AFFINITY_MASK": index, "CUDA_VISIBLE_DEVICES": index}
+    first = settings.device_index
+    mask = ",".join(map(str, range(first, first + settings.tensor_parallel_size)))
+    return {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}

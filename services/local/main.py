@@ -54,12 +54,12 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     try:
         settings = _complete(loaded.settings, given)
         _check_transport(settings, str(given.values.get("kv_transport", "auto")))
+        names = _names(loaded.settings, given)
+        machine = _machine(str(given.values.get("device", "auto")), environ)
+        registry = f"memory:///@baton-{secrets.token_hex(8)}"
+        processes = plan(settings, given, machine, names=names, registry=registry)
     except ConfigurationError as exc:
         stop(PROGRAM, str(exc))
-    names = _names(loaded.settings, given)
-    machine = _machine(str(given.values.get("device", "auto")), environ)
-    registry = f"memory:///@baton-{secrets.token_hex(8)}"
-    processes = plan(settings, given, machine, names=names, registry=registry)
 
     scheme = "https" if given.values.get("ssl_certfile") else "http"
     url = f"{scheme}://{_reachable(settings.host)}:{settings.port}"

@@ -1,10 +1,12 @@
 """Which processes a local cluster is made of, and their flags. Pure: values in, values out."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from contracts.instance import Role
 from services.common.configuration import to_argv
+from services.common.errors import ConfigurationError
 from services.common.options import Option, Value
 from services.local.settings import ServeSettings
 
@@ -16,6 +18,7 @@ MANAGED_OF_ROUTER = frozenset("model host port registry".split())
 """Options that `serve` sets itself: nobody else may."""
 
 MEMORY_FRACTION = 0.9
+SIZE = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`device_indexes` are accelerators, none on a CPU machine."""
+    """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split."""
 
     cores: int
     device_indexes: list[int]
@@ -56,24 +59,66 @@ def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list
     }
     instances = [(role, number) for role, count in counts.items() for number in range(count)]
     processes = [router]
-    for place, (role, number) in enumerate(instances):
-        own = common | {"instance_id": f"{role}-{number}"} | _share(machine, settings, place, len(instances))
-        processes.append(_process(f"{role}-{number}", role, own, given, given.instance))
+    shares = _shares(machine, settings, [_size(given, role) for role, _ in instances])
+    for (role, number), share in zip(instances, shares, strict=True):
+        own = {**common, "instance_id": f"{role}-{number}", **share.values}
+        process = _process(f"{role}-{number}", role, own, given, given.instance)
+        processes.append(replace(process, variables={**process.variables, **share.variables}))
     return processes
 
 
-def _share(machine: Machine, settings: ServeSettings, place: int, count: int) -> dict[str, Value]:
-    """The part of the machine that one of `count` instances gets."""
-    devices = machine.device_indexes
-    if not devices:
-        return {"threads": settings.threads or max(1, machine.cores // count)}
-    sharers = len(range(place % len(devices), count, len(devices)))
-    share: dict[str, Value] = {"device_index": devices[place % len(devices)]}
+def _size(given: Given, role: Role) -> int:
+    """Devices of one instance."""
+    value = given.sections.get(role, {}).get(SIZE, given.values.get(SIZE, 1))
+    return int(str(value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    values: Mapping[str, Value]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def _shares(machine: Machine, settings: ServeSettings, sizes: Sequence[int]) -> list[_Share]:
+    """The part of the machine that each instance gets, which takes so many devices. Raises `ConfigurationError`."""
+    if not machine.device_indexes:
+        threads = settings.threads or max(1, machine.cores // max(1, sum(sizes)))
+        return [_Share({"threads": threads})] * len(sizes)
+    groups = _groups(machine.device_indexes, sizes)
+    users = Counter(device for group in groups for device in group)
+    return [_share(settings, group, max(users[device] for device in group)) for group in groups]
+
+
+def _groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    """In turns; from the first device again where too few are left."""
+    groups: list[Sequence[int]] = []
+    at = 0
+    for size in sizes:
+        if size > len(devices):
+            raise ConfigurationError(
+                f"--tensor-parallel-size {size} needs {size} devices for an instance, but this machine shows"
+                f" {len(devices)}: lower it"
+            )
+        if at + size > len(devices):
+            at = 0
+        groups.append(devices[at : at + size])
+        at += size
+    return groups
+
+
+def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _Share:
+    values: dict[str, Value] = {}
+    variables: dict[str, str] = {}
+    if len(devices) == 1:
+        values["device_index"] = devices[0]
+    else:
+        mask = ",".join(map(str, devices))
+        variables = {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}
     if settings.threads:
-        share["threads"] = settings.threads
+        values["threads"] = settings.threads
     if sharers > 1:
-        share["gpu_memory_utilization"] = round(MEMORY_FRACTION / sharers, 4)
-    return share
+        values["gpu_memory_utilization"] = round(MEMORY_FRACTION / sharers, 4)
+    return _Share(values, variables)
 
 
 def _process(name: str, role: str, own: Mapping[str, object], given: Given, options: Sequence[Option]) -> Process:

@@ -45,7 +45,7 @@ ROUTER_DECIDED = set(
     "model served_model_name host port registry api_key_file ssl_keyfile ssl_certfile max_logprobs handoff_timeout_s"
     " shutdown_timeout_s cluster_key_file log_level log_format otlp_traces_endpoint".split()
 )
-# Settings that have no place in Kubernetes: the card is the pod's only one; keys belong into a file from a Secret.
+# Settings that have no place in Kubernetes: the pod sees its own cards alone; keys belong into a file from a Secret.
 INSTANCE_UNUSED = {"device_index"}
 ROUTER_UNUSED = {"api_key"}
 

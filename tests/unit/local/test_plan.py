@@ -3,8 +3,10 @@
 from typing import Annotated
 
 import msgspec
+import pytest
 from msgspec import Meta
 
+from services.common.errors import ConfigurationError
 from services.common.options import Value, options_of
 from services.local.plan import Given, Machine, Process, plan
 from services.local.settings import ServeSettings
@@ -21,6 +23,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0)] = 0.9
     enforce_eager: bool = False
+    tensor_parallel_size: int = 1
 
 
 def processes(
@@ -89,3 +92,20 @@ def test_instances_that_share_an_accelerator_share_its_memory() -> None:
     assert not [word for word in found["prefill-1"].argv if "utilization" in word]
     chosen = processes(prefill=2, devices=[0], gpu_memory_utilization=0.2)
     assert "--gpu-memory-utilization=0.2" in chosen["decode-0"].argv
+
+
+def test_an_instance_of_several_ranks_sees_several_accelerators() -> None:
+    found = processes(devices=[0, 2, 4, 6], tensor_parallel_size=2)
+    assert found["prefill-0"].variables == {"ZE_AFFINITY_MASK": "0,2", "CUDA_VISIBLE_DEVICES": "0,2"}
+    assert found["decode-0"].variables["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert "--tensor-parallel-size=2" in found["decode-0"].argv
+    assert not [word for word in found["decode-0"].argv if "device-index" in word or "utilization" in word]
+    crowded = processes(devices=[0, 1], sections={"prefill": {"tensor_parallel_size": 2}})
+    assert crowded["prefill-0"].variables["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert {"--device-index=0", "--gpu-memory-utilization=0.45"} <= set(crowded["decode-0"].argv)
+    with pytest.raises(ConfigurationError, match="needs 3 devices"):
+        processes(devices=[0, 1], tensor_parallel_size=3)
+
+
+def test_ranks_divide_the_cores_too() -> None:
+    assert "--threads=2" in processes(tensor_parallel_size=2)["decode-0"].argv

@@ -1,0 +1,112 @@
+"""What ranks compute together. One port; one rank alone, and a group through torch.distributed."""
+
+import importlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine import device as devices
+from engine.parallel.one_shot import OneShot
+from engine.parallel.shard import Shard
+
+TIMEOUT_S = 300.0
+"""No step, and no compilation at start, takes so long: a rank that is behind by more is lost."""
+
+
+class Collectives(Protocol):
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The ranks' sum. `values` may be overwritten."""
+        ...
+
+    def gather_columns(self, values: Tensor) -> Tensor:
+        """[rows, columns] of each rank, side by side in the order of ranks."""
+        ...
+
+    def broadcast(self, values: Tensor) -> None:
+        """Every rank's `values` become those of rank 0."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: whoever waits for another rank stops waiting, as far as the backend can."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """A group of one."""
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather_columns(self, values: Tensor) -> Tensor:
+        return values
+
+    def broadcast(self, values: Tensor) -> None:
+        """Nobody else is there."""
+
+    def abort(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Group:
+    """`nccl` on cuda, `xccl` on xpu, `gloo` on CPUs. Calls on devices are queued on the current stream."""
+
+    def __init__(self, store_path: Path, shard: Shard, device: torch.device) -> None:
+        """Returns when all ranks are there. Raises RuntimeError."""
+        distributed: Any = importlib.import_module("torch.distributed")
+        timeout = timedelta(seconds=TIMEOUT_S)
+        store = distributed.FileStore(str(store_path), shard.size)
+        store.set_timeout(timeout)
+        self._shard = shard
+        self._distributed = distributed
+        self._is_world = not devices.is_host(device)
+        if self._is_world:
+            backend = devices.collective_backend(device)
+            kwargs = {"rank": shard.rank, "world_size": shard.size, "timeout": timeout, "device_id": device}
+            distributed.init_process_group(backend, store=store, **kwargs)
+            self._group = distributed.group.WORLD
+        else:
+            options = distributed.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
+        self.broadcast(torch.zeros(1, device=device))  # connects
+        devices.synchronize(device)
+        self._one_shot = OneShot.make(self._group, device) if self._is_world else None
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        if self._one_shot is not None and self._one_shot.fits(values):
+            return self._one_shot.all_reduce(values)
+        options = self._distributed.AllreduceOptions()
+        options.asyncOp = False
+        self._group.allreduce([values], options).wait()
+        return values
+
+    def gather_columns(self, values: Tensor) -> Tensor:
+        rows, columns = values.shape
+        gathered = values.new_empty((self._shard.size * rows, columns))
+        self._group._allgather_base(gathered, values.contiguous()).wait()
+        return gathered.view(self._shard.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    def broadcast(self, values: Tensor) -> None:
+        options = self._distributed.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, False
+        self._group.broadcast([values], options).wait()
+
+    def abort(self) -> None:
+        if hasattr(self._group, "abort"):
+            self._group.abort()
+
+    def close(self) -> None:
+        """The other ranks may be gone already, so this does not wait for them where it can be helped."""
+        if self._is_world:
+            library = self._distributed.distributed_c10d
+            end = getattr(library, "_abort_process_group", self._distributed.destroy_process_group)
+            end()

@@ -1,0 +1,104 @@
+"""Rank 0's executor and block copies: what this process does, all ranks do. Each call tells the others first."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.executor import Executor, LocalExecutor
+from engine.graphs import Capture, DecodeArrays, DecodeResult
+from engine.inputs import StepArrays
+from engine.kv_cache import KVCache
+from engine.parallel.commands import CopyBlocks, FromHost, Put, ToHost, compute_command, keep_command, replay_command
+from engine.parallel.ranks import Ranks
+
+
+class LeadingExecutor:
+    """Fits `Executor`."""
+
+    def __init__(self, own: LocalExecutor, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._own.has_graphs
+
+    def compute(self, arrays: StepArrays) -> Tensor:
+        self._ranks.tell(compute_command(arrays))
+        return self._own.compute(arrays)
+
+    def replay(self, arrays: DecodeArrays) -> DecodeResult:
+        self._ranks.tell(replay_command(arrays))
+        return self._own.replay(arrays)
+
+    @torch.inference_mode()
+    def put(self, tokens: Tensor) -> None:
+        self._ranks.tell(Put(len(tokens)))
+        self._ranks.group.broadcast(tokens)
+        self._own.put(tokens)
+
+    @torch.inference_mode()
+    def keep(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
+        self._ranks.tell(keep_command(slots))
+        self._ranks.group.broadcast(tokens)
+        self._own.keep(tokens, slots)
+
+    def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
+        def capture_here() -> bool:
+            self._own.capture_graphs(capturing)
+            return self._own.has_graphs
+
+        self._ranks.capture(capture_here)
+
+
+class BlockCopies(Protocol):
+    """`KVCache`, as far as blocks are copied; on all ranks."""
+
+    @property
+    def is_mirrored(self) -> bool: ...
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+    def to_host(self, blocks: Iterable[int]) -> None: ...
+    def from_host(self, blocks: Iterable[int]) -> None: ...
+    def forget_host(self, blocks: Iterable[int]) -> None: ...
+
+
+class LeadingCopies:
+    """Fits `BlockCopies`."""
+
+    def __init__(self, own: KVCache, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self.is_mirrored = own.is_mirrored
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._ranks.tell(CopyBlocks(list(sources), list(targets)))
+        self._own.copy_blocks(sources, targets)
+
+    def to_host(self, blocks: Iterable[int]) -> None:
+        """Returns when all ranks' parts are there."""
+        if self.is_mirrored and (chosen := list(blocks)):
+            self._ranks.tell(ToHost(chosen))
+            self._own.to_host(chosen)
+            self._ranks.wait()
+
+    def from_host(self, blocks: Iterable[int]) -> None:
+        """Returns when no rank reads the mirror any more."""
+        if self.is_mirrored and (chosen := list(blocks)):
+            self._ranks.tell(FromHost(chosen))
+            self._own.from_host(chosen)
+            self._ranks.wait()
+
+    def forget_host(self, blocks: Iterable[int]) -> None:
+        self._own.forget_host(blocks)
+
+
+def lead(own: LocalExecutor, ranks: Ranks) -> Executor:
+    return own if ranks.shard.is_whole else LeadingExecutor(own, ranks)
+
+
+def lead_copies(own: KVCache, ranks: Ranks) -> BlockCopies:
+    return own if ranks.shard.is_whole else LeadingCopies(own, ranks)

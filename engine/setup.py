@@ -1,0 +1,51 @@
+"""What every rank of an engine derives from its settings and its model: the block's shape, the limits, the forward."""
+
+import torch
+
+from contracts.layout import KVLayout
+from engine import device as devices
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.forward import choose_forward
+from engine.kernels import attention_backend, layer_kernels
+from engine.model import LoadedModel
+from engine.parallel.collectives import Collectives
+from engine.roster import Limits
+
+
+class Setup:
+    """`layout` is of whole blocks, all ranks' heads in them."""
+
+    def __init__(
+        self, config: EngineConfig, model: LoadedModel, device: torch.device, collectives: Collectives
+    ) -> None:
+        """Call once: it repacks the model's weights."""
+        defaults = devices.defaults(device)
+        self.layout = KVLayout(
+            fingerprint=model.fingerprint,
+            num_layers=len(model.specs),
+            num_kv_heads=model.num_kv_heads * config.tensor_parallel_size,
+            block_tokens=config.block_size or defaults.block_tokens,
+            head_dim=model.head_dim,
+            dtype=_kv_dtype(config, model),
+            num_planes=model.num_planes,
+        )
+        batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
+        self.limits = Limits(
+            block_tokens=self.layout.block_tokens,
+            max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=batched,
+        )
+        backend = attention_backend(device, model.dtype)
+        layers = layer_kernels(device, model.dtype)
+        coded_kv = self.layout.scale_rows > 0
+        self.forward = choose_forward(model, backend, layers, collectives, coded_kv=coded_kv)
+
+
+def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
+    if config.kv_cache_dtype == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    if model.head_dim % 2:
+        raise ConfigError(f"a KV cache in one byte needs heads of even size, not {model.head_dim}")
+    return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype

@@ -1,0 +1,96 @@
+"""Two ranks, each a process with half of the heads, give the tokens of transformers.generate."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig
+from engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
+from tests.engine.conftest import References
+from tests.engine.driving import DEVICE, hand_over, make_engine, make_work, run
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+def ask(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        engine.add(make_work(engine, str(number), prompt, **sampling))
+    answers = run(engine)
+    return [answers[str(number), 0] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_tokens_equal_transformers_on_both_ends_of_a_handoff(family: str, references: References) -> None:
+    reference = references(family)
+    with make_engine(reference.folder, tensor_parallel_size=2, max_num_batched_tokens=24) as two:
+        assert ask(two, reference.prompts) == reference.answers
+        with make_engine(reference.folder) as one:
+            assert one.layout == two.layout
+            for source, sink in ((one, two), (two, one)):
+                answers = hand_over(source, sink, make_work(source, "over", reference.prompts[3]))
+                assert answers["over", 0] == reference.answers[3]
+
+
+def test_steps_launched_ahead_sampled_and_forked(references: References) -> None:
+    """What is chosen on rank 0 is what the others go on with; copied blocks are copied on all."""
+    prompts = references("llama").prompts[:3]
+    folder = references("llama").folder
+    two_ranks = make_engine(folder, tensor_parallel_size=2, async_scheduling=True)
+    with make_engine(folder) as one, two_ranks as two:
+        found = []
+        for engine in (one, two):
+            for number, prompt in enumerate(prompts):
+                engine.add(make_work(engine, f"s{number}", prompt, sequences=2, temperature=0.9, top_p=0.9))
+            engine.add(make_work(engine, "greedy", prompts[0]))
+            found.append(run(engine))
+    assert found[0] == found[1]
+    assert found[1]["greedy", 0] == references("llama").answers[0]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a device that waits for a dead rank ends with its process only")
+def test_an_engine_ends_with_its_ranks(references: References) -> None:
+    heard: list[str] = []
+    told = threading.Event()
+
+    def on_lost(why: str) -> None:
+        heard.append(why)
+        told.set()
+
+    folder = references("llama").folder
+    config = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=4 << 20, tensor_parallel_size=2)
+    with Engine(config, on_lost=on_lost) as engine:
+        (rank,) = engine._ranks._ranks
+        os.kill(rank.process.pid, signal.SIGKILL)
+        assert told.wait(10)
+        assert heard == ["rank 1 of 2 has ended (its last words are in the log)"]
+        engine.add(make_work(engine, "a", references("llama").prompts[0]))
+        with pytest.raises((EngineError, RuntimeError)):
+            run(engine)
+    assert rank.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "error", "words"),
+    [
+        ("llama", 4, ConfigError, r"KV heads \(2\); choose one that does, such as 2"),
+        ("gpt2", 2, UnsupportedModelError, "cannot be split over devices yet"),
+        ("llama", 0, ConfigError, "tensor_parallel_size is 0"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    family: str, size: int, error: type[Exception], words: str, references: References
+) -> None:
+    with pytest.raises(error, match=words):
+        make_engine(references(family).folder, tensor_parallel_size=size)
+
+
+def test_a_checkpoint_with_a_hole_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be loaded"):
+        make_engine(folder, tensor_parallel_size=2)
