@@ -21,6 +21,7 @@ BENCHES = {
         "bench.router",
         "the router alone, with instances faked at its ZeroMQ side: requests/s, tokens/s, latency",
     ),
+    "chaos": ("bench.chaos", "streams while processes are killed and frozen: all end equal, nothing is left"),
     "grammar": ("bench.grammar", "structured output: time to compile a grammar and to make each token's mask"),
     "peers": ("bench.peers", "the same load on Baton and on other servers: vLLM, llama.cpp, transformers"),
     "attention-cpu": ("bench.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),

@@ -23,6 +23,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._is_in_head = True
+        self._num_heads = 0
         self._head_bytes = 0
         self._too_slow: asyncio.TimerHandle | None = None
 
@@ -35,9 +36,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._is_in_head
+        num_heads = self._num_heads
         super().data_received(data)
-        if was_in_head and self._is_in_head:
+        if self._is_in_head and self._num_heads == num_heads:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.max_bytes:
                 self._refuse(b"431 Request Header Fields Too Large")
@@ -46,6 +47,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._num_heads += 1
         self._head_is_over()
         super().on_headers_complete()
 
@@ -64,7 +66,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: bytes) -> None:
         self._head_is_over()
-        if not self.transport.is_closing():
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if not is_answering and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
 

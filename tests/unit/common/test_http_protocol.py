@@ -20,9 +20,9 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def talk(body: Talk, limits: HeadLimits) -> None:
+def talk(body: Talk, limits: HeadLimits, served: Any = app) -> None:
     async def scenario() -> None:
-        server = HttpServer(app, host="127.0.0.1", port=0, head_limits=limits)
+        server = HttpServer(served, host="127.0.0.1", port=0, head_limits=limits)
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         async with asyncio.timeout(10):
@@ -62,3 +62,18 @@ def test_a_head_that_takes_for_ever_is_not_waited_for() -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
     talk(body, HeadLimits(timeout_s=0.05))
+
+
+def test_an_answer_may_take_as_long_as_it_likes() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for word in (b"do", b"ne"):
+            await asyncio.sleep(0.15)
+            await send({"type": "http.response.body", "body": word, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
+        assert b"408" not in await reader.readuntil(b"0\r\n\r\n")
+
+    talk(body, HeadLimits(timeout_s=0.1), slow)
