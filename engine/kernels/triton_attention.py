@@ -23,7 +23,7 @@ from engine.kernels.triton_tiles import (
 )
 
 MAX_HEAD_DIM = 256
-"""Wider heads (latent attention) fit into no tile: the plain-torch twin takes them, and ALiBi, on any device."""
+"""Wider heads fit into no tile: the plain-torch twin takes them, latent attention and ALiBi, on any device."""
 
 
 class TritonAttention:
@@ -39,13 +39,13 @@ class TritonAttention:
         self._twin = ReferenceAttention()
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        if key.shape[2] > MAX_HEAD_DIM:
+        if _has_one_plane(cache) or key.shape[2] > MAX_HEAD_DIM:
             self._twin.store(key, value, cache, meta)
             return
         store(key, value, cache, meta.slots)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        if spec.alibi is not None or query.shape[2] > MAX_HEAD_DIM:
+        if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM:
             return self._twin.attend(query, cache, meta, spec)
         decoding, prefilling = self.tiles(query, cache)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -64,3 +64,8 @@ class TritonAttention:
             decode_tiles(self._limits, head_bytes=head_bytes, block_tokens=cache.shape[3]),
             prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
         )
+
+
+def _has_one_plane(cache: Tensor) -> bool:
+    """The kernels find V where a second plane would lie."""
+    return cache.stride(1) == 0

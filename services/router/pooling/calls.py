@@ -159,7 +159,8 @@ class _Call:
             if isinstance(error, BadRequestError):
                 raise error
             instance = member.record.instance
-            logger.warning("request %s is asked again: %s: %s", self._job.request_id, instance, error.message)
+            extra = {"request_id": self._job.request_id}
+            logger.warning("asked again: %s: %s", instance, error.message, extra=extra)
             self._avoid.add(instance)
             if attempt == self._rules.max_replays:
                 raise error

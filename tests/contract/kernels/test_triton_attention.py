@@ -126,6 +126,24 @@ def test_store_writes_each_token_to_its_slot_and_skips_negative_slots() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("head_dim", [16, 288])
+def test_one_plane_serves_as_keys_and_values(head_dim: int) -> None:
+    batch = random_batch([3, 1], [20, 35], head_dim=head_dim)
+    shared = replace(batch, cache=batch.cache[:, :1].contiguous().expand(-1, 2, -1, -1, -1))
+    attention().store(batch.key, batch.key, shared.cache, batch.meta)
+    output = attention().attend(shared.query, shared.cache, shared.meta, PLAIN)
+    separate = replace(batch, cache=shared.cache.contiguous())
+    torch.testing.assert_close(output, twin(separate, PLAIN))
+
+
+def test_alibi_lowers_what_is_far() -> None:
+    batch = random_batch([3, 1], [20, 35])
+    slopes = torch.tensor([0.5, 0.25, 0.125], device=DEVICE)
+    output = attention().attend(batch.query, batch.cache, batch.meta, replace(PLAIN, alibi=slopes))
+    torch.testing.assert_close(output, twin(batch, replace(PLAIN, alibi=slopes)))
+    assert not torch.allclose(output, twin(batch, PLAIN))
+
+
 def attention() -> TritonAttention:
     limits = DeviceLimits(processors=4, shared_bytes=1 << 15, descriptors=True)
     return TritonAttention(DEVICE, limits=limits)
