@@ -115,8 +115,8 @@ class Cluster:
         return self._clock() - self._left_at < within_s
 
     def prefill_tokens_per_s(self) -> float:
-        """Of all instances that read prompts and take work."""
-        takers = [member for member in self._members.values() if member.takes_work]
+        """Of all instances that read prompts of answers and take work."""
+        takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
         readers = [m for m in takers if m.record.role != "decode"] or takers
         return sum(m.record.load.prefill_tokens_per_s for m in readers) or UNMEASURED_TOKENS_PER_S
 

@@ -82,6 +82,10 @@ class Frontend:
             return members
         return [member for member in members if serves(member.record, self.own_names)]
 
+    def only_names(self) -> frozenset[str] | None:
+        """Those of this model, where the router serves others too."""
+        return self.own_names if len(self.siblings) > 1 else None
+
     def names(self) -> list[str]:
         if self._names_of != self.cluster.version:
             self._names_of = self.cluster.version
@@ -207,7 +211,7 @@ class Frontend:
                 sampling=sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
-                model=self.own_names if len(self.siblings) > 1 else None,
+                model=self.only_names(),
             )
             for i, token_ids in enumerate(prompts)
         ]

@@ -1,6 +1,6 @@
 """`POST /invocations`, as SageMaker asks: any of the other requests, told apart by what it has."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ class InvocationsEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
-        endpoint = self._direct[path_of(body, self._tasks())]
+        endpoint = self._direct[path_of(body, self._tasks)]
         is_read = False
 
         async def again() -> MutableMapping[str, Any]:
@@ -39,18 +39,20 @@ class InvocationsEndpoint:
 
         await endpoint(scope, again, send)
 
-    def _tasks(self) -> list[str]:
-        """What a model that answers with vectors serves; none for one that writes text."""
-        profiles = [member.record.pooling for member in self._frontend.cluster.members()]
+    def _tasks(self, model: str | None) -> list[str]:
+        profiles = [member.record.pooling for member in self._frontend.of(model).members()]
         return [task for profile in profiles if profile is not None for task in profile.tasks]
 
 
-def path_of(body: bytes, tasks: list[str]) -> str:
-    """The endpoint that a request is for. Raises `BadRequestError`."""
+def path_of(body: bytes, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
+    """The endpoint that a request is for. `tasks_of` a model are those of one that answers with vectors; none for one
+    that writes text. Raises `ApiError`."""
     try:
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        model = msgspec.json.decode(keys["model"], type=str | None) if "model" in keys else None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadRequestError(f"the body is not a JSON object: {exc}", code="invalid_json") from exc
+        raise BadRequestError(f"the body is no JSON object with a model's name: {exc}", code="invalid_json") from exc
+    tasks = tasks_of(model)
     if tasks and ("input" in keys or "messages" in keys):
         if "task" in keys:
             return "/pooling"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.common.version import VERSION
@@ -101,8 +102,10 @@ def system_routes(frontend: Frontend) -> APIRouter:
         found = health(frontend)
         return _json(found, status=200 if found.reason is None else 503)
 
-    @router.post("/ping", summary="The status of /health without its body", operation_id="post_ping")
-    @router.get("/ping", summary="The status of /health without its body", operation_id="get_ping")
+    ping_summary = "The status of /health without its body"
+
+    @router.post("/ping", summary=ping_summary, operation_id="post_ping", response_class=Response)
+    @router.get("/ping", summary=ping_summary, operation_id="get_ping", response_class=Response)
     async def ping() -> Response:
         return Response(status_code=200 if health(frontend).reason is None else 503)
 
@@ -110,7 +113,7 @@ def system_routes(frontend: Frontend) -> APIRouter:
     async def get_version() -> Response:
         return _json({"version": VERSION})
 
-    @router.get("/metrics", summary="Prometheus metrics")
+    @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generate_latest(frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -170,6 +173,8 @@ class DetokenizeEndpoint:
         frontend = self._frontend.of(request.model)
         frontend.model_name(request.model)
         model = frontend.model
+        if request.tokens and max(request.tokens) >= model.vocab_size:
+            raise BadRequestError(f"tokens: ids must lie in 0..{model.vocab_size - 1}", param="tokens")
         await send_json(
             send, DetokenizeAnswer(prompt=model.detokenizer.text(request.tokens, skip_special_tokens=False))
         )

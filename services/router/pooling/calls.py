@@ -13,7 +13,7 @@ from contracts.messages import Answer, Cancel, Failed, Pool, Pooled
 from contracts.pooling import PoolingInput, PoolingParams
 from services.router.block_index import Match
 from services.router.caller import ANONYMOUS, Caller
-from services.router.cluster import Cluster
+from services.router.cluster import Cluster, serves
 from services.router.dispatch import Admission
 from services.router.errors import ApiError, BadRequestError, DeadlineError, RateLimitError, UnavailableError
 from services.router.job import FlightRules
@@ -42,6 +42,8 @@ class PoolingJob:
     params: PoolingParams
     priority: int = 0
     caller: Caller = ANONYMOUS
+    model: frozenset[str] | None = None
+    """Names of the model whose instances may compute it; None where the router serves no other."""
 
     @property
     def num_tokens(self) -> int:
@@ -139,7 +141,7 @@ class _Call:
         error: ApiError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group in split(self._job.inputs, max(1, len(candidates(self._cluster, now)))):
+                for group in split(self._job.inputs, max(1, len(candidates(self._cluster, now, self._job.model)))):
                     tasks.create_task(self._compute(group, now, left_s))
         except* ApiError as errors:
             error = _first(errors)
@@ -205,7 +207,7 @@ class _Call:
         return chosen
 
     def _choose(self, group: _Group, now: float) -> Member | None:
-        found = candidates(self._cluster, now)
+        found = candidates(self._cluster, now, self._job.model)
         trusted = [candidate for candidate in found if candidate.instance not in self._avoid]
         best = quickest(group.num_tokens, trusted or found)
         return self._cluster.member(best.instance) if best is not None else None
@@ -260,10 +262,10 @@ class _Asked:
             self.end.set_result(None)
 
 
-def candidates(cluster: Cluster, now: float) -> list[Candidate]:
-    """Instances that compute vectors and take work."""
-    members = (m for m in cluster.members() if m.takes_work and m.record.pooling is not None)
-    return [member.candidate(_NO_MATCH, now) for member in members]
+def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None) -> list[Candidate]:
+    """Instances that compute vectors and take work; with `model`, those of one of its names alone."""
+    members = [m for m in cluster.members() if m.takes_work and m.record.pooling is not None]
+    return [m.candidate(_NO_MATCH, now) for m in members if model is None or serves(m.record, model)]
 
 
 def quickest(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:

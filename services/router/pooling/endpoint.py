@@ -47,7 +47,7 @@ class Endpoint(Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
         request = parse(await read_body(scope, receive), self._schema)
-        call = Call(self._frontend, request, context, prefix=self._prefix)
+        call = Call(self._frontend.of(request.model), request, context, prefix=self._prefix)
         answering = asyncio.ensure_future(self._respond(call, request))
         is_gone = False
 
@@ -141,6 +141,7 @@ class Call:
             params=params,
             priority=self._request.priority or 0,
             caller=self._caller,
+            model=self.frontend.only_names(),
         )
         self._num_tokens += job.num_tokens
         return await self.frontend.pooling.vectors(job, arrived_at=self._arrived_at)

@@ -23,13 +23,13 @@ from tests.unit.router.test_pooling import EMBEDS, WORKERS
     ],
 )
 def test_a_request_is_known_by_what_it_has(body: bytes, tasks: list[str], path: str) -> None:
-    assert path_of(body, tasks) == path
+    assert path_of(body, lambda model: tasks) == path
 
 
 def test_a_body_that_is_none_of_them_is_refused() -> None:
-    for body in (b"{}", b"[]", b"no json", b"\xff"):
+    for body in (b"{}", b"[]", b"no json", b"\xff", b'{"model": 3, "prompt": "a"}'):
         with pytest.raises(BadRequestError):
-            path_of(body, [])
+            path_of(body, lambda model: [])
 
 
 def test_invocations_are_answered_as_at_their_own_paths(serve: Serve) -> None:

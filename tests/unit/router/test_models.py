@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from contracts.layout import KVLayout
+from contracts.pooling import PoolingProfile
 from services.common.errors import ConfigurationError
 from services.common.tracing import Tracing
 from services.router.api_keys import ApiKeys
@@ -79,6 +80,50 @@ def test_each_model_has_its_own_instances_and_limits(model_folder: Path, tmp_pat
             assert gone.status_code == 503, "the other model's instances are not asked"
         served = {name: len(i.assignments()) for name, i in fakes.instances.items()}
         assert served == {"big-prefill": 2, "big-decode": 2, "small-prefill": 2, "small-decode": 2}
+        models.end_requests()
+        await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_writes_and_one_that_embeds_share_a_router(model_folder: Path, tmp_path: Path) -> None:
+    settings = RouterSettings(
+        model=str(model_folder),
+        served_model_name=["big"],
+        disaggregation_min_tokens=0,
+        models={"embedder": {"model": str(write_folder(tmp_path / "embedder"))}},
+    )
+
+    async def scenario() -> None:
+        fakes = FakeCluster()
+        add(fakes, "big", LAYOUT, 256)
+        profile = PoolingProfile(tasks=["embed"], dimensions=3)
+        one = record("embedder-0", "prefill", layout=OTHER, pooling=profile)
+        fakes.add(msgspec.structs.replace(one, model="embedder"))
+        cluster = Cluster(fakes, fakes, clock=time.monotonic)
+        metrics = RouterMetrics(CollectorRegistry(), "big")
+        models = Models(
+            settings,
+            cluster=cluster,
+            rules=flight_rules(settings),
+            admission=admission_of(settings),
+            metrics=metrics,
+            tracing=Tracing(),
+        )
+        await cluster.start()
+        await settle()
+        app = create_app(models.frontends[0], api_keys=ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
+            for path in ("/v1/embeddings", "/invocations"):
+                found = await http.post(path, json={"model": "embedder", "input": "ab"})
+                assert (found.json()["model"], found.json()["data"][0]["embedding"]) == ("embedder", [2.0, 195.0, 0.0])
+                wrong = await http.post(path, json={"model": "big", "input": "ab"})
+                assert wrong.status_code == 400 and "writes text" in wrong.text
+            body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            for path in ("/v1/chat/completions", "/invocations"):
+                assert (await http.post(path, json={"model": "big", **body})).json()["model"] == "big"
+            refused = await http.post("/v1/chat/completions", json={"model": "embedder", **body})
+            assert refused.status_code == 400 and "writes no text" in refused.text
         models.end_requests()
         await cluster.close()
 

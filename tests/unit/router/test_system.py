@@ -64,6 +64,8 @@ def test_tokens_and_text_turn_into_each_other(serve: Serve) -> None:
         assert found["max_model_len"] == 256
         text = await router.http.post("/detokenize", json={"tokens": found["tokens"]})
         assert text.json() == {"prompt": "hello wörld"}
+        beyond = await router.http.post("/detokenize", json={"tokens": [2**40]})
+        assert beyond.status_code == 400 and beyond.json()["error"]["param"] == "tokens"
         chat = await router.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hello"}]})
         back = await router.http.post("/detokenize", json={"tokens": chat.json()["tokens"]})
         assert back.json()["prompt"] == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -107,7 +109,9 @@ def test_the_documents_tell_every_endpoint(serve: Serve) -> None:
         wanted = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/health"}
         assert wanted | {"/ping", "/version", "/metrics"} <= document["paths"].keys()
         assert "ChatMessage" in document["components"]["schemas"]
-        assert (await router.http.get("/docs")).status_code == 200
+        for path in ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"):
+            assert (await router.http.get(path)).status_code == 200
+            assert (await router.http.head(path)).status_code == 200
         assert (await router.http.get("/version")).json().keys() == {"version"}
 
     serve(scenario)
