@@ -7,7 +7,7 @@ from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.triton_quant_row import row_product
 from engine.kernels.triton_quant_tile import dense, tile_product
 
-DENSE_TOKENS = 192
+DENSE_TOKENS = 129  # more than two tiles of 64
 """From here on the weight is written out once per product, for the library's own product to read."""
 DENSE_BYTES = 256 << 20
 """The largest piece of a weight that is written out at once."""

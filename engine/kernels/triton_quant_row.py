@@ -27,9 +27,8 @@ class RowTiles:
 def row_tiles(weight: QuantizedWeight) -> RowTiles:
     """Measured (docs/experiments.md)."""
     if code_bits(weight.codebook) == 8:
-        chunk = next((size for size in (2048, 1024, 512) if weight.inputs % size == 0), 512)
-        return RowTiles(rows=4, chunk=chunk, warps=4)
-    return RowTiles(rows=4, chunk=256, warps=4)
+        return RowTiles(rows=8, chunk=512, warps=4, stages=3)
+    return RowTiles(rows=4, chunk=512, warps=4, stages=1)
 
 
 def row_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None) -> Tensor:
