@@ -1,8 +1,9 @@
 """Grammars that constrain tokens: llguidance (Baton's) beside xgrammar: time to be ready, and to make each mask.
 
-    python -m bench.grammar --model FOLDER [--peer xgrammar] [--json]
+    python -m bench.grammar --model FOLDER [--peer xgrammar] [--engine] [--json]
 
-The vocabulary is the folder's. Each case is walked along one valid text, token by token, as a request would be.
+The vocabulary is the folder's. Each case is walked along one valid text, token by token, as a request would be. With
+`--engine` the folder's model writes a batch freely and under grammars: what the masks cost beside the device's work.
 """
 
 import argparse
@@ -13,15 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
 from bench.report import Row, show
+from contracts.identity import BlockName, RequestId
+from contracts.messages import Work
+from contracts.sampling import SamplingParams
+from engine import Engine, EngineConfig
+from services.router.structured.lark import WHITESPACE
 from services.router.tokenization import TextTokenizer
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "services/local/demo_model"
 REPEATS = 5
+ANSWER_TOKENS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +181,59 @@ def _measure_case(name: str, library: Library, tokenizer: Tokenizer, case: Case)
     ]
 
 
+def measure_engine(folder: Path, device: Literal["auto", "cpu", "cuda", "xpu"], batch: int) -> list[Row]:
+    """Tokens a second of a whole batch, the kinds in turn, the best of REPEATS each."""
+    people = {"type": "array", "minItems": 5000, "items": json.loads(cases()[1].grammar)}
+    people["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    grammars = {
+        "free": None,
+        "words": "start: /([a-z]+ )+/",
+        "JSON": json.dumps({"grammars": [{"json_schema": people}]}),
+    }
+    best = dict.fromkeys(grammars, 0.0)
+    with Engine(EngineConfig(model=str(folder), device=device, max_num_seqs=batch)) as engine:
+        for attempt in range(REPEATS):
+            for name, grammar in grammars.items():
+                best[name] = max(best[name], _tokens_per_s(engine, f"{name} {attempt}", grammar, batch))
+    return [
+        Row("engine", f"batch of {batch}: {name}", value, "tokens/s", limit=best["free"], ratio=value / best["free"])
+        for name, value in best.items()
+    ]
+
+
+def _tokens_per_s(engine: Engine, name: str, grammar: str | None, batch: int) -> float:
+    for number in range(batch):
+        sampling = SamplingParams(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, grammar=grammar)
+        prompt = [(7 * number + i) % 1000 for i in range(32)]
+        work = Work(
+            request_id=RequestId(f"{name} {number}"),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            root=BlockName(bytes(16)),
+        )
+        engine.add(work)
+    generated = 0
+    while generated < 2 * batch:  # prompts are read and the grammar is compiled
+        generated += len(engine.step().tokens)
+    started, before = time.perf_counter(), generated
+    while engine.has_work():
+        generated += len(engine.step().tokens)
+    return (generated - before) / (time.perf_counter() - started)
+
+
 def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="baton-bench grammar", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder with tokenizer.json")
     parser.add_argument("--peer", choices=["xgrammar"], help="measure it too (it must be installed)")
     parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--engine", action="store_true", help="measure a batch of the model under grammars")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="of --engine")
+    parser.add_argument("--batch", type=int, default=16, help="of --engine")
     options = parser.parse_args(arguments)
+    if options.engine:
+        show(measure_engine(options.model, options.device, options.batch), as_json=options.json)
+        return
     tokenizer = TextTokenizer.from_folder(options.model)
     names = ["llguidance", *([options.peer] if options.peer else [])]
     show([row for name in names for row in measure(name, tokenizer)], as_json=options.json)

@@ -38,9 +38,9 @@ def reference(references: References) -> Reference:
     return references("llama")
 
 
-@pytest.fixture
-def engine(reference: Reference) -> Iterator[Engine]:
-    with make_engine(reference.folder) as engine:
+@pytest.fixture(params=[False, True], ids=["step by step", "ahead"])
+def engine(reference: Reference, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with make_engine(reference.folder, async_scheduling=request.param) as engine:
         yield engine
         engine.check_invariants()
 

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from tokenizers.processors import TemplateProcessing
+
 from tests.unit.router.conftest import Router, Serve, events_of
 
+BOS = 262
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -155,5 +158,32 @@ def test_tools_reach_the_template_when_no_call_is_wanted(serve: Serve) -> None:
         refused = await router.http.post(PATH, json={"messages": HELLO, "tools": tools})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "tools"
+
+    serve(scenario)
+
+
+def test_special_tokens_are_added_where_they_are_asked_for(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        tokenizer = router.frontend.model.tokenizer
+        tokenizer.backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+        try:
+            await ask(router, max_tokens=2, add_special_tokens=True)
+            assert prompt_of(router).startswith("<s><s><|im_start|>")
+            await router.complete(prompt="hello", max_tokens=2)
+            assert prompt_of(router) == "<s>hello"
+            await router.complete(prompt="hello", max_tokens=2, add_special_tokens=False)
+            assert prompt_of(router) == "hello"
+        finally:
+            tokenizer.backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+
+    serve(scenario)
+
+
+def test_reasoning_effort_reaches_the_template(serve: Serve, monkeypatch: Any) -> None:
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(router.frontend.model, "_trusts_requests", True)
+        template = "{{ reasoning_effort }}: {{ messages[0].content }}"
+        await ask(router, max_tokens=2, chat_template=template, reasoning_effort="low")
+        assert prompt_of(router) == "low: hello"
 
     serve(scenario)
