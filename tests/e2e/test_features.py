@@ -159,28 +159,38 @@ def test_beams_are_those_of_transformers(handed_off: Cluster, llama: Path) -> No
     assert served == expected
 
 
+class Streams:
+    """All of LONG at once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.chunks: dict[str, list[Choice]] = {name: [] for name in LONG}
+        self.answers: dict[str, list[Choice]] = {}
+        self._cluster = cluster
+        self._threads = [threading.Thread(target=self._read, args=(name,)) for name in LONG]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> dict[str, list[Choice]]:
+        for thread in self._threads:
+            thread.join(100)
+        return self.answers
+
+    def _read(self, name: str) -> None:
+        path, body = LONG[name]
+        self.answers[name] = streamed(self._cluster, path, {**body, "max_tokens": 2000}, self.chunks[name])
+
+
 def test_streams_under_a_form_survive_the_loss_of_their_decode_instance(handed_off: Cluster) -> None:
     """Last in this file: it kills one of two decode instances, the one with more of four long streams."""
-    bodies = {name: (path, {**body, "max_tokens": 900}) for name, (path, body) in LONG.items()}
-    undisturbed = {name: streamed(handed_off, path, body) for name, (path, body) in bodies.items()}
+    undisturbed = Streams(handed_off).wait()
     assert {choice["finish_reason"] for (choice,) in undisturbed.values()} == {"length"}
-    chunks: dict[str, list[Choice]] = {name: [] for name in bodies}
-    found: dict[str, list[Choice]] = {}
-
-    def read(name: str) -> None:
-        path, body = bodies[name]
-        found[name] = streamed(handed_off, path, body, chunks[name])
-
     pids = [handed_off.pid("decode", number) for number in range(2)]
     addresses = [instance["http_address"] for instance in handed_off.instances("decode")]
-    threads = [threading.Thread(target=read, args=(name,)) for name in bodies]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: all(len(part) > 5 for part in chunks.values()), timeout_s=30, what="four streams")
+    streams = Streams(handed_off)
+    wait_until(lambda: any(streams.chunks.values()), timeout_s=30, what="a stream that has begun")
     running = [handed_off.metrics(address)["vllm:num_requests_running"] for address in addresses]
+    assert any(running), "the streams ended before an instance could be killed"
     os.kill(pids[running.index(max(running))], signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-    assert found == {name: close_to(choices) for name, choices in undisturbed.items()}
+    assert streams.wait() == {name: close_to(choices) for name, choices in undisturbed.items()}
     assert handed_off.metrics()["baton:replays_total"] >= 1
     handed_off.wait_idle()
