@@ -35,6 +35,8 @@ ROUTERS = 2
 START_TIMEOUT_S, IDLE_TIMEOUT_S, STREAM_TIMEOUT_S = 180.0, 60.0, 120.0
 WATCHED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "baton:held_blocks", "baton:leases")
 NUM_PROMPTS = 12
+ROUTER_GRACE_S = 10.0
+"""So long after a router was killed or thawed a broken stream is counted as its own."""
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Tally:
     differ: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     excused: int = 0
+    not_connected: int = 0
     disturbances: Counter[str] = field(default_factory=Counter)
 
 
@@ -192,7 +195,9 @@ async def keep_streaming(
         try:
             text = await stream(client, router.port, prompt)
         except (httpx.HTTPError, RuntimeError, TimeoutError) as exc:
-            if router.disturbed_at > began - 10.0 or isinstance(exc, httpx.ConnectError):
+            if isinstance(exc, httpx.ConnectError):
+                tally.not_connected += 1
+            elif router.disturbed_at > began - ROUTER_GRACE_S:
                 tally.excused += 1
             else:
                 tally.failed.append(f"{router.name}, prompt {prompt}: {type(exc).__name__}: {exc}")
@@ -271,6 +276,7 @@ async def bench(options: argparse.Namespace) -> tuple[list[Row], bool]:
         Row("chaos", f"{case}: ended different", float(len(tally.differ)), "streams", 0.0),
         Row("chaos", f"{case}: failed though their router lived", float(len(tally.failed)), "streams", 0.0),
         Row("chaos", f"{case}: ended with their router", float(tally.excused), "streams"),
+        Row("chaos", f"{case}: found no router listening", float(tally.not_connected), "times"),
         Row("chaos", f"{case}: left behind", float(len(left)), "requests, leases, blocks", 0.0),
     ]
     return rows, not (tally.differ or tally.failed or left)

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from services.common.version import VERSION
 from services.router.api_keys import ApiKeys
+from services.router.audit import AuditLog
 from services.router.chat import ChatEndpoint
 from services.router.completions import CompletionEndpoint
 from services.router.dialects.messages_endpoint import CountTokensEndpoint, MessagesEndpoint
@@ -34,7 +35,7 @@ from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_
 _SCHEMAS = "#/components/schemas/{model}"
 
 
-def create_app(frontend: Frontend, *, api_keys: ApiKeys) -> Shell:
+def create_app(frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None = None) -> Shell:
     direct: dict[str, Asgi] = {
         "/v1/chat/completions": ChatEndpoint(frontend),
         "/v1/completions": CompletionEndpoint(frontend),
@@ -58,6 +59,7 @@ def create_app(frontend: Frontend, *, api_keys: ApiKeys) -> Shell:
         max_body_bytes=frontend.settings.max_request_bytes,
         metrics=frontend.metrics,
         clock=frontend.clock,
+        audit=audit,
     )
 
 
@@ -109,6 +111,7 @@ def _operation(summary: str, model: type[BaseModel]) -> dict[str, Any]:
         "400": "What is wrong with the request",
         "401": "No valid API key",
         "404": "No such model",
+        "408": "The body did not arrive in time",
         "413": "The body is too long",
         "429": "Too much at once; Retry-After says when",
         "500": "An internal error",

@@ -8,13 +8,16 @@ from typing import Any
 import msgspec
 
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
-from services.router.errors import ApiError, RequestTooLargeError
+from services.router.errors import ApiError, ClientGoneError, RequestTimeoutError, RequestTooLargeError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CONTEXT = "baton"
+SLOW_CLIENT_S = 60.0
+"""For a body to arrive, and for a client to take what it is sent."""
+
 _MOST_DISCARDED_BYTES = 64 * 1024 * 1024
 
 
@@ -32,6 +35,11 @@ class RequestContext:
 
     def attach(self, scope: Scope) -> None:
         scope[_CONTEXT] = self
+
+    @staticmethod
+    def is_attached(scope: Scope) -> bool:
+        """False where the headers were refused."""
+        return _CONTEXT in scope
 
     @staticmethod
     def of(scope: Scope) -> "RequestContext":
@@ -53,8 +61,9 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     limit = RequestContext.of(scope).max_body_bytes
     chunks: list[bytes] = []
     size = 0
+    deadline = asyncio.get_running_loop().time() + SLOW_CLIENT_S
     while True:
-        message = await receive()
+        message = await receive() if not chunks else await _soon(receive, deadline)
         if message["type"] == "http.disconnect":
             break
         chunk = message.get("body", b"")
@@ -68,6 +77,14 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     if size > limit:
         raise RequestTooLargeError(f"the body has more than {limit} bytes, the limit of this server")
     return b"".join(chunks)
+
+
+async def _soon(receive: Receive, deadline: float) -> MutableMapping[str, Any]:
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await receive()
+    except TimeoutError:
+        raise RequestTimeoutError(f"the body did not arrive within {SLOW_CLIENT_S:g} s") from None
 
 
 async def send_json(
@@ -92,14 +109,25 @@ async def send_error(send: Send, error: ApiError, body: object = None) -> None:
 class EventStream:
     """Server-sent events. The head of the response leaves with the first of them."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, slow_client_s: float = SLOW_CLIENT_S) -> None:
         self._send = send
+        self._slow_client_s = slow_client_s
+        self._stuck_since: float | None = None
+        self._is_given_up = False
         self.is_started = False
 
     async def write(self, events: bytes) -> None:
-        """`events` is one or more whole events, each `data: ...` and an empty line."""
+        """`events` is one or more whole events, each `data: ...` and an empty line. Raises `ClientGoneError` when
+        the client takes nothing for a long time."""
         await self._start()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._stuck_since = self._loop.time()
+        try:
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        except asyncio.CancelledError:
+            if self._is_given_up:
+                raise ClientGoneError("the client takes nothing of what it is sent") from None
+            raise
+        self._stuck_since = None
 
     async def end(self, last: bytes = b"data: [DONE]\n\n") -> None:
         await self._start()
@@ -108,12 +136,24 @@ class EventStream:
     async def _start(self) -> None:
         if not self.is_started:
             self.is_started = True
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            self._loop.call_later(self._slow_client_s / 2, self._look)
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _look(self) -> None:
+        """A timer a stream instead of one a write: nothing is spent on a token."""
+        if self._task is None or self._task.done():
+            return
+        if self._stuck_since is not None and self._loop.time() - self._stuck_since > self._slow_client_s:
+            self._is_given_up = True
+            self._task.cancel()
+            return
+        self._loop.call_later(self._slow_client_s / 2, self._look)
 
 
 class DisconnectWatch:

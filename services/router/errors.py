@@ -7,6 +7,7 @@ RouterError
     ├── BadRequestError           400
     ├── AuthenticationError       401
     ├── ModelNotFoundError        404
+    ├── RequestTimeoutError       408  the client did not send its body
     ├── RequestTooLargeError      413
     ├── RateLimitError            429  with Retry-After
     ├── InternalError             500
@@ -82,6 +83,12 @@ class ModelNotFoundError(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class RequestTimeoutError(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
 
 
 class RequestTooLargeError(ApiError):

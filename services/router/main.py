@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import zmq
 from prometheus_client import CollectorRegistry
+from starlette.middleware.cors import CORSMiddleware
 
 from services.common.cluster_key import read_cluster_key
 from services.common.configuration import load_settings
 from services.common.errors import ConfigurationError
-from services.common.http_server import HttpServer
+from services.common.http_server import AsgiApp, HttpServer
 from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
 from services.common.registry import registry_view
@@ -21,6 +22,7 @@ from services.common.tracing import tracing_to
 from services.router.admission import AdmissionRules
 from services.router.api_keys import ApiKeys
 from services.router.app import create_app
+from services.router.audit import AuditLog
 from services.router.caller import Caller
 from services.router.cluster import Cluster
 from services.router.connections import ZeromqConnector
@@ -33,6 +35,7 @@ from services.router.models import Models, settings_of_models
 from services.router.placement import PlacementPolicy
 from services.router.retry_budget import RetryBudget
 from services.router.settings import RouterSettings
+from services.router.shell import Shell
 from services.router.usage import UsageLedger
 from services.router.usage_redis import RedisUsageStore, UsageExchange
 
@@ -77,8 +80,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         metrics=metrics,
         tracing=tracing,
     )
+    audit = AuditLog(settings.audit_log) if settings.audit_log else None
     server = HttpServer(
-        create_app(models.frontends[0], api_keys=keys),
+        with_cors(create_app(models.frontends[0], api_keys=keys, audit=audit), settings),
         host=settings.host,
         port=settings.port,
         ssl_keyfile=settings.ssl_keyfile,
@@ -121,6 +125,18 @@ def flight_rules(settings: RouterSettings) -> FlightRules:
         max_replays=settings.max_replays,
         instance_wait_s=settings.instance_wait_s,
         expected_blocks_ttl_s=settings.expected_blocks_ttl_s,
+    )
+
+
+def with_cors(app: Shell, settings: RouterSettings) -> AsgiApp:
+    if not settings.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
     )
 
 

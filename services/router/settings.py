@@ -54,6 +54,19 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="file with a key a line, name=… and limits may follow; read again when it changes"),
     ] = None
+    audit_log: Annotated[
+        str | None, Meta(description="file that gets one JSON line a request: who asked, and what came of it")
+    ] = None
+    allowed_origins: Annotated[
+        list[str], Meta(description="web pages that browsers may let ask (CORS); * for all; none: no foreign page")
+    ] = []
+    allowed_methods: Annotated[list[str], Meta(description="HTTP methods for such pages")] = msgspec.field(
+        default_factory=lambda: ["*"]
+    )
+    allowed_headers: Annotated[list[str], Meta(description="HTTP headers for such pages")] = msgspec.field(
+        default_factory=lambda: ["*"]
+    )
+    allow_credentials: Annotated[bool, Meta(description="let browsers send cookies from such pages")] = False
     ssl_keyfile: Annotated[str | None, Meta(description="file of the TLS key")] = None
     ssl_certfile: Annotated[str | None, Meta(description="file of the TLS certificate")] = None
     root_path: Annotated[str, Meta(description="path prefix that a proxy in front strips")] = ""

@@ -10,6 +10,7 @@ from services.common.logs import request_logs
 from services.common.tracing import trace_headers
 from services.router.api_keys import ApiKeys
 from services.router.asgi import Receive, RequestContext, Scope, Send, send_error
+from services.router.audit import AuditLog
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.dialects.messages_errors import PATHS as MESSAGES_PATHS
 from services.router.dialects.messages_errors import error_answer
@@ -43,7 +44,9 @@ class Shell:
         max_body_bytes: int,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        audit: AuditLog | None = None,
     ) -> None:
+        self._audit = audit
         self._app = app
         self._direct = direct
         self.keys = keys
@@ -61,6 +64,16 @@ class Shell:
         response = _Response(send, request_id)
         with request_logs(request_id):
             await self._answer(scope, receive, response, headers, arrived_at)
+        if self._audit is not None and scope["path"] not in _OPEN_PATHS:
+            caller = RequestContext.of(scope).caller.name if RequestContext.is_attached(scope) else None
+            self._audit.request(
+                request_id=request_id,
+                client=(scope.get("client") or ("",))[0],
+                caller=caller,
+                method=scope["method"],
+                path=scope["path"],
+                status=response.status,
+            )
 
     async def _answer(
         self, scope: Scope, receive: Receive, response: "_Response", headers: Headers, arrived_at: float
@@ -112,10 +125,12 @@ class _Response:
         self._send = send
         self.request_id = request_id
         self.is_started = False
+        self.status = 0
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
+            self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
 

@@ -89,6 +89,7 @@ def everything_set() -> list[Manifest]:
     engine |= {"numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
     engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
+    router |= {"auditLog": "/r/audit", "allowedOrigins": "*"}
     router |= {"models": {"small": {"model": "/s"}}}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
