@@ -52,8 +52,13 @@ PEER_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """Of all devices together."""
+
     read: float  # bytes / s
     product: float  # floating-point operations / s
+
+    def times(self, count: int) -> "Limits":
+        return Limits(self.read * count, self.product * count)
 
     def decode_s(self, cost: Costs, batch: int, context: int) -> float:
         weights = cost.decode_bytes(batch, 0) / self.read
@@ -141,7 +146,7 @@ def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, le
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
-    limits = measure_limits(target)
+    limits = measure_limits(target).times(options.tensor_parallel_size)
     yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
     yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
     with tempfile.TemporaryDirectory() as folder:
@@ -214,6 +219,7 @@ def _row(
 def _config(options: argparse.Namespace, model: str) -> EngineConfig:
     longest = max([*options.context, *options.single, *(length for _, length in options.prefill)])
     return EngineConfig(
+        tensor_parallel_size=options.tensor_parallel_size,
         model=model,
         device=options.device,
         dtype="bfloat16",
@@ -250,6 +256,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     made.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     made.add_argument("--no-async-scheduling", action="store_true", help="one step after the other")
+    made.add_argument("--tensor-parallel-size", type=int, default=1, help="devices over which the model is split")
     made.add_argument("--peer", help="also measure transformers' continuous batching, with this attention (sdpa, …)")
     made.add_argument("--peer-steps", type=int, default=16, help="decode steps of the peer")
     made.add_argument("--quantization", choices=sorted(WEIGHT_BITS), help="round the weights as a server would")

@@ -1,8 +1,8 @@
-"""Results of `baton-bench plan` as PNG. matplotlib is wanted only here, and only when a plot is asked for."""
+"""Results of `baton-bench plan` and `pd` as PNG. matplotlib is wanted only here, and only when a plot is asked for."""
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,19 @@ def search(path: Path, tried: Sequence[Summary], found: Summary | None) -> None:
     if found is not None:
         axis.scatter([found.prefill], [found.decode], s=160, facecolors="none", edgecolors="red")
     axis.set(xlabel="prefill instances", ylabel="decode instances", title="objective met")
+    figure.savefig(path, dpi=120)
+
+
+def objectives(
+    path: Path, curve: Mapping[int, tuple[float, float]], labels: tuple[str, str], *, ttft_ms: float
+) -> None:
+    """Two layouts' goodput over the objective of the gaps between tokens."""
+    figure, [axis] = _figure(1)
+    for number, label in enumerate(labels):
+        axis.plot(list(curve), [values[number] for values in curve.values()], marker="o", label=label)
+    title = f"best goodput, TTFT <= {ttft_ms:g} ms"
+    axis.set(xlabel="p99 gap between tokens, ms", ylabel="good requests/s", xscale="log", title=title)
+    axis.legend()
     figure.savefig(path, dpi=120)
 
 

@@ -79,7 +79,9 @@ async def drive(requests: list[Request], options: argparse.Namespace) -> tuple[l
     gate = asyncio.Semaphore(options.max_concurrency or len(requests))
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    async with httpx.AsyncClient(base_url=options.base_url, timeout=600, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=options.base_url, timeout=getattr(options, "timeout_s", 600), limits=limits, headers=headers
+    ) as client:
         if options.model is None:
             options.model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         started = time.perf_counter()

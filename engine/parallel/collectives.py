@@ -60,9 +60,9 @@ class Group:
 
     def __init__(self, store_path: Path, shard: Shard, device: torch.device) -> None:
         """Returns when all ranks are there. Raises RuntimeError."""
-        distributed: Any = importlib.import_module("torch.distributed")
+        distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
         timeout = timedelta(seconds=TIMEOUT_S)
-        store = distributed.FileStore(str(store_path), shard.size)
+        store = importlib.import_module("torch.distributed").FileStore(str(store_path), shard.size)
         store.set_timeout(timeout)
         self._shard = shard
         self._distributed = distributed
@@ -92,7 +92,9 @@ class Group:
     def gather_columns(self, values: Tensor) -> Tensor:
         rows, columns = values.shape
         gathered = values.new_empty((self._shard.size * rows, columns))
-        self._group._allgather_base(gathered, values.contiguous()).wait()
+        options = self._distributed.AllgatherOptions()
+        options.asyncOp = False
+        self._group._allgather_base(gathered, values.contiguous(), options).wait()
         return gathered.view(self._shard.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def broadcast(self, values: Tensor) -> None:
@@ -107,6 +109,5 @@ class Group:
     def close(self) -> None:
         """The other ranks may be gone already, so this does not wait for them where it can be helped."""
         if self._is_world:
-            library = self._distributed.distributed_c10d
-            end = getattr(library, "_abort_process_group", self._distributed.destroy_process_group)
+            end = getattr(self._distributed, "_abort_process_group", self._distributed.destroy_process_group)
             end()

@@ -1,0 +1,231 @@
+"""One prefill and one decode instance against two unified ones: the same devices, engine, trace and load.
+
+`baton-bench pd MODEL --trace FILE [--rates 10 20 30] [--duration-s 30] [--chunks 512 2048] [--plot FILE.png] [--json]`
+
+Each setup is started by `baton serve`, one after the other, and sent the trace's first requests with times scaled to
+each rate, prompts as token ids of exact length. A request is good when its time to the first token and the 99th
+percentile of its own gaps between tokens keep the objectives; goodput is good requests per second of arrivals. The
+curve: for each objective of the gaps, each layout's best goodput over its setups and rates, also where prefill apart
+from decode loses. Without weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from bench import plots
+from bench.engine_shapes import SHAPES
+from bench.made_up import write_servable_shape
+from bench.peers import Server, running
+from bench.report import Row, show
+from bench.senders import Target, send_all
+from bench.serve import Outcome, percentile
+from bench.traces import load_trace
+from bench.workload import trace_requests
+
+APART, UNIFIED = "1P1D", "2 unified"
+OBJECTIVES_MS = (6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200)
+"""Of the gaps between tokens, for the curve."""
+COMPLETE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """`chunk`: most tokens of a step."""
+
+    layout: str
+    chunk: int
+    flags: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}, chunk {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    setup: Setup
+    rate: float
+    span_s: float
+    """From the first arrival to the last."""
+    outcomes: list[Outcome]
+
+    @property
+    def served(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.error is None]
+
+    def goodput(self, ttft_s: float, itl_s: float) -> float:
+        good = [o for o in self.served if o.ttft_s <= ttft_s and (not o.itls_s or percentile(o.itls_s, 99) <= itl_s)]
+        return len(good) / self.span_s
+
+    @property
+    def mean_ttft_s(self) -> float:
+        return statistics.fmean(o.ttft_s for o in self.served)
+
+    @property
+    def p99_itl_s(self) -> float:
+        return percentile([gap for o in self.served for gap in o.itls_s] or [0.0], 99)
+
+
+def setups(options: argparse.Namespace) -> list[Setup]:
+    apart = ("--prefill", "1", "--decode", "1")
+    unified = ("--prefill", "0", "--decode", "0", "--unified", "2")
+    return [
+        *(Setup(APART, chunk, (*apart, *options.pd_args)) for chunk in options.pd_chunks),
+        *(Setup(UNIFIED, chunk, unified) for chunk in options.chunks),
+    ]
+
+
+def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
+    """Setups that cannot be served are told and left out."""
+    for setup in setups(options):
+        serve = [sys.executable, "-m", "services.cli", "serve", model, "--port", "{port}"]
+        flags = ["--max-num-batched-tokens", str(setup.chunk), *setup.flags, *options.baton_args]
+        try:
+            with running(Server(setup.name, [*serve, *flags])) as url:
+                _wait_complete(url)
+                yield from _measure_rates(options, setup, url)
+        except SystemExit as exc:  # it did not start
+            sys.stderr.write(f"{setup.name}: {exc}\n")
+
+
+def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Iterator[Measured]:
+    model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
+    target = Target(url, model, options.request_timeout_s)
+    for number, rate in enumerate([options.rates[0], *options.rates]):
+        is_warm_up = number == 0
+        duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
+        count = max(2, round(rate * duration_s))
+        natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
+        scale = duration_s / natural.duration_s
+        trace = load_trace(options.trace, count=count, length_scale=options.length_scale, time_scale=scale)
+        requests = trace_requests(trace, seed=number, token_ids=(options.token_ids[0], options.token_ids[1]))
+        outcomes = send_all(requests, target, processes=options.clients)
+        if is_warm_up or not any(outcome.error is None for outcome in outcomes):
+            if not is_warm_up:
+                sys.stderr.write(f"{setup.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
+            continue
+        measured = Measured(setup, rate, trace.duration_s, outcomes)
+        _tell(measured, options)
+        yield measured
+
+
+def _wait_complete(url: str) -> None:
+    """Both instances serve. Raises SystemExit."""
+    deadline = time.monotonic() + COMPLETE_S
+    while time.monotonic() < deadline:
+        if len(httpx.get(f"{url}/health", timeout=5).json()["instances"]) == 2:
+            return
+        time.sleep(0.1)
+    raise SystemExit("the two instances did not appear")
+
+
+def _tell(measured: Measured, options: argparse.Namespace) -> None:
+    good = measured.goodput(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
+    failed = len(measured.outcomes) - len(measured.served)
+    sys.stderr.write(
+        f"{measured.setup.name} at {measured.rate:g}/s: goodput {good:.3g}/s, mean TTFT"
+        f" {measured.mean_ttft_s * 1e3:.4g} ms, p99 ITL {measured.p99_itl_s * 1e3:.4g} ms, {failed} failed\n"
+    )
+    sys.stderr.flush()
+
+
+def rows_of(found: Sequence[Measured], options: argparse.Namespace) -> Iterator[Row]:
+    """Goodput, TTFT and ITL of each setup and rate; the layouts' best beside each other; the curve."""
+    ttft_s, itl_s = options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3
+    for measured in found:
+        case = f"{measured.setup.name}, {measured.rate:g}/s"
+        yield Row("pd", f"{case}: goodput", measured.goodput(ttft_s, itl_s), "req/s")
+        yield Row("pd", f"{case}: mean TTFT", measured.mean_ttft_s * 1e3, "ms")
+        yield Row("pd", f"{case}: p99 ITL", measured.p99_itl_s * 1e3, "ms")
+        failed = len(measured.outcomes) - len(measured.served)
+        yield Row("pd", f"{case}: failed", float(failed), "")
+    for rate in dict.fromkeys(measured.rate for measured in found):
+        yield from _beside(rate, [measured for measured in found if measured.rate == rate], ttft_s, itl_s)
+    for objective, values in curve(found, ttft_s).items():
+        apart, unified = values
+        label = f"best goodput, TTFT <= {options.goodput_ttft_ms:g} ms, p99 ITL <= {objective} ms: {APART}"
+        ratio = apart / unified if unified else None
+        yield Row("pd", label, apart, "req/s", ratio=ratio, peer=UNIFIED, peer_value=unified)
+
+
+def _beside(rate: float, found: Sequence[Measured], ttft_s: float, itl_s: float) -> Iterator[Row]:
+    """At equal load, each layout's setup of best goodput. `ratio` above 1 is better apart."""
+    best = {
+        layout: max(
+            (measured for measured in found if measured.setup.layout == layout),
+            key=lambda measured: (measured.goodput(ttft_s, itl_s), -measured.p99_itl_s),
+            default=None,
+        )
+        for layout in (APART, UNIFIED)
+    }
+    apart, unified = best[APART], best[UNIFIED]
+    if apart is None or unified is None:
+        return
+    pairs = (
+        ("p99 ITL", apart.p99_itl_s, unified.p99_itl_s),
+        ("mean TTFT", apart.mean_ttft_s, unified.mean_ttft_s),
+    )
+    for what, ours, theirs in pairs:
+        ratio = theirs / ours if ours else None
+        yield Row("pd", f"{rate:g}/s: {what} of {APART}", ours * 1e3, "ms", None, ratio, UNIFIED, theirs * 1e3)
+
+
+def curve(found: Sequence[Measured], ttft_s: float) -> dict[int, tuple[float, float]]:
+    """By objective of the gaps in ms: the best goodput of each layout."""
+
+    def best(layout: str, objective_ms: int) -> float:
+        ours = (measured for measured in found if measured.setup.layout == layout)
+        return max((measured.goodput(ttft_s, objective_ms / 1e3) for measured in ours), default=0.0)
+
+    return {objective: (best(APART, objective), best(UNIFIED, objective)) for objective in OBJECTIVES_MS}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="baton-bench pd", description=__doc__)
+    made.add_argument("model", nargs="?", help="a model's folder; without it --shape")
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    made.add_argument("--trace", type=Path, required=True, help="an Azure .csv or a Mooncake .jsonl")
+    made.add_argument("--rates", type=float, nargs="+", default=[10.0, 20.0, 30.0], help="requests per second")
+    made.add_argument("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
+    made.add_argument("--warm-up-s", type=float, default=5.0, help="at the first rate, not counted")
+    made.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
+    made.add_argument("--chunks", type=int, nargs="+", default=[512, 2048], help="most tokens of a unified step")
+    made.add_argument("--pd-chunks", type=int, nargs="+", default=[8192], help="the same where prefill is apart")
+    made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
+    made.add_argument("--goodput-itl-ms", type=float, default=12.0)
+    made.add_argument("--clients", type=int, default=4, help="processes that send and measure")
+    made.add_argument("--request-timeout-s", type=float, default=120.0)
+    made.add_argument("--token-ids", type=int, nargs=2, default=[1000, 30000], help="range of the prompts' tokens")
+    made.add_argument("--baton-args", type=str.split, default=[], help="more flags of `baton serve`, as one text")
+    made.add_argument("--pd-args", type=str.split, default=[], help="the same, where prefill is apart alone")
+    made.add_argument("--plot", type=Path, help="the curve as PNG")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.plot is not None:
+        try:
+            plots.check()
+        except plots.PlotError as exc:
+            raise SystemExit(f"baton-bench pd: {exc}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model
+        if model is None:
+            model = str(write_servable_shape(options.shape, Path(folder)))
+            options.baton_args = ["--load-format", "dummy", *options.baton_args]
+        found = list(measure(options, model))
+    show(rows_of(found, options), as_json=options.json)
+    if options.plot is not None:
+        ttft_s = options.goodput_ttft_ms / 1e3
+        labels = (APART, UNIFIED)
+        plots.objectives(options.plot, curve(found, ttft_s), labels, ttft_ms=options.goodput_ttft_ms)
