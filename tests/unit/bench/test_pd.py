@@ -1,0 +1,56 @@
+"""What counts as good, and which layout's best is told."""
+
+from bench.pd import APART, UNIFIED, Measured, Setup, curve, parser, rows_of, setups
+from bench.serve import Outcome
+
+
+def outcome(ttft_s: float, gaps_ms: list[float], error: str | None = None) -> Outcome:
+    return Outcome(ttft_s=ttft_s, itls_s=[gap / 1e3 for gap in gaps_ms], error=error)
+
+
+def measured(layout: str, rate: float, outcomes: list[Outcome]) -> Measured:
+    return Measured(Setup(layout, 512, ()), rate, 2.0, outcomes)
+
+
+def test_a_request_is_good_when_both_objectives_hold_and_failed_ones_never_are() -> None:
+    outcomes = [
+        outcome(0.5, [10, 11]),
+        outcome(1.5, [10, 11]),
+        outcome(0.5, [10, 40]),
+        outcome(0.5, [], error="503"),
+        outcome(0.5, []),
+    ]
+    found = measured(APART, 1.0, outcomes)
+    assert found.goodput(1.0, 0.012) == 1.0
+    assert found.goodput(2.0, 0.012) == 1.5
+    assert found.goodput(1.0, 0.1) == 1.5
+
+
+def test_the_curve_takes_each_layout_s_best_rate() -> None:
+    found = [
+        measured(APART, 1.0, [outcome(0.1, [7])] * 2),
+        measured(APART, 4.0, [outcome(0.1, [13])] * 8),
+        measured(UNIFIED, 4.0, [outcome(0.1, [5])] * 2 + [outcome(0.1, [60])] * 6),
+    ]
+    values = curve(found, 1.0)
+    assert values[6] == (0.0, 1.0)
+    assert values[12] == (1.0, 1.0)
+    assert values[15] == (4.0, 1.0)
+    assert values[75] == (4.0, 4.0)
+
+
+def test_equal_loads_stand_beside_each_other() -> None:
+    found = [measured(APART, 4.0, [outcome(0.2, [10])]), measured(UNIFIED, 4.0, [outcome(0.1, [40])])]
+    options = parser().parse_args(["--trace", "t.csv"])
+    rows = {row.case: row for row in rows_of(found, options)}
+    assert rows["4/s: p99 ITL of 1P1D"].ratio == 4.0
+    assert rows["4/s: mean TTFT of 1P1D"].ratio == 0.5
+
+
+def test_setups_are_the_same_but_for_roles_and_chunks() -> None:
+    options = parser().parse_args(["--trace", "t.csv", "--chunks", "256", "512", "--pd-chunks", "8192"])
+    assert [setup.name for setup in setups(options)] == [
+        "1P1D, chunk 8192",
+        "2 unified, chunk 256",
+        "2 unified, chunk 512",
+    ]
