@@ -44,7 +44,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "swap_space": (0, 4),
-    "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto",),
 }
 """Arguments of vLLM's LLM that mean nothing here, with the values that ask for nothing."""

@@ -66,6 +66,10 @@ def load_pooling_model(config: EngineConfig, kind: Kind, target: torch.device, p
         raise UnsupportedModelError(
             f"{architecture_of(folder)} is an encoder-decoder; encoders and decoders are served"
         )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "tensor_parallel_size: models that answer with vectors run on one device; start more instances"
+        )
     if config.quantization is not None:
         raise ConfigError("quantization is served for models that write text, not for those that answer with vectors")
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))

