@@ -23,6 +23,7 @@ from contracts.messages import (
     Tokens,
     Work,
 )
+from services.common.errors import RegistryUnavailable
 from services.common.events import EventPublisher
 from services.common.registry import registry_client
 from services.common.rpc import InstanceServer, RouterId
@@ -107,7 +108,10 @@ class FakeInstance:
 
     async def _renew(self, record: InstanceRecord) -> None:
         while True:
-            await self._registry.register(record, 30.0)
+            try:
+                await self._registry.register(record, 30.0)
+            except RegistryUnavailable:  # the router is still starting
+                continue
             await asyncio.sleep(5.0)
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
@@ -128,9 +132,9 @@ class FakeInstance:
         work = message.work
         self.on_work(work)
         if isinstance(message, Prefill):
-            first = _tokens(work, 0, 1)
+            first = [_tokens(work, sequence, 0, 1) for sequence in work.sequences]
             self._server.send(
-                router, Batch([PrefillReport(request_id=work.request_id, queue_s=0.0, prefill_s=0.0), first])
+                router, Batch([PrefillReport(request_id=work.request_id, queue_s=0.0, prefill_s=0.0), *first])
             )
             return
         begin = 1 if isinstance(message, Decode) else 0
@@ -140,15 +144,15 @@ class FakeInstance:
         if self.is_paced:
             self.streams[work.request_id] = Stream(router, work, begin)
         else:
-            answers.append(_tokens(work, begin, work.sampling.max_tokens))
+            answers += [_tokens(work, i, begin, work.sampling.max_tokens) for i in work.sequences]
         self._server.send(router, Batch(answers))
 
 
-def _tokens(work: Work, begin: int, end: int) -> Tokens:
+def _tokens(work: Work, sequence: int, begin: int, end: int) -> Tokens:
     is_last = end >= work.sampling.max_tokens
     return Tokens(
         request_id=work.request_id,
-        sequence=0,
+        sequence=sequence,
         position=begin,
         token_ids=[_token_id(position) for position in range(begin, end)],
         finish_reason="length" if is_last else None,

@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Asks a running router everything that its OpenAPI document allows, and much that it does not: schemathesis.
+
+Looks for answers 5xx and for statuses that the document does not tell. Instances are faked, so any answer is the
+router's. Needs schemathesis in PATH or in SCHEMATHESIS (it is not a dependency: `pip install schemathesis` anywhere).
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.router import running  # noqa: E402
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
+
+
+async def check(program: str, options: argparse.Namespace) -> int:
+    async with running(options, is_paced=False):
+        url = f"http://127.0.0.1:{options.port}/openapi.json"
+        command = [program, "run", url, "--checks", CHECKS, "--max-examples", str(options.examples), "--no-color"]
+        command += ["--seed", "1", "--phases", "examples,coverage,fuzzing", "--continue-on-failure"]
+        process = await asyncio.create_subprocess_exec(*command)
+        return await process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=30, help="of each operation")
+    parser.add_argument("--port", type=int, default=18_473)
+    parser.add_argument("--log-level", default="error")
+    program = os.environ.get("SCHEMATHESIS") or shutil.which("schemathesis")
+    if program is None:
+        sys.stderr.write("check_api: schemathesis is not installed (pip install schemathesis)\n")
+        return 2
+    return asyncio.run(check(program, parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
