@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 import torch
 
-from bench.kv_cases import MIB, block_name, layout_of
-from bench.kv_device_producer import LARGE, DeviceMemory, Order, node_of
+from bench.kv_cases import MIB, layout_of
+from bench.kv_device_producer import LARGE, DeviceMemory, Order, node_of, places_of
 from bench.report import Row, show
-from contracts.identity import Generation, InstanceId, new_ticket_id
+from contracts.identity import BlockName, Generation, InstanceId, new_ticket_id
 from contracts.messages import Ticket
 from kvtransfer import TransferError, TransferNode, TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
@@ -43,9 +43,11 @@ class Pair:
     node: TransferNode
     memory: DeviceMemory
     address: str
+    is_scattered: bool
 
     async def order(self, order: Order) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
+        order = msgspec.structs.replace(order, is_scattered=self.is_scattered)
         self.process.stdin.write(msgspec.json.encode(order) + b"\n")
         return json.loads(await _answer_of(self.process.stdout))
 
@@ -62,6 +64,9 @@ class Pair:
             )
             for _ in range(count)
         ]
+
+    def places(self, first: int, count: int) -> list[tuple[BlockName, int]]:
+        return places_of(first, count, self.memory.num_blocks, is_scattered=self.is_scattered)
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +86,7 @@ async def pair_of(options: argparse.Namespace, num_blocks: int, settings: Transf
     try:
         address = json.loads(await _answer_of(process.stdout))
         await node.connect(address)
-        yield Pair(process, node, memory, address)
+        yield Pair(process, node, memory, address, options.scattered)
     finally:
         await node.close()
         with contextlib.suppress(ProcessLookupError):
@@ -101,7 +106,8 @@ async def throughput(pair: Pair, concurrency: int, digest: Sequence[int]) -> flo
     seconds = time.perf_counter() - began
     await pair.order(msgspec.structs.replace(order, op="released"))
     count = each * concurrency
-    if pair.memory.digest()[:count] != list(digest[:count]):
+    found, where = pair.memory.digest(), [place for _, place in pair.places(0, count)]
+    if [found[place] for place in where] != [digest[place] for place in where]:
         raise SystemExit("wrong bytes arrived")
     return seconds
 
@@ -224,7 +230,7 @@ def _cases(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
 
 
 async def _fetch(pair: Pair, ticket: Ticket, first: int, count: int) -> Any:
-    return await pair.node.fetch(ticket, [(block_name(first + i), first + i) for i in range(count)])
+    return await pair.node.fetch(ticket, pair.places(first, count))
 
 
 def _synchronize(memory: DeviceMemory) -> None:
@@ -253,9 +259,10 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"])
     parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
     parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")
-    parser.add_argument("--batch-mib", nargs="+", type=int, default=[32])
+    parser.add_argument("--batch-mib", nargs="+", type=int, default=[64])
     parser.add_argument("--ring-mib", type=int, default=256)
     parser.add_argument("--block-kib", type=int, default=8192)
+    parser.add_argument("--scattered", action="store_true", help="a prompt's blocks are nowhere neighbours")
     parser.add_argument("--prompt-mib", type=int, default=1024)
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--checksum", nargs="+", default=["sampled", "off"], choices=["full", "sampled", "off"])

@@ -2,21 +2,24 @@
 
 import asyncio
 import json
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from bench.kv_cases import MIB, block_name
-from contracts.identity import Generation, InstanceId
+from contracts.identity import BlockName, Generation, InstanceId
 from contracts.layout import KVLayout
 from contracts.messages import Ticket
 from kvtransfer import TransferNode, TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks
+from kvtransfer.transports.devicesums import sums_of
 from kvtransfer.transports.oneccl.device_pair import DeviceBackend
 
 CHUNKS = 4
@@ -32,7 +35,7 @@ class DeviceMemory:
     def __init__(self, num_blocks: int, block_bytes: int, device: str) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.device_tensor = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
-        self.computed: Any = None
+        self._computed: Any = None
 
     def fill(self) -> None:
         torch.manual_seed(7)
@@ -43,12 +46,15 @@ class DeviceMemory:
     def mark(self) -> None:
         """All that was computed so far may be sent."""
         if self.device_tensor.device.type != "cpu":
-            self.computed = torch.get_device_module(self.device_tensor.device).Event()
-            self.computed.record()
+            self._computed = torch.get_device_module(self.device_tensor.device).Event()
+            self._computed.record()
+
+    def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        return () if self._computed is None else (self._computed,)
 
     def digest(self) -> list[int]:
         """One number a block, made on the device."""
-        return DeviceBlocks(self).checksums(range(self.num_blocks))
+        return sums_of(DeviceBlocks(self), range(self.num_blocks), sample=False)
 
 
 class Order(msgspec.Struct, kw_only=True):
@@ -58,6 +64,7 @@ class Order(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     address: str = ""
     backend: str = ""
+    is_scattered: bool = False
 
 
 def node_of(
@@ -90,7 +97,7 @@ async def _obey(node: TransferNode, memory: DeviceMemory, order: Order) -> Any:
                 node.open(ticket)
         case "publish":
             for position, ticket in enumerate(order.tickets):
-                _publish(node, ticket, position * order.blocks_each, order.blocks_each)
+                _publish(node, memory, order, ticket, position * order.blocks_each, order.blocks_each)
                 node.finish(ticket.ticket, b"first tokens")
         case "prefill":
             await _prefill(node, memory, order)
@@ -104,8 +111,18 @@ async def _obey(node: TransferNode, memory: DeviceMemory, order: Order) -> Any:
     return None
 
 
-def _publish(node: TransferNode, ticket: Ticket, first: int, count: int) -> None:
-    node.publish(ticket.ticket, [(block_name(first + i), first + i) for i in range(count)])
+def _publish(node: TransferNode, memory: DeviceMemory, order: Order, ticket: Ticket, first: int, count: int) -> None:
+    node.publish(ticket.ticket, places_of(first, count, memory.num_blocks, is_scattered=order.is_scattered))
+
+
+def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) -> list[tuple[BlockName, int]]:
+    """Where a prompt's blocks lie, at both ends."""
+    step = 1
+    if is_scattered:
+        step = num_blocks * 2 // 3 + 1
+        while math.gcd(step, num_blocks) > 1:
+            step += 1
+    return [(block_name(index), index * step % num_blocks) for index in range(first, first + count)]
 
 
 async def _prefill(node: TransferNode, memory: DeviceMemory, order: Order) -> None:
@@ -113,7 +130,9 @@ async def _prefill(node: TransferNode, memory: DeviceMemory, order: Order) -> No
     (ticket,), each = order.tickets, order.blocks_each // CHUNKS
     for chunk in range(CHUNKS):
         await asyncio.to_thread(_compute, memory, order.seconds / CHUNKS)
-        _publish(node, ticket, chunk * each, each if chunk + 1 < CHUNKS else order.blocks_each - chunk * each)
+        _publish(
+            node, memory, order, ticket, chunk * each, each if chunk + 1 < CHUNKS else order.blocks_each - chunk * each
+        )
     node.finish(ticket.ticket, b"first tokens")
 
 

@@ -46,6 +46,8 @@ class DeviceGraph(Protocol):
 
 
 class DeviceEvent(Protocol):
+    """Of torch; other threads' streams can wait for it."""
+
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -141,6 +143,13 @@ class Landing:
         done: DeviceEvent = _module(self._device).Event()
         done.record()
         return Arrival(target, done)
+
+
+def record(device: torch.device) -> DeviceEvent:
+    """Done when the device has done what this thread has given it so far. Not for hosts."""
+    event: DeviceEvent = _module(device).Event()
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, slots=True)

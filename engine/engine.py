@@ -131,10 +131,13 @@ class Engine:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         if self._scheduler.is_short_of_blocks:
             return None
-        return self._reservations.reserve(work, time.monotonic())
+        reservation = self._reservations.reserve(work, time.monotonic())
+        if reservation is not None:
+            self.kv.mark(block for _, block in reservation.missing)
+        return reservation
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
-        """These missing blocks hold their verified content now, where `kv.host_view` shows them."""
+        """These missing blocks hold their verified content now, where `kv` shows them to transports."""
         self._travel.arrived(self._reservations.mark_received(request_id, names))
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
@@ -167,7 +170,9 @@ class Engine:
 
     def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
         """The longest cached prefix of `names`, kept in place until `unpin`."""
-        return self._reservations.pin(names)
+        pinned = self._reservations.pin(names)
+        self.kv.mark(block for _, block in pinned)
+        return pinned
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         self._reservations.unpin(names)
@@ -241,6 +246,7 @@ class Engine:
         for row, message in failed:
             self._fail(row.sequence.request, message, result)
         self._copy_blocks()
+        self.kv.mark(block for completed in result.completed for _, block in completed.blocks)
         self._travel.publish(result.completed)
         self._meter.record(launched.plan, now - started, len(result.tokens))
 

@@ -1,13 +1,15 @@
 """The memory of the KV cache: one block-major tensor. Knows nothing of who owns which block.
 
 On hosts it lies in a memfd, so that another process on this machine can map it and copy blocks straight out of
-it; nothing is left behind when this process dies. On devices a memfd of the same shape is its mirror: blocks that
-travel are copied there and back, and only those take host memory, since the rest of the file is a hole.
+it; nothing is left behind when this process dies. On a device, transports read and write the tensor itself. Where
+several ranks' devices each hold a part of every block, a memfd is the mirror in which blocks are whole: those that
+travel are copied there and back, and only they take host memory, since the rest of the file is a hole.
 """
 
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +26,15 @@ DTYPES = {
     "int8": torch.int8,
 }
 
+Place = Literal["shared", "device", "mirrored"]
+
 
 class KVCache:
     """`tensor` is [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim]; of several
     ranks, each has its own heads there.
 
-    `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror.
+    `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror. A device's has
+    neither that nor a `shared_fd`: it is reached as `device_tensor`, after the events of `ready_after`.
     """
 
     def __init__(
@@ -38,34 +43,33 @@ class KVCache:
         num_blocks: int,
         device: torch.device,
         *,
-        mirrored: bool | None = None,
+        place: Place | None = None,
         heads: slice | None = None,
         shared_fd: int | None = None,
     ) -> None:
         """`heads`: those of this process, where several share each block; one of them makes the memory, whose
-        `shared_fd` the others are given and own from then on."""
+        `shared_fd` the others are given and own from then on. `place`: shared on hosts, else the device alone, or
+        mirrored when there are `heads`."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
         self.device = device
-        self.is_mirrored = not devices.is_host(device) if mirrored is None else mirrored
-        size = num_blocks * self.block_bytes
+        place = place or _place(device, heads)
+        self.is_mirrored = place == "mirrored"
         self.shared_fd: int | None = shared_fd
-        if self.shared_fd is None:
-            self.shared_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
-            os.ftruncate(self.shared_fd, size)
-        self._mapping = mmap.mmap(self.shared_fd, size)
-        self.host_view: memoryview | None = memoryview(self._mapping)
-        host_bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.host_view: memoryview | None = None
+        self._ready: dict[int, devices.DeviceEvent] = {}
         rows = layout.block_tokens + layout.scale_rows
         shape = (num_blocks, layout.num_layers, layout.num_planes, layout.num_kv_heads, rows, layout.head_dim)
         dtype = DTYPES[layout.dtype]
-        self._host = host_bytes.view(dtype).view(shape)[:, :, :, heads or slice(None)]
-        if self.is_mirrored:
-            # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
-            self.tensor = torch.zeros(self._host.shape, dtype=dtype, device=device)
-        else:
+        self._host = torch.empty(0)
+        if place != "device":
+            self._host = self._map().view(dtype).view(shape)[:, :, :, heads or slice(None)]
+        if place == "shared":
             self.tensor = self._host
+        else:
+            # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
+            self.tensor = torch.zeros(shape if place == "device" else self._host.shape, dtype=dtype, device=device)
 
     @property
     def device_tensor(self) -> Tensor:
@@ -84,6 +88,20 @@ class KVCache:
         target = torch.tensor(targets, device=self.device)
         blocks = self.tensor.view(torch.uint8)
         blocks[target] = blocks[source]
+
+    def mark(self, blocks: Iterable[int]) -> None:
+        """What this thread has given the device so far must be done before a transport touches these blocks: it
+        computes them, or still uses them for the request that had them before."""
+        if devices.is_host(self.device) or self.is_mirrored:
+            return
+        event = devices.record(self.device)
+        for block in blocks:
+            self._ready[block] = event
+
+    def ready_after(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
+        """Events after which these blocks may be read or written. From any thread."""
+        found = {id(event): event for block in blocks if (event := self._ready.get(block)) is not None}
+        return list(found.values())
 
     def to_host(self, blocks: Iterable[int]) -> None:
         """The mirror holds what these blocks hold now."""
@@ -111,4 +129,21 @@ class KVCache:
         if self.host_view is not None:
             self.host_view.release()
             self.host_view = None
+        self._ready.clear()
         self.tensor = self._host = torch.empty(0)
+
+    def _map(self) -> Tensor:
+        """All blocks as bytes of the host."""
+        size = self.num_blocks * self.block_bytes
+        if self.shared_fd is None:
+            self.shared_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+            os.ftruncate(self.shared_fd, size)
+        self._mapping = mmap.mmap(self.shared_fd, size)
+        self.host_view = memoryview(self._mapping)
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+
+def _place(device: torch.device, heads: slice | None) -> Place:
+    if devices.is_host(device):
+        return "shared"
+    return "device" if heads is None else "mirrored"

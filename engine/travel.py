@@ -1,7 +1,8 @@
-"""Blocks of a device that travel go through the host's mirror of the KV cache: there before they are read, back after.
+"""Blocks of which several devices each hold a part travel through the host's mirror of the KV cache: there before they
+are read, back after.
 
-On hosts, where the cache itself is what peers read, all of this does nothing. A block that several held requests share
-is copied once and stays until the last of them ends.
+On hosts and on a single device, where peers read the cache itself, all of this does nothing. A block that several held
+requests share is copied once and stays until the last of them ends.
 """
 
 from collections import Counter

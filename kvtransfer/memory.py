@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,9 +41,8 @@ class DeviceMemory(BlockMemory, Protocol):
         """torch uint8 `[num_blocks, block_bytes]`."""
         ...
 
-    @property
-    def computed(self) -> Any:
-        """A torch event after which all blocks published so far hold their content; None: they do already."""
+    def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        """torch events after which these blocks may be read, or overwritten. Called from any thread."""
         ...
 
 

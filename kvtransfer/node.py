@@ -32,6 +32,7 @@ from kvtransfer.workers import Workers
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
+DEVICE_THREADS = 4
 
 TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dict[str, Transport]]
 
@@ -93,7 +94,7 @@ class TransferNode:
             transports=self._transports,
             zmq=zmq.Context(settings.io_threads),
             loop=loop,
-            workers=Workers(loop, settings.copy_threads),
+            workers=Workers(loop, _num_threads(settings, self._memory)),
         )
         for transport in self._transports.values():
             await transport.start()
@@ -212,6 +213,11 @@ class TransferNode:
         now = self._clock()
         self._producing.tick(now)
         self._consuming.tick(now)
+
+
+def _num_threads(settings: TransferSettings, memory: BlockMemory) -> int:
+    """Threads that copy to or from a device wait for it most of the time."""
+    return max(settings.copy_threads, DEVICE_THREADS) if memory.host_view is None else settings.copy_threads
 
 
 def _advertised(endpoint: str, host: str) -> str:

@@ -45,7 +45,10 @@ class Way:
         self.epoch = epoch
         self.outlet = outlet
         self.queue = SendQueue(
-            block_bytes=block_bytes, batch_bytes=outlet.batch_bytes, window_bytes=outlet.window_bytes
+            block_bytes=block_bytes,
+            batch_bytes=outlet.batch_bytes,
+            window_bytes=outlet.window_bytes,
+            taper_bytes=outlet.taper_bytes,
         )
         self.is_stream = is_stream
         self.parcels: dict[int, Prepared] = {}

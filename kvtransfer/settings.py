@@ -31,7 +31,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="folder of the socket that hands out shared memory; empty: a name of this host's network"),
     ] = ""
-    checksum: Annotated[ChecksumMode, Meta(description="xxh3 of each block, of one in eight, or none")] = "full"
+    checksum: Annotated[
+        ChecksumMode, Meta(description="of each block, of a sample (one block in eight, or words of each), or none")
+    ] = "full"
 
     curve_secret_key: Annotated[bytes, Meta(description="Z85, of all nodes; empty: ZeroMQ is not encrypted")] = b""
     curve_public_key: Annotated[bytes, Meta(description="Z85, of the secret one; never sent")] = b""
@@ -56,7 +58,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
     window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 16 << 20
     batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
-    device_batch_bytes: Annotated[int, Meta(ge=1, description="as batch_bytes, of a device's blocks")] = 32 << 20
+    device_batch_bytes: Annotated[int, Meta(ge=1, description="as batch_bytes, of a device's blocks")] = 64 << 20
     device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 512 << 20
     ring_bytes: Annotated[int, Meta(ge=1, description="pinned memory of one connection between devices")] = 256 << 20
     inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20

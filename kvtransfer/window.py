@@ -20,9 +20,13 @@ class Parcel:
 class SendQueue:
     """`window_bytes` None: the transport does not buffer, nothing is held back."""
 
-    def __init__(self, *, block_bytes: int, batch_bytes: int, window_bytes: int | None) -> None:
+    def __init__(
+        self, *, block_bytes: int, batch_bytes: int, window_bytes: int | None, taper_bytes: int | None = None
+    ) -> None:
+        """`taper_bytes`: parcels begin and end that small, where a stage waits for the first and the last of them."""
         self._block_bytes = block_bytes
         self._batch = min(max(batch_bytes // block_bytes, 1), MAX_PIECES)
+        self._taper = self._batch if taper_bytes is None else min(max(taper_bytes // block_bytes, 1), self._batch)
         self._window = window_bytes
         self._travelling = 0
         self._tickets: OrderedDict[TicketId, deque[tuple[int, int, int]]] = OrderedDict()
@@ -47,10 +51,10 @@ class SendQueue:
         if not self._tickets:
             return None
         ticket, queue = next(iter(self._tickets.items()))
-        room = self._batch
+        room = self._tapered(len(queue))
         if self._window is not None and self._travelling:
             fitting = (self._window - self._travelling) // self._block_bytes
-            if fitting < min(len(queue), (self._batch + 1) // 2):
+            if fitting < min(room, (self._batch + 1) // 2):
                 return None  # a small parcel now would cost as much as a full one a moment later
             room = min(room, fitting)
         elif self._window is not None:
@@ -67,3 +71,9 @@ class SendQueue:
         if self._window is not None:
             self._travelling += len(blocks) * self._block_bytes
         return Parcel(ticket, attempt, blocks)
+
+    def _tapered(self, waiting: int) -> int:
+        """Blocks of the next parcel: few while nothing travels, then no more than half of what waits."""
+        if self._window is not None and not self._travelling:
+            return self._taper
+        return min(self._batch, max(waiting // 2, self._taper))

@@ -96,8 +96,9 @@ class Ranks:
         self._collect(ANSWER_TIMEOUT_S)
 
     def build(self, num_blocks: int, descriptor: int | None) -> None:
-        """`descriptor` is of the memory in which all ranks' blocks lie, or are mirrored."""
-        assert descriptor is not None
+        """`descriptor` is of the memory in which all ranks' blocks lie, or are mirrored; None: there is one rank."""
+        if descriptor is None:
+            return
         self.tell(Build(num_blocks))
         for rank in self._ranks:
             rank.channel.send_descriptor(descriptor)

@@ -19,6 +19,8 @@ from kvtransfer.memory import DeviceMemory, address_of
 logger = logging.getLogger(__name__)
 
 BOUNCE_BYTES = 16 << 20
+MAX_COPIES = 16
+"""More pieces than this are moved within a device by one kernel instead."""
 
 
 class DeviceBlocks:
@@ -39,23 +41,36 @@ class DeviceBlocks:
 
     def stream(self) -> Any:
         """This thread's; None on the CPU."""
-        if self._module is None:
-            return None
         made = getattr(self._local, "stream", None)
         if made is None:
-            self._module.set_device(self.device)
-            made = self._local.stream = self._module.Stream(self.device)
+            made = self._local.stream = self.new_stream()
         return made
 
-    def on_stream(self) -> Any:
-        """Use as a statement: what is inside runs on this thread's stream."""
-        return torch.inference_mode() if self._module is None else self._module.stream(self.stream())
+    def new_stream(self) -> Any:
+        """Makes its device this thread's; None on the CPU."""
+        if self._module is None:
+            return None
+        self._module.set_device(self.device)
+        return self._module.Stream(self.device)
 
-    def after_computing(self) -> None:
-        """What this thread's stream does next waits for the blocks published so far."""
-        computed = self._memory.computed
-        if computed is not None and self._module is not None:
-            self.stream().wait_event(computed)
+    def on_stream(self, stream: Any = None) -> Any:
+        """Use as a statement: what is inside runs on `stream`, or this thread's own."""
+        return torch.inference_mode() if self._module is None else self._module.stream(stream or self.stream())
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event after all that the stream was given; None on the CPU."""
+        return None if self._module is None else (stream or self.stream()).record_event()
+
+    def after_computing(self, blocks: Sequence[int], stream: Any = None) -> None:
+        """What the stream does next waits until the engine's work on these blocks is done."""
+        if self._module is not None:
+            for event in self._memory.ready_after(blocks):
+                (stream or self.stream()).wait_event(event)
+
+    def wait_for_computing(self, blocks: Sequence[int]) -> None:
+        """The host waits until the engine's work on these blocks is done."""
+        for event in self._memory.ready_after(blocks):
+            event.synchronize()
 
     def wait(self) -> None:
         """For all of this thread's work."""
@@ -66,7 +81,7 @@ class DeviceBlocks:
         """Copy blocks, once they are computed, to places of the host area."""
         self.check(blocks)
         with self.on_stream():
-            self.after_computing()
+            self.after_computing(blocks)
             for block, place, count in _runs(blocks, places):
                 host.fill(place, self.tensor[block : block + count], self)
         self.wait()
@@ -74,29 +89,28 @@ class DeviceBlocks:
     def write(self, host: "HostArea", places: Sequence[int], blocks: Sequence[int]) -> None:
         self.check(blocks)
         with self.on_stream():
+            self.after_computing(blocks)
             for place, block, count in _runs(places, blocks):
                 host.empty(place, self.tensor[block : block + count], self)
         self.wait()
 
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Of blocks where they lie: sums of their words times odd weights, modulo 2 to the 64th."""
-        if not blocks:
-            return []
-        self.check(blocks)
-        with self.on_stream():
-            self.after_computing()
-            weights = self._weights()
-            sums = torch.stack([(self.tensor[block].view(torch.int64) * weights).sum() for block in blocks])
-            found = sums.cpu().tolist()
-        self.wait()
-        return [value % 2**64 for value in found]
+    def gather(self, blocks: Sequence[int], target: Tensor) -> None:
+        """Blocks to consecutive rows of `target`, on the current stream."""
+        self._move(self.tensor, blocks, target, range(len(blocks)))
 
-    def _weights(self) -> Tensor:
-        made: Tensor | None = getattr(self._local, "weights", None)
-        if made is None:
-            index = torch.arange(self.block_bytes // 8, device=self.device, dtype=torch.int64)
-            made = self._local.weights = _odd(index)
-        return made
+    def scatter(self, source: Tensor, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Rows of `source` to blocks, on the current stream."""
+        self._move(source, rows, self.tensor, blocks)
+
+    def _move(self, source: Tensor, rows: Sequence[int], target: Tensor, places: Sequence[int]) -> None:
+        runs = _runs(rows, places)
+        if len(runs) <= MAX_COPIES or self.block_bytes % 8:
+            for row, place, count in runs:
+                target[place : place + count].copy_(source[row : row + count], non_blocking=True)
+            return
+        source, target = source.view(torch.int64), target.view(torch.int64)
+        chosen = source.index_select(0, index_of(rows, self.device))
+        target.index_copy_(0, index_of(places, self.device), chosen)
 
 
 class HostArea:
@@ -167,10 +181,11 @@ def _runtime() -> Any:
     return runtime()
 
 
-def _odd(index: Tensor) -> Tensor:
-    """Different odd numbers, of all bits."""
-    mixed = index * 2654435761 + 1442695040888963407
-    return (mixed ^ (mixed >> 29)) | 1
+def index_of(places: Sequence[int], device: torch.device) -> Tensor:
+    """int64 on the device, for kernels of the current stream; the host does not wait."""
+    if device.type == "cpu":
+        return torch.tensor(places)
+    return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int, int]]:

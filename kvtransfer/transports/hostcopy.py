@@ -52,6 +52,7 @@ class HostOutlet:
 
     may_wait = False
     stages = False
+    taper_bytes: int | None = None
     window_bytes: int | None = None
 
     def __init__(self, offer: Offer, memory: BlockMemory, settings: TransferSettings) -> None:

@@ -128,6 +128,11 @@ class Outlet(Protocol):
         ...
 
     @property
+    def taper_bytes(self) -> int | None:
+        """The first and the last messages announce as little as this; None: no less than others."""
+        ...
+
+    @property
     def window_bytes(self) -> int | None:
         """So much may be on its way; None: nothing waits in queues."""
         ...

@@ -20,6 +20,9 @@ from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from kvtransfer.transports.hostcopy import HostBlocks
 from kvtransfer.transports.port import Announce, Buffer, Intake, Prepared
 
+BATCHES = 16
+"""At least so many parcels fill a ring: copies in and out then overlap."""
+
 
 class Ring:
     """`num_slots` blocks in a memfd, pinned for the device. `close` frees it once nothing is being staged."""
@@ -84,8 +87,9 @@ class RingOutlet:
         self.offer = offer
         self._on_close = on_close
         self.ring = ring
-        self.batch_bytes = settings.device_batch_bytes
         self.window_bytes: int | None = ring.num_slots * ring.block_bytes
+        self.batch_bytes = min(settings.device_batch_bytes, self.window_bytes // BATCHES)
+        self.taper_bytes: int | None = self.batch_bytes // 4
 
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
         slots = self.ring.stage(blocks)
@@ -121,14 +125,20 @@ class DeviceInlet:
         self._is_closed = False
 
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        return self.receive_all([placement])[0]
+
+    def receive_all(self, placements: Sequence[Placement]) -> list[bool]:
+        """`kvtransfer.copying.Gathers`: the host waits once."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("the connection was closed")
             self._num_copying += 1
         try:
-            self._source.address(placement.source)  # checks its bounds
-            self._target.write(self._area, [placement.source], [placement.destination])
-            return placement.checksum is None or self._source.checksum(placement.source) == placement.checksum
+            source = self._source
+            for placement in placements:
+                source.address(placement.source)  # checks its bounds
+            self._target.write(self._area, [p.source for p in placements], [p.destination for p in placements])
+            return [p.checksum is None or source.checksum(p.source) == p.checksum for p in placements]
         finally:
             with self._lock:
                 self._num_copying -= 1

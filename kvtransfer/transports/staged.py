@@ -22,6 +22,7 @@ class StagedFrameOutlet:
     def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
         self.offer = offer
         self.batch_bytes = settings.batch_bytes
+        self.taper_bytes: int | None = None
         self.window_bytes: int | None = settings.window_bytes
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes

@@ -147,7 +147,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"group": "handoff"},
         ),
     ] = "auto"
-    kv_checksum: Annotated[Checksum, Meta(description="verify each block that arrives, one in eight, or none")] = "full"
+    kv_checksum: Annotated[Checksum, Meta(description="verify blocks that arrive, a sample, or none")] = "full"
     kv_run_dir: Annotated[
         str,
         Meta(description="folder shared with instances in other containers of this machine, for usm (default: none)"),

@@ -31,6 +31,24 @@ def test_blocks_travel_from_device_to_device(transport: str, checksum: str) -> N
     run(test())
 
 
+@pytest.mark.parametrize("checksum", ["full", "sampled"])
+def test_blocks_that_are_nowhere_neighbours(transport: str, checksum: str) -> None:
+    async def test() -> None:
+        settings = only(transport, checksum=checksum, device_batch_bytes=24 * LAYOUT.block_bytes)
+        async with pair_of(settings, memories=(device(), device())) as pair:
+            ticket, places = pair.ticket(), [(i, 7 * i % NUM_BLOCKS) for i in range(40)]
+            for index, place in places:
+                pair.producer.fill(place, seed=index)
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted(*places))
+            pair.producer.node.finish(ticket.ticket, b"")
+            result = await pair.consumer.node.fetch(ticket, wanted(*((i, 11 * i % NUM_BLOCKS) for i, _ in places[3:])))
+            assert result.num_blocks == 37 and pair.consumer.tally.mismatches == 0
+            assert all(pair.consumer.holds(11 * i % NUM_BLOCKS, seed=i) for i, _ in places[3:])
+
+    run(test())
+
+
 @pytest.mark.parametrize("transport", ["usm", "zeromq"])
 @pytest.mark.parametrize("memories", [(device(), None), (None, device())], ids=["to a host", "from a host"])
 def test_the_two_ends_may_be_of_different_kinds(transport: str, memories: tuple[Blocks | None, Blocks | None]) -> None:
@@ -83,13 +101,13 @@ def test_damage_on_the_way_is_noticed_where_the_blocks_land(monkeypatch: pytest.
 
     post = DevicePair.post
 
-    def damage(self: DevicePair, parts: list, *, is_send: bool) -> Wait:  # type: ignore[type-arg]
-        wait = post(self, parts, is_send=is_send)
+    def damage(self: DevicePair, parts: list, *, is_send: bool, stream: object = None) -> Wait:  # type: ignore[type-arg]
+        wait = post(self, parts, is_send=is_send, stream=stream)
         if is_send:
             return wait
         wait()
         parts[0][5] ^= 1
-        return Wait([], self._blocks, self._is_abandoned)
+        return Wait([], None, self._is_abandoned)
 
     async def test() -> None:
         async with pair_of(only("oneccl"), memories=(device(), device())) as pair:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -100,7 +100,6 @@ class TensorMemory:
 
     shared_fd = None
     host_view = None
-    computed = None
 
     def __init__(self, num_blocks: int, block_bytes: int, device: str = "cpu") -> None:
         import torch
@@ -108,6 +107,9 @@ class TensorMemory:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.device_tensor = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+
+    def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        return ()
 
     def block(self, index: int) -> memoryview:
         array: Any = self.device_tensor[index].numpy()

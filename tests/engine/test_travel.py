@@ -1,4 +1,4 @@
-"""Handoffs between engines whose cache is not host memory: here CPU engines that must use the mirror all the same."""
+"""Handoffs between engines whose devices each hold a part of every block: CPU engines with a mirror all the same."""
 
 import os
 from functools import partial
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.engine.KVCache", partial(KVCache, mirrored=True))
+    monkeypatch.setattr("engine.engine.KVCache", partial(KVCache, place="mirrored"))
 
 
 def host_bytes(engine: Engine) -> int:

@@ -1,13 +1,15 @@
-"""Both ends of a pair whose blocks lie in memory of a device: sends read them there, nothing touches the host.
+"""Both ends of a pair whose blocks lie in memory of a device: nothing touches the host.
 
-Direct: every block is received into its place. It needs a library that can be interrupted (NCCL). Staged: neighbours
-travel as one message into memory of the pair, and are copied from there; a library that never comes back keeps that.
+A parcel is one message. Each end for itself sends or receives it where its blocks lie when they are neighbours, else
+through memory of the pair. Several messages are under way at once, each on a lane: a stream, and memory if needed.
+Messages are received into blocks only if the library can be interrupted (NCCL). Others (`+staging`) may write whenever
+they like: they get memory of the pair, from where blocks are copied once the message is whole.
 """
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvtransfer.errors import TransportUnavailable
@@ -15,15 +17,15 @@ from kvtransfer.frames import Offer, Piece
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks
+from kvtransfer.transports.devicesums import is_sample, start_sums, sums_of, values_of
 from kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
+from kvtransfer.transports.oneccl.lanes import Lane, Lanes, neighbours
 from kvtransfer.transports.oneccl.pair import Pair
-from kvtransfer.transports.oneccl.regions import Region, groups
 from kvtransfer.transports.oneccl.thread import PairThread
 from kvtransfer.transports.port import Announce, Buffer, Intake, Landing, Prepared
 
 STAGED = "+staging"
-"""Of a dialect: blocks are received into memory of the pair first."""
-STAGING_BYTES = 64 << 20
+"""Of a dialect: what comes is received into memory of the pair."""
 
 
 class DeviceOutlet:
@@ -33,33 +35,34 @@ class DeviceOutlet:
     def __init__(self, offer: Offer, thread: PairThread, blocks: DeviceBlocks, settings: TransferSettings) -> None:
         self.offer = offer
         self.batch_bytes = settings.device_batch_bytes
+        self.taper_bytes: int | None = None
         self.window_bytes: int | None = settings.device_window_bytes
+        self._mode = settings.checksum
         self._thread = thread
         self._blocks = blocks
+        self._lanes = Lanes(blocks)
 
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        """Checksums are made where the blocks lie."""
-        sums = iter(self._blocks.checksums([b for b, is_checked in zip(blocks, checked, strict=True) if is_checked]))
-        return Prepared(blocks, [next(sums) if is_checked else None for is_checked in checked])
+        """Waits until they are computed: a receiving kernel would hold a part of the peer's device meanwhile."""
+        self._blocks.check(blocks)
+        self._blocks.wait_for_computing(blocks)
+        if self._mode == "off":
+            return Prepared(blocks, [None] * len(blocks))
+        return Prepared(blocks, sums_of(self._blocks, blocks, sample=self._mode == "sampled"))
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
-        is_staged, blocks = self.offer.dialect.endswith(STAGED), self._blocks
-        flat = blocks.tensor.view(-1)
+        sources = [piece.source for piece in pieces]
 
-        def job(pair: Pair) -> None:
+        def job(pair: Pair) -> Wait:
             assert isinstance(pair, DevicePair)
-            with blocks.on_stream():
-                blocks.after_computing()
-            if not is_staged:
-                pair.post([blocks.tensor[piece.source] for piece in pieces], is_send=True)()
-                return
-            waits = [
-                pair.post([flat[r.offset : r.offset + r.size] for r in message], is_send=True)
-                for message in groups(pieces, blocks.block_bytes, STAGING_BYTES)
-            ]
-            for wait in waits:
-                wait()
+            lane = self._lanes.next()
+            with lane:
+                part = neighbours(self._blocks, sources)
+                if part is None:
+                    part = lane.staging(len(sources))
+                    self._blocks.gather(sources, part)
+                return pair.post([part.view(-1)], is_send=True, stream=lane.stream)
 
         self._thread.submit(job)
 
@@ -71,12 +74,13 @@ class DeviceOutlet:
 
 
 class PairStream:
-    """What both kinds of inlets share: parcels in their order, and what becomes of them when the pair breaks."""
+    """Parcels in their order, and what becomes of them when the pair breaks."""
 
     stages = False
 
     def __init__(self, blocks: DeviceBlocks) -> None:
         self.blocks = blocks
+        self.lanes = Lanes(blocks)
         self.thread: PairThread | None = None
         self.lock = threading.Lock()
         self.waiting: list[Landing] = []
@@ -92,9 +96,11 @@ class PairStream:
             landing.abandon(self.reason)
             return
         self.waiting.append(landing)
-        self.thread.submit(lambda pair: self.take(pair, pieces, landing))
+        count = len(pieces)
+        self.thread.submit(lambda pair: self.take(pair, count, landing))
 
-    def take(self, pair: Pair, pieces: Sequence[Piece], landing: Landing) -> None:
+    def take(self, pair: Pair, count: int, landing: Landing) -> "Arrival | None":
+        """Begin to receive the landing's `count` blocks."""
         raise NotImplementedError
 
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
@@ -118,88 +124,135 @@ class PairStream:
         self.reason = reason
         self.close()
 
-    def place(self, landing: Landing, placements: Sequence[Placement]) -> None:
-        """They are there: verify those that have a checksum."""
-        checked = [placement for placement in placements if placement.checksum is not None]
-        sums = self.blocks.checksums([placement.destination for placement in checked])
-        wrong = {p.index for p, found in zip(checked, sums, strict=True) if found != p.checksum}
-        for placement in placements:
-            landing.placed(placement, matches=placement.index not in wrong)
-        landing.end()
-
 
 class DirectInlet(PairStream):
-    def __init__(self, blocks: DeviceBlocks) -> None:
-        super().__init__(blocks)
-        self._unwanted = torch.empty(blocks.block_bytes, dtype=torch.uint8, device=blocks.device)
+    """What it begins to receive, its thread answers for: `close` must not while the library may write."""
 
-    def take(self, pair: Pair, pieces: Sequence[Piece], landing: Landing) -> None:
-        """From here on this thread answers for the landing: `close` must not while the library may write."""
+    def take(self, pair: Pair, count: int, landing: Landing) -> "Arrival | None":
         assert isinstance(pair, DevicePair)
         with self.lock:
             if self.is_closed:
-                return
+                return None
             self.waiting.remove(landing)
-        placements = {placement.position: placement for placement in landing.placements}
-        self.blocks.check([placement.destination for placement in placements.values()])
-        parts: list[Tensor] = []
-        for position in range(len(pieces)):
-            wanted = placements.get(position)
-            parts.append(self._unwanted if wanted is None else self.blocks.tensor[wanted.destination])
         try:
-            pair.post(parts, is_send=False)()
-            self.place(landing, list(placements.values()))
+            return self._begin(pair, count, landing)
         except Exception as exc:
             landing.abandon(str(exc))
             raise
 
+    def _begin(self, pair: DevicePair, count: int, landing: Landing) -> "DirectArrival":
+        placements = list(landing.placements)
+        places = [placement.destination for placement in placements]
+        self.blocks.check(places)
+        lane = self.lanes.next()
+        with lane:
+            self.blocks.after_computing(places, lane.stream)
+            part, staged = neighbours(self.blocks, places) if len(places) == count else None, None
+            if part is None:
+                part = staged = lane.staging(count)
+            wait = pair.post([part.view(-1)], is_send=False, stream=lane.stream)
+            return DirectArrival(self.blocks, lane, landing, placements, wait, staged)
+
+
+class Arrival:
+    """`placements` in their order are those of `landing` that were wanted when its message was begun."""
+
+    def __init__(
+        self,
+        blocks: DeviceBlocks,
+        lane: Lane,
+        landing: Landing,
+        placements: Sequence[Placement],
+        wait: Wait,
+        staged: Tensor | None,
+    ) -> None:
+        self.blocks, self.lane, self.landing, self.placements = blocks, lane, landing, placements
+        self.wait, self.staged = wait, staged
+        self._checked = [placement for placement in placements if placement.checksum is not None]
+        self._sums: Tensor | None = None
+
+    def is_done(self) -> bool:
+        return self.wait.is_done()
+
+    def __call__(self) -> None:
+        raise NotImplementedError
+
+    def place(self) -> None:
+        """On the lane: what was staged goes to its blocks, and those are summed up."""
+        if self.staged is not None and self.placements:
+            positions = [placement.position for placement in self.placements]
+            self.blocks.scatter(self.staged, positions, [placement.destination for placement in self.placements])
+        if self._checked:
+            sample = is_sample(self._checked[0].checksum)
+            self._sums = start_sums(self.blocks, [placement.destination for placement in self._checked], sample=sample)
+
+    def tell(self) -> None:
+        """The device has done all of it."""
+        sample = bool(self._checked) and is_sample(self._checked[0].checksum)
+        found = [] if self._sums is None else values_of(self._sums, sample=sample)
+        wrong = {p.index for p, value in zip(self._checked, found, strict=True) if value != p.checksum}
+        for placement in self.placements:
+            self.landing.placed(placement, matches=placement.index not in wrong)
+        self.landing.end()
+
+
+class DirectArrival(Arrival):
+    """All of it is queued on the lane at once."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._is_placed = False
+        if self.wait.is_ordered:
+            self._place()
+
+    def __call__(self) -> None:
+        try:
+            self.wait()
+            if not self._is_placed:
+                with self.lane:
+                    self._place()
+            self.wait()
+        except Exception as exc:
+            self.landing.abandon(str(exc))
+            raise
+        self.tell()
+
+    def _place(self) -> None:
+        self.place()
+        self._is_placed = True
+        self.wait.extend(self.lane.mark())
+
 
 class StagedInlet(PairStream):
-    def __init__(self, blocks: DeviceBlocks) -> None:
-        super().__init__(blocks)
-        self._staging = [torch.empty(STAGING_BYTES, dtype=torch.uint8, device=blocks.device) for _ in range(2)]
-
-    def take(self, pair: Pair, pieces: Sequence[Piece], landing: Landing) -> None:
-        """The next message travels while this one's blocks are copied to their places."""
+    def take(self, pair: Pair, count: int, landing: Landing) -> "Arrival | None":
         assert isinstance(pair, DevicePair)
-        messages = groups(pieces, self.blocks.block_bytes, STAGING_BYTES)
-        placements = {placement.position: placement for placement in landing.placements}
-        self.blocks.check([placement.destination for placement in placements.values()])
-        waits = [self._post(pair, messages, 0)]
-        done = 0
-        for number, message in enumerate(messages):
-            waits[number]()
-            if number + 1 < len(messages):
-                waits.append(self._post(pair, messages, number + 1))
-            size = sum(region.size for region in message)
-            with self.lock:
-                if self.is_closed:
-                    return
-                self._copy(self._staging[number % 2][:size], done, placements)
-            done += size
-        with self.lock:
-            if not self.is_closed:
-                self.waiting.remove(landing)
-                self.place(landing, list(placements.values()))
+        lane = self.lanes.next()
+        with lane:
+            staged = lane.staging(count)
+            wait = pair.post([staged.view(-1)], is_send=False, stream=lane.stream)
+        return StagedArrival(self, lane, landing, wait, staged)
 
-    def _post(self, pair: DevicePair, messages: Sequence[Sequence[Region]], number: int) -> Wait:
-        parts: list[Tensor] = []
-        filled = 0
-        for region in messages[number]:
-            parts.append(self._staging[number % 2][filled : filled + region.size])
-            filled += region.size
-        return pair.post(parts, is_send=False)
 
-    def _copy(self, staging: Tensor, first: int, placements: dict[int, Placement]) -> None:
-        """`first`: which of the parcel's bytes the staging begins with."""
-        size, taken = self.blocks.block_bytes, 0
-        with self.blocks.on_stream():
-            while taken < len(staging):
-                position, inner = divmod(first + taken, size)
-                step = min(size - inner, len(staging) - taken)
-                placement = placements.get(position)
-                if placement is not None:
-                    target = self.blocks.tensor[placement.destination]
-                    target[inner : inner + step].copy_(staging[taken : taken + step], non_blocking=True)
-                taken += step
-        self.blocks.wait()
+class StagedArrival(Arrival):
+    """Blocks are written once the message is whole, and not if it was given up meanwhile."""
+
+    def __init__(self, inlet: PairStream, lane: Lane, landing: Landing, wait: Wait, staged: Tensor) -> None:
+        super().__init__(inlet.blocks, lane, landing, (), wait, staged)
+        self._inlet = inlet
+
+    def __call__(self) -> None:
+        self.wait()
+        with self._inlet.lock:
+            if self._inlet.is_closed:
+                return
+            placements = list(self.landing.placements)
+            places = [placement.destination for placement in placements]
+            self.blocks.check(places)
+            arrival = Arrival(self.blocks, self.lane, self.landing, placements, self.wait, self.staged)
+            with self.lane:
+                self.blocks.after_computing(places, self.lane.stream)
+                arrival.place()
+                self.wait.extend(self.lane.mark())
+            self.wait()
+            self._inlet.waiting.remove(self.landing)
+            arrival.tell()

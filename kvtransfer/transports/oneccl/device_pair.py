@@ -62,19 +62,25 @@ class DevicePair:
         self._store = store  # lives as long as the group
         self._is_abandoned = threading.Event()
 
-    def post(self, parts: Sequence[Tensor], *, is_send: bool) -> "Wait":
-        """Give the library its work; calling the result waits for it and raises `PairBrokenError`."""
+    def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any = None) -> "Wait":
+        """Give the library its work, after what `stream` (else this thread's) was given; that then waits for it.
+
+        Calling the result waits, and raises `PairBrokenError`.
+        """
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")
         group, is_device = self._group, self._blocks.device.type != "cpu"
-        with translated(), self._blocks.on_stream():
-            if is_device:
-                group._start_coalescing()
+        with translated(), self._blocks.on_stream(stream):
             call = group.send if is_send else group.recv
-            works = [call([part], 1 if is_send else 0, 0) for part in parts]
-            if is_device:
-                works = [group._end_coalescing()]
-        return Wait(works, self._blocks, self._is_abandoned)
+            if not is_device:
+                return Wait([call([part], 1 if is_send else 0, 0) for part in parts], None, self._is_abandoned)
+            group._start_coalescing()
+            for part in parts:
+                call([part], 1 if is_send else 0, 0)
+            work = group._end_coalescing()
+            if work is not None:
+                work.wait()
+            return Wait([], self._blocks.mark(stream), self._is_abandoned)
 
     def abandon(self) -> None:
         """NCCL ends its kernels; others may not: then whoever waits stays behind."""
@@ -93,17 +99,33 @@ class DevicePair:
 
 
 class Wait:
-    def __init__(self, works: Sequence[Any], blocks: DeviceBlocks, is_abandoned: threading.Event) -> None:
+    """For an event of a device, or for work of the CPU's."""
+
+    def __init__(self, works: Sequence[Any], event: Any, is_abandoned: threading.Event) -> None:
         self._works = works
-        self._blocks = blocks
+        self._event = event
         self._is_abandoned = is_abandoned
+
+    @property
+    def is_ordered(self) -> bool:
+        """What the stream is given from now on comes after it."""
+        return self._event is not None
+
+    def extend(self, event: Any) -> None:
+        """Wait for this one, which comes later."""
+        self._event = event
+
+    def is_done(self) -> bool:
+        """Calling it does not wait. Of the CPU's work nobody can tell: it is waited for."""
+        return self._event is None or bool(self._event.query())
 
     def __call__(self) -> None:
         with translated():
-            with self._blocks.on_stream():
-                for work in self._works:
-                    if work is not None:
-                        work.wait()
-            self._blocks.wait()
+            works, self._works = self._works, []
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if self._event is not None:
+                self._event.synchronize()
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")

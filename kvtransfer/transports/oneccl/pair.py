@@ -9,6 +9,9 @@ from typing import Protocol
 
 from kvtransfer.errors import TransportUnavailable
 
+LANES = 3
+"""Messages that are under way at once, where a library allows it."""
+
 
 class PairBrokenError(TransportUnavailable):
     pass

@@ -1,24 +1,42 @@
 """The one thread that calls a pair. It can be given up while a call of the library never returns."""
 
 import asyncio
+import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.transports.oneccl.pair import Pair, PairBrokenError
+from kvtransfer.transports.oneccl.pair import LANES, Pair, PairBrokenError
 
 logger = logging.getLogger(__name__)
 
-Job = Callable[[Pair], None]
+
+class Finish(Protocol):
+    """What is left of a job once the library has its work."""
+
+    def is_done(self) -> bool:
+        """Calling it will not wait long."""
+        ...
+
+    def __call__(self) -> None:
+        """Waits. Raises `PairBrokenError`."""
+        ...
+
+
+Job = Callable[[Pair], Finish | None]
 """Raises `PairBrokenError` when the pair is of no use any more."""
+POLL_S = 0.00005
 
 
 class PairThread:
-    """Runs `open`, then jobs in order. `on_failed` is called on the loop, at most once, and not after `close`.
+    """Runs `open`, then jobs in order; each is begun before the ones ahead of it are finished.
 
-    A job that does not end within `stall_timeout_s` is a failure: the peer is stuck, or the library is.
+    `on_failed` is called on the loop, at most once, and not after `close`. A job that does not end within
+    `stall_timeout_s` is a failure: the peer is stuck, or the library is.
     """
 
     def __init__(
@@ -31,6 +49,7 @@ class PairThread:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._pair: Pair | None = None
+        self._begun: deque[Finish] = deque()
         self._is_closed = False
         self._num_waiting = 0
         self._num_done = 0
@@ -74,6 +93,7 @@ class PairThread:
             logger.exception("a pair broke")
             self._tell(self._failed, f"{type(exc).__name__}: {exc}")
         finally:
+            self._leave()
             self.is_running = False
 
     def _work(self) -> None:
@@ -85,11 +105,32 @@ class PairThread:
             pair.abandon()
             return
         self._tell(self._is_open)
-        while (job := self._jobs.get()) is not None:
+        while True:
+            while self._begun and (len(self._begun) >= LANES or self._begun[0].is_done()):
+                self._finish()
+            try:
+                job = self._jobs.get(timeout=POLL_S if self._begun else None)
+            except Empty:
+                continue
+            if job is None:
+                return
             if self._is_closed:
                 raise PairBrokenError("closed")
-            job(pair)
-            self._num_done += 1
+            finish = job(pair)
+            if finish is None:
+                self._num_done += 1
+            else:
+                self._begun.append(finish)
+
+    def _finish(self) -> None:
+        self._begun.popleft()()
+        self._num_done += 1
+
+    def _leave(self) -> None:
+        """The pair is given up, so what was begun ends: with an error, or never."""
+        while self._begun:
+            with contextlib.suppress(Exception):
+                self._begun.popleft()()
 
     def _tell(self, call: Callable[..., None], *arguments: str) -> None:
         if not self._loop.is_closed():

@@ -1,0 +1,62 @@
+"""What messages of a device's pair are under way on: a stream each, and memory where blocks are not neighbours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtransfer.transports.devicecopy import DeviceBlocks
+from kvtransfer.transports.oneccl.pair import LANES
+
+
+class Lane:
+    """Use as a statement: what is inside runs on its stream, in order. Belongs to the pair's thread."""
+
+    def __init__(self, blocks: DeviceBlocks) -> None:
+        self._blocks = blocks
+        self._memory: Tensor | None = None
+        self._context: Any = None
+        self.stream = blocks.new_stream()
+
+    def __enter__(self) -> None:
+        self._context = self._blocks.on_stream(self.stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def staging(self, count: int) -> Tensor:
+        """uint8 `[count, block_bytes]`, in use until the lane's next turn."""
+        if self._memory is None or len(self._memory) < count:
+            blocks = self._blocks
+            self._memory = torch.empty((count, blocks.block_bytes), dtype=torch.uint8, device=blocks.device)
+        return self._memory[:count]
+
+    def mark(self) -> Any:
+        """An event after all that the lane was given; None on the CPU."""
+        return self._blocks.mark(self.stream)
+
+
+class Lanes:
+    """Take turns. Made in any thread, used by one."""
+
+    def __init__(self, blocks: DeviceBlocks) -> None:
+        self._blocks = blocks
+        self._lanes: list[Lane] = []
+        self._turn = 0
+
+    def next(self) -> Lane:
+        """Its last message has ended: at most `LANES` are under way."""
+        if len(self._lanes) < LANES:
+            self._lanes.append(Lane(self._blocks))
+        lane = self._lanes[self._turn % LANES]
+        self._turn += 1
+        return lane
+
+
+def neighbours(blocks: DeviceBlocks, places: Sequence[int]) -> Tensor | None:
+    """These blocks as one piece of memory, where they are one."""
+    if not places or any(place != places[0] + i for i, place in enumerate(places)):
+        return None
+    return blocks.tensor[places[0] : places[0] + len(places)]

@@ -1,0 +1,86 @@
+"""Whole handoffs, from engine to engine, of caches that the host must not touch: here tensors of the CPU."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.identity import Generation, InstanceId, RequestId, TicketId
+from contracts.messages import Ticket
+from engine import Engine, KVCache
+from kvtransfer import TransferNode
+from tests.contract.test_transports import only
+from tests.engine.driving import make_engine, make_work, run
+from tests.tiny_models import write_tiny_model
+
+PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]
+TOKENS = {"max_tokens": 9, "ignore_eos": True}
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.engine.KVCache", partial(KVCache, place="device"))
+
+
+def node_of(name: str, engine: Engine, transport: str) -> TransferNode:
+    return TransferNode(
+        instance=InstanceId(name),
+        generation=Generation(1),
+        layout=engine.layout,
+        memory=engine.kv,
+        settings=only(transport),
+    )
+
+
+async def hand_over(source: Engine, sink: Engine, transport: str) -> tuple[str, list[int]]:
+    """The transport that carried the prompt, and all tokens of the answer."""
+    producer, consumer = node_of("prefill-0", source, transport), node_of("decode-0", sink, transport)
+    await producer.start()
+    await consumer.start()
+    try:
+        ticket = Ticket(
+            ticket=TicketId("t"),
+            source=InstanceId("prefill-0"),
+            source_generation=Generation(1),
+            source_address=producer.address,
+            sink=InstanceId("decode-0"),
+            sink_generation=Generation(1),
+            timeout_s=20.0,
+        )
+        reservation = sink.reserve(make_work(sink, "w", PROMPT, **TOKENS))
+        assert reservation is not None
+        fetch = asyncio.create_task(consumer.fetch(ticket, reservation.missing))
+        producer.open(ticket)
+        source.add(make_work(source, "w", PROMPT, **TOKENS), mode="prefill")
+        first: list[int] = []
+        while source.has_work():
+            result = source.step()
+            first += [token for output in result.tokens for token in output.token_ids]
+            for done in result.completed:
+                producer.publish(ticket.ticket, done.blocks)
+            await asyncio.sleep(0)
+        producer.finish(ticket.ticket, b"")
+        fetched = await fetch
+        assert await producer.released(ticket.ticket) == "received"
+        source.release(RequestId("w"))
+        sink.mark_received(RequestId("w"), [name for name, _ in reservation.missing])
+        sink.admit(RequestId("w"), {0: first[0]})
+        return fetched.transport, first + run(sink)["w", 0]
+    finally:
+        await consumer.close()
+        await producer.close()
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("transport", ["usm", "zeromq", "oneccl"])
+def test_a_handoff_between_devices_changes_no_token(tmp_path: Path, transport: str, kv_cache_dtype: str) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=2)
+    make: Any = partial(make_engine, folder, kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=32)
+    with make() as alone, make() as source, make() as sink:
+        assert source.kv.host_view is None and source.kv.shared_fd is None
+        alone.add(make_work(alone, "w", PROMPT, **TOKENS))
+        assert asyncio.run(hand_over(source, sink, transport)) == (transport, run(alone)["w", 0])
+        assert source.stats().free_blocks == source.stats().total_blocks
