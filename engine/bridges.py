@@ -120,11 +120,10 @@ def _falcon(module: Module) -> None:
 
 
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """float32 [num_heads]."""
-    slopes: Tensor = importlib.import_module("transformers.models.bloom.modeling_bloom")._get_alibi_slopes(
-        num_heads, device
-    )
-    return slopes
+    """float32 [num_heads]: what a head's scores change by from one position to the next."""
+    build = importlib.import_module("transformers.models.bloom.modeling_bloom").build_alibi_tensor
+    biases: Tensor = build(torch.ones((1, 2), dtype=torch.int64, device=device), num_heads, torch.float32)
+    return biases.view(num_heads, 2)[:, 1].contiguous()
 
 
 _BRIDGES: dict[str, Callable[[Module], None]] = {

@@ -74,3 +74,11 @@ def _widen(named_parameters: Callable[[], Any]) -> None:
                 parameter.normal_(0.0, 0.1)
             elif parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def load_reference(folder: Path) -> Any:
+    """transformers' own model, in float32. Some versions give soft-capped scores to SDPA, which does not cap."""
+    is_capped = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager" if is_capped else None
+    )

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.cluster import Cluster, wait_until
 from tests.families import IN_PROCESSES
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import load_reference, write_tiny_model
 
 BLOCK = 16
 NEW_TOKENS = 12
@@ -25,7 +24,7 @@ def expected_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int
 
 def reference_model(folder: Path) -> Any:
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_reference(folder)
     model.generation_config.eos_token_id = None  # as `ignore_eos`: no token ends it, none is forbidden
     return model
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import FAMILIES, load_reference, write_tiny_model
 
 ANSWER_TOKENS = 12
 
@@ -34,8 +34,10 @@ class References:
         return self._made[family]
 
     def _make(self, family: str) -> Reference:
+        if FAMILIES[family]["model_type"] not in CONFIG_MAPPING:
+            pytest.skip("this version of transformers does not have the family")
         folder = write_tiny_model(self._root / family, family)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = load_reference(folder)
         draw = random.Random(family)
         prompts = [[draw.randrange(256) for _ in range(length)] for length in (5, 16, 33, 100, 64)]
         return Reference(folder, prompts, [greedy_answer(model, prompt) for prompt in prompts])
