@@ -5,6 +5,7 @@ Read once in `main` by `services.common.configuration`; nobody changes them afte
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -209,3 +210,12 @@ def visible_device(settings: InstanceSettings) -> dict[str, str]:
     first = settings.device_index
     mask = ",".join(map(str, range(first, first + settings.tensor_parallel_size)))
     return {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}
+
+
+def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
+    """A variable that lets threads of a product give up their core soon after waiting for one another in vain.
+
+    Otherwise they spin for milliseconds while another process has the core they wait for. It must be set before torch is
+    imported, and gives way to what the operator has set.
+    """
+    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": "2000"}

@@ -5,7 +5,7 @@ import pytest
 from services.common.configuration import load
 from services.instance.addresses import advertised, check_ports, tcp
 from services.instance.errors import StartFailed
-from services.instance.settings import InstanceSettings, instance_id, model_names, visible_device
+from services.instance.settings import InstanceSettings, instance_id, model_names, short_waits, visible_device
 
 
 def settings(*argv: str) -> InstanceSettings:
@@ -63,3 +63,8 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
 def test_one_device_is_shown_to_the_process() -> None:
     assert visible_device(settings("--model=/m")) == {}
     assert visible_device(settings("--model=/m", "--device-index=1"))["ZE_AFFINITY_MASK"] == "1"
+
+
+def test_waits_are_short_unless_the_operator_says_otherwise() -> None:
+    assert short_waits({}) == {"GOMP_SPINCOUNT": "2000"}
+    assert short_waits({"OMP_WAIT_POLICY": "active"}) == {}
