@@ -215,7 +215,7 @@ def visible_device(settings: InstanceSettings) -> dict[str, str]:
 def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
     """A variable that lets threads of a product give up their core soon after waiting for one another in vain.
 
-    Otherwise they spin for milliseconds while another process has the core they wait for. It must be set before torch is
-    imported, and gives way to what the operator has set.
+    Otherwise they spin for milliseconds while another process has the core they wait for. It must be set before torch
+    is imported, and gives way to what the operator has set.
     """
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": "2000"}
