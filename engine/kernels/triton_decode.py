@@ -13,6 +13,8 @@ from torch import Tensor
 
 from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.triton_codes import CODE_KINDS
+from engine.kernels.triton_decode_codes import attend_codes
 from engine.kernels.triton_softmax import (
     HIDDEN,
     LOG2E,
@@ -21,7 +23,6 @@ from engine.kernels.triton_softmax import (
     capped_scores,
     factor_of,
     load_rows,
-    load_scales,
     tile_rows,
 )
 from engine.kernels.triton_tiles import DecodeTiles, padded
@@ -50,7 +51,7 @@ def decode(
         partial,
         stats,
         query,
-        cache,
+        cache.view(torch.int16) if scaled else cache,
         meta.query_starts,
         meta.context_lens,
         meta.block_tables,
@@ -67,12 +68,12 @@ def decode(
         kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
-        dims=padded(head_dim),
+        dims=max(32, padded(head_dim)) if scaled else padded(head_dim),
         rows=max(16, padded(group)),
         tile=min(tiles.tile, tiles.min_split),
         block_tokens=block_tokens,
         head_rows=cache.stride(2) // head_dim,
-        scaled=scaled,
+        kind=CODE_KINDS.get(cache.dtype, -1),
         min_split=tiles.min_split,
         max_splits=padded(tiles.max_splits),
         split_limit=tiles.max_splits,
@@ -145,7 +146,7 @@ def _decode_kernel(  # noqa: PLR0913
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
     head_rows: tl.constexpr,
-    scaled: tl.constexpr,
+    kind: tl.constexpr,
     min_split: tl.constexpr,
     max_splits: tl.constexpr,
     split_limit: tl.constexpr,
@@ -178,29 +179,55 @@ def _decode_kernel(  # noqa: PLR0913
 
         head = kv_head * group + row
         mask = (row < group)[:, None] & (dim < head_dim)[None, :]
-        asked = tl.load(query + token * query_stride + head[:, None] * head_stride + dim[None, :], mask, other=0.0)
-        acc, total, peak = _attend_split(
-            asked,
-            cache,
-            scales,
-            block_tables + seq.to(tl.int64) * table_stride,
-            kv_head,
-            begin,
-            end,
-            lowest,
-            block_rows,
-            scale,
-            softcap,
-            kv_heads,
-            head_dim,
-            tile,
-            block_tokens,
-            head_rows,
-            scaled,
-            window,
-            capped,
-            precision,
-        )
+        reader = query + token * query_stride + head[:, None] * head_stride
+        if kind < 0:
+            acc, total, peak = _attend_split(
+                tl.load(reader + dim[None, :], mask, other=0.0),
+                cache,
+                block_tables + seq.to(tl.int64) * table_stride,
+                kv_head,
+                begin,
+                end,
+                lowest,
+                block_rows,
+                scale,
+                softcap,
+                kv_heads,
+                head_dim,
+                tile,
+                block_tokens,
+                head_rows,
+                window,
+                capped,
+                precision,
+            )
+        else:
+            pair_of = 2 * tl.arange(0, dims // 2)
+            asking = (row < group)[:, None] & (pair_of < head_dim)[None, :]
+            first_acc, second_acc, total, peak = attend_codes(
+                tl.load(reader + pair_of[None, :], asking, other=0.0),
+                tl.load(reader + pair_of[None, :] + 1, asking, other=0.0),
+                cache,
+                scales,
+                block_tables + seq.to(tl.int64) * table_stride,
+                kv_head,
+                begin,
+                end,
+                lowest,
+                block_rows,
+                scale,
+                softcap,
+                kv_heads,
+                head_dim,
+                tile,
+                block_tokens,
+                head_rows,
+                kind,
+                window,
+                capped,
+                precision,
+            )
+            acc = tl.reshape(tl.join(first_acc, second_acc), [rows, dims])
         if splits == 1:
             if sunk:
                 sink = tl.load(sinks + head, mask=row < group, other=0.0).to(tl.float32) * LOG2E
@@ -220,7 +247,6 @@ def _decode_kernel(  # noqa: PLR0913
 def _attend_split(  # noqa: PLR0913
     asked,
     cache,
-    scales,
     table,
     kv_head,
     begin,
@@ -234,7 +260,6 @@ def _attend_split(  # noqa: PLR0913
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
     head_rows: tl.constexpr,
-    scaled: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     precision: tl.constexpr,
@@ -261,27 +286,11 @@ def _attend_split(  # noqa: PLR0913
         keys = load_rows(cache, at, seen, dim, head_dim).to(asked.dtype)
         values = load_rows(cache, at + plane, seen, dim, head_dim).to(asked.dtype)
         raw = tl.dot(asked, tl.trans(keys), input_precision=precision)
-        worths = raw
-        if scaled:
-            raw *= load_scales(scales, blocks, position, kv_head, seen, block_rows, head_rows, block_tokens, head_dim)[
-                None, :
-            ]
-            worths = load_scales(
-                scales + plane * (head_dim // 2),
-                blocks,
-                position,
-                kv_head,
-                seen,
-                block_rows,
-                head_rows,
-                block_tokens,
-                head_dim,
-            )
         scores = capped_scores(raw, scale, softcap, capped)
         if window > 0:
             seen = seen & (position >= lowest)
         scores = tl.where(seen[None, :], scores, HIDDEN)
-        acc, total, peak = absorb(acc, total, peak, scores, factor, values, worths, scaled, precision)
+        acc, total, peak = absorb(acc, total, peak, scores, factor, values, raw, False, precision)
         blocks = next_blocks
     return acc, total, peak
 

@@ -68,6 +68,25 @@ def values(low, high, column, nibble: tl.constexpr, table, kind: tl.constexpr):
 
 
 @triton.jit
+def both_values(low, nibble: tl.constexpr, kind: tl.constexpr, centre: tl.constexpr, dtype: tl.constexpr):
+    """Nibbles `nibble` and `nibble + 4` of the words `low` less `centre`, exactly, in `dtype` of 16 bits. Both are put
+    together in one word, so that an instruction serves two weights."""
+    shifted = low >> (4 * nibble)
+    if kind == 0:  # the codes become the last bits of numbers from 128 (bfloat16) or 1024 (float16)
+        offset: tl.constexpr = 128.0 + centre if dtype == tl.bfloat16 else 1024.0 + centre
+        both = (shifted & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
+        first = both.to(tl.int16).to(dtype, bitcast=True) - offset
+        second = (both >> 16).to(tl.int16).to(dtype, bitcast=True) - offset
+    else:  # E2M1, whose exponent counts from 126 (14) more
+        left: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
+        factor: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+        both = ((shifted & 0x00070007) << left) | ((shifted & 0x00080008) << 12)
+        first = both.to(tl.int16).to(dtype, bitcast=True) * factor
+        second = (both >> 16).to(tl.int16).to(dtype, bitcast=True) * factor
+    return first, second
+
+
+@triton.jit
 def offset_of(kind: tl.constexpr, centre: tl.constexpr):
     """What `values` has too much, beside the zero."""
     return 128.0 + centre if kind == 0 else 0.0

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight, code_bits
+from engine.kernels.triton_codes import code_float
 from engine.kernels.triton_quant_codes import KINDS, offset_of, table_of, values, word_arguments
 
 
@@ -160,7 +161,7 @@ def _byte_row_kernel(  # noqa: PLR0913
     for start in tl.range(0, inputs, chunk, num_stages=stages):
         seen = start + column < inputs
         at = row[:, None].to(tl.int64) * row_bytes + start + column[None, :]
-        number = tl.load(codes + at, live[:, None] & seen[None, :], other=0.0).to(tl.float32)
+        number = code_float(tl.load(codes + at, live[:, None] & seen[None, :], other=0.0))
         asked = tl.load(x + start + column, seen, other=0.0).to(tl.float32)
         if groups > 1 or has_zeros:
             where = row[:, None] * groups + ((start + column) // group)[None, :]

@@ -8,6 +8,7 @@ Twins: quantized.linear, quantized.dequantize.
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,8 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.quantized import STRETCH, QuantizedWeight
-from engine.kernels.triton_quant_codes import KINDS, offset_of, table_of, values, word_arguments
+from engine.kernels.triton_codes import code_operand
+from engine.kernels.triton_quant_codes import KINDS, both_values, offset_of, table_of, values, word_arguments
 from engine.kernels.triton_tiles import padded
+
+
+COUNTERS = 1 << 16
+
+
+@lru_cache(maxsize=16)
+def counters_of(device: torch.device) -> Tensor:
+    """int32 zeros, one per tile of a product. A device computes one product after the other."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,7 @@ class ProductTiles:
     splits: int
     warps: int
     stages: int
+    unroll: int = 1  # stretches of words per step
 
 
 def product_tiles(weight: QuantizedWeight, num_tokens: int) -> ProductTiles:
@@ -48,8 +60,11 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
     if tiles.splits > 1:
         sums = torch.empty((tiles.splits, *result.shape), dtype=torch.float32, device=x.device)
     grid = (-(-weight.outputs // tiles.outputs), -(-num_tokens // tiles.tokens), tiles.splits)
+    assert grid[0] * grid[1] <= COUNTERS
     given = (
+        result,
         sums,
+        counters_of(x.device) if tiles.splits > 1 else result,
         x,
         weight.codes,
         weight.scales,
@@ -59,7 +74,8 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
         "tile_outputs": tiles.outputs,
         "tile_tokens": tiles.tokens,
         "splits": tiles.splits,
-        "has_bias": bias is not None and tiles.splits == 1,
+        "single": num_tokens == 1,
+        "has_bias": bias is not None,
         "precision": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -67,7 +83,7 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
     sizes = (result if bias is None else bias, num_tokens, weight.outputs, x.stride(0))
     if weight.codebook in KINDS:
         table = table_of(weight.codebook, x.device) if KINDS[weight.codebook] == 3 else result
-        _word_product_kernel[grid](*given, table, *sizes, **word_arguments(weight), **shared)
+        _word_product_kernel[grid](*given, table, *sizes, **word_arguments(weight), unroll=tiles.unroll, **shared)
     else:
         _byte_product_kernel[grid](
             *given,
@@ -79,18 +95,6 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
             has_zeros=weight.zeros is not None,
             depth=tiles.depth,
             **shared,
-        )
-    if tiles.splits > 1:
-        _add_kernel[(num_tokens, -(-weight.outputs // 512))](
-            result,
-            sums,
-            result if bias is None else bias,
-            num_tokens,
-            weight.outputs,
-            splits=tiles.splits,
-            tile=512,
-            has_bias=bias is not None,
-            num_warps=4,
         )
     return result
 
@@ -128,31 +132,101 @@ def dense(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _write(  # noqa: PLR0913
+    result,
     sums,
+    counters,
     acc,
     bias,
     num_tokens,
     outputs,
     output,
     token,
-    tile_outputs: tl.constexpr,
     splits: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """acc [outputs, tokens] -> rows of tokens, or this split's part of them."""
-    if has_bias:
-        acc += tl.load(bias + output, output < outputs, other=0.0).to(tl.float32)[:, None]
-    to = sums
-    if splits > 1:
-        to += tl.program_id(2).to(tl.int64) * num_tokens * outputs
+    """acc [outputs, tokens] -> rows of tokens. Of a cut row the part that is finished last adds all of them up, in
+    their order; it also leaves the counter of its tile as it was."""
     at = token[:, None].to(tl.int64) * outputs + output[None, :]
     known = (token < num_tokens)[:, None] & (output < outputs)[None, :]
-    tl.store(to + at, tl.trans(acc).to(sums.dtype.element_ty), known)
+    total = tl.trans(acc)
+    last = True
+    if splits > 1:
+        part = num_tokens.to(tl.int64) * outputs
+        tl.store(sums + tl.program_id(2) * part + at, total, known)
+        tl.debug_barrier()
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(counter, 1) == splits - 1
+        if last:
+            tl.store(counter, 0)
+            total = tl.zeros(total.shape, tl.float32)
+            for split in tl.static_range(splits):
+                total += tl.load(sums + split * part + at, known, other=0.0, cache_modifier=".cg")
+    if last:
+        if has_bias:
+            total += tl.load(bias + output, output < outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(result + at, total.to(result.dtype.element_ty), known)
+
+
+@triton.jit
+def _inputs(reader, left, ahead: tl.constexpr, asking, whole: tl.constexpr, single: tl.constexpr):
+    """[inputs, tokens] from `ahead` inputs further; `left` [inputs] are all in their row. Where all tokens but one are
+    padding they are not even read."""
+    if whole:
+        if single:
+            return tl.load(reader + ahead, asking, other=0.0)
+        return tl.load(reader + ahead)
+    return tl.load(reader + ahead, (left > ahead)[:, None] & asking, other=0.0)
+
+
+@triton.jit
+def _add_paired_stretch(  # noqa: PLR0913
+    acc,
+    low,
+    reader,
+    left,
+    asking,
+    scales,
+    zeros,
+    stretch,
+    kind: tl.constexpr,
+    centre: tl.constexpr,
+    group: tl.constexpr,
+    groups: tl.constexpr,
+    has_zeros: tl.constexpr,
+    whole: tl.constexpr,
+    single: tl.constexpr,
+):
+    """acc plus a stretch's products: its first half's runs and its second half's at once."""
+    run: tl.constexpr = 4 if group >= 64 else group // 16
+    dtype: tl.constexpr = reader.dtype.element_ty
+    for first in tl.static_range(0, 4, run):
+        low_part = tl.zeros(acc.shape, tl.float32)
+        high_part = tl.zeros(acc.shape, tl.float32)
+        low_index = tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
+        high_index = tl.minimum((stretch * 128 + first * 16 + 64) // group, groups - 1)
+        for step in tl.static_range(run):
+            one, two = both_values(low, first + step, kind, centre, dtype)
+            if has_zeros:
+                one -= tl.load(zeros + low_index)[:, None]
+                two -= tl.load(zeros + high_index)[:, None]
+            low_asked = _inputs(reader, left, (first + step) * 16, asking, whole, single)
+            high_asked = _inputs(reader, left, (first + step) * 16 + 64, asking, whole, single)
+            low_part = tl.dot(one, low_asked, low_part)
+            if group >= 128:
+                low_part = tl.dot(two, high_asked, low_part)
+            else:
+                high_part = tl.dot(two, high_asked, high_part)
+        acc += low_part * tl.load(scales + low_index).to(tl.float32)[:, None]
+        if group < 128:
+            acc += high_part * tl.load(scales + high_index).to(tl.float32)[:, None]
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _word_product_kernel(  # noqa: PLR0913
+    result,
     sums,
+    counters,
     x,
     codes,
     scales,
@@ -173,6 +247,8 @@ def _word_product_kernel(  # noqa: PLR0913
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
     splits: tl.constexpr,
+    single: tl.constexpr,
+    unroll: tl.constexpr,
     has_bias: tl.constexpr,
     precision: tl.constexpr,
 ):
@@ -187,33 +263,59 @@ def _word_product_kernel(  # noqa: PLR0913
     row = tl.where(live, output, 0).to(tl.int64)
     reader = x + tl.where(token < num_tokens, token, 0).to(tl.int64)[None, :] * x_stride
     acc = tl.zeros([tile_outputs, tile_tokens], tl.float32)
-    for stretch in range(first_stretch, tl.minimum(first_stretch + per_split, stretches)):
-        at = (row * row_words + stretch * stretch_words)[:, None]
-        low = tl.load(codes + at + column[None, :])
-        high = low
-        if kind == 2:
-            high = tl.load(codes + at + 16 + (column % 8)[None, :])
-        for first in tl.static_range(0, 8, run):
-            part = tl.zeros([tile_outputs, tile_tokens], tl.float32)
-            index = row * groups + tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
-            offset = tl.zeros([tile_outputs], tl.float32) + offset_of(kind, centre)
-            if has_zeros:
-                offset += tl.load(zeros + index).to(tl.float32)
-            for step in tl.static_range(run):
-                number = values(low, high, column[None, :], first + step, table, kind) - offset[:, None]
-                k = stretch * 128 + (first + step) * 16 + column
-                if inputs % 128 == 0:
-                    asked = tl.load(reader + k[:, None])
-                else:
-                    asked = tl.load(reader + k[:, None], (k < inputs)[:, None], other=0.0)
-                part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
-            acc += part * tl.load(scales + index).to(tl.float32)[:, None]
-    _write(sums, acc, bias, num_tokens, outputs, output, token, tile_outputs, splits, has_bias)
+    asking = (token < num_tokens)[None, :]
+    # Two at once: of floats of 16 bits, where the kind of code allows it and the zero is such a float too.
+    dtype: tl.constexpr = x.dtype.element_ty
+    zeros_fit: tl.constexpr = not has_zeros or zeros.dtype.element_ty == dtype
+    paired: tl.constexpr = kind <= 1 and dtype != tl.float32 and zeros_fit
+    for start in range(first_stretch, tl.minimum(first_stretch + per_split, stretches), unroll):
+        for more in tl.static_range(unroll):
+            stretch = start + more
+            at = (row * row_words + stretch * stretch_words)[:, None]
+            low = tl.load(codes + at + column[None, :])
+            if paired:
+                k = stretch * 128 + column
+                acc = _add_paired_stretch(
+                    acc,
+                    low,
+                    reader + k[:, None],
+                    inputs - k,
+                    asking,
+                    scales + row * groups,
+                    zeros + row * groups,
+                    stretch,
+                    kind,
+                    centre,
+                    group,
+                    groups,
+                    has_zeros,
+                    inputs % 128 == 0,
+                    single,
+                )
+            else:
+                high = low
+                if kind == 2:
+                    high = tl.load(codes + at + 16 + (column % 8)[None, :])
+                for first in tl.static_range(0, 8, run):
+                    part = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+                    index = row * groups + tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
+                    offset = tl.zeros([tile_outputs], tl.float32) + offset_of(kind, centre)
+                    if has_zeros:
+                        offset += tl.load(zeros + index).to(tl.float32)
+                    for step in tl.static_range(run):
+                        number = values(low, high, column[None, :], first + step, table, kind) - offset[:, None]
+                        k = stretch * 128 + (first + step) * 16 + column
+                        asked = _inputs(reader + k[:, None], inputs - k, 0, asking, inputs % 128 == 0, single)
+                        part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
+                    acc += part * tl.load(scales + index).to(tl.float32)[:, None]
+    _write(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _byte_product_kernel(  # noqa: PLR0913
+    result,
     sums,
+    counters,
     x,
     codes,
     scales,
@@ -231,6 +333,7 @@ def _byte_product_kernel(  # noqa: PLR0913
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
     splits: tl.constexpr,
+    single: tl.constexpr,
     has_bias: tl.constexpr,
     precision: tl.constexpr,
 ):
@@ -247,38 +350,20 @@ def _byte_product_kernel(  # noqa: PLR0913
     for step in range(first_step, tl.minimum(first_step + per_split, steps)):
         k = step * depth + column
         at = codes + row[:, None] * row_bytes + k[None, :]
-        if inputs % depth == 0:
-            number = tl.load(at)
-            asked = tl.load(reader + k[:, None])
-        else:
-            number = tl.load(at, (k < inputs)[None, :], other=0.0)
-            asked = tl.load(reader + k[:, None], (k < inputs)[:, None], other=0.0)
+        number = tl.load(at) if inputs % depth == 0 else tl.load(at, (k < inputs)[None, :], other=0.0)
+        asked = _inputs(reader + k[:, None], inputs - k, 0, (token < num_tokens)[None, :], inputs % depth == 0, single)
         if groups > 1 or has_zeros:
             index = row * groups + (step * depth) // group
-            left = number.to(asked.dtype)
+            left = code_operand(number, asked.dtype)
             if has_zeros:
                 left = (number.to(tl.float32) - tl.load(zeros + index).to(tl.float32)[:, None]).to(asked.dtype)
             part = tl.dot(left, asked, input_precision=precision)
             acc += part * tl.load(scales + index).to(tl.float32)[:, None]
         else:
-            acc = tl.dot(number.to(asked.dtype), asked, acc, input_precision=precision)
+            acc = tl.dot(code_operand(number, asked.dtype), asked, acc, input_precision=precision)
     if groups == 1 and not has_zeros:
         acc *= tl.load(scales + row).to(tl.float32)[:, None]
-    _write(sums, acc, bias, num_tokens, outputs, output, token, tile_outputs, splits, has_bias)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _add_kernel(  # noqa: PLR0913
-    result, sums, bias, num_tokens, outputs, splits: tl.constexpr, tile: tl.constexpr, has_bias: tl.constexpr
-):
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
-    live = column < outputs
-    total = tl.zeros([tile], tl.float32)
-    for split in tl.static_range(splits):
-        total += tl.load(sums + (split * num_tokens.to(tl.int64) + token) * outputs + column, live, other=0.0)
-    if has_bias:
-        total += tl.load(bias + column, live, other=0.0).to(tl.float32)
-    tl.store(result + token * outputs + column, total.to(result.dtype.element_ty), live)
+    _write(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
 
 
 @triton.jit

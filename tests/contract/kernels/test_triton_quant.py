@@ -47,6 +47,19 @@ def test_some_rows_equal_the_twin(name: Quantization, group: int, splits: int) -
 
 
 @pytest.mark.parametrize(("name", "group"), CASES)
+@pytest.mark.parametrize("num_tokens", [1, 19])
+def test_two_weights_at_once_in_sixteen_bits(name: Quantization, group: int, num_tokens: int) -> None:
+    weight, bias = weight_of(name, group, inputs=512), torch.randn(OUTPUTS, device=DEVICE).half()
+    x = torch.randn(num_tokens, weight.inputs, device=DEVICE).half()
+    tiles = ProductTiles(outputs=32, tokens=16, depth=32, splits=2, warps=4, stages=2, unroll=2)
+    result = tile_product(x, weight, bias, tiles).float()
+    again = tile_product(x, weight, bias, tiles).float()  # by parts that find their counters as they were
+    reference = expected(x.float(), weight, bias.float())
+    for found in (result, again):
+        torch.testing.assert_close(found, reference, rtol=2e-3, atol=2e-3 * reference.abs().max().item())
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
 def test_a_weight_written_out_is_the_dequantized_weight(name: Quantization, group: int) -> None:
     weight = weight_of(name, group)
     torch.testing.assert_close(dense(weight, torch.float32), dequantize(weight), rtol=1e-6, atol=0)
