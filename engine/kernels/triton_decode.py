@@ -119,7 +119,7 @@ def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, window: tl
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])  # they change with every batch
-def _decode_kernel(  # noqa: PLR0913
+def _decode_kernel(  # noqa: PLR0913, PLR0915
     output,
     partial,
     stats,

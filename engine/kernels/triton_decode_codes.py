@@ -14,7 +14,7 @@ from engine.kernels.triton_softmax import HIDDEN, LOWEST, capped_scores, factor_
 
 
 @triton.jit
-def attend_codes(  # noqa: PLR0913
+def attend_codes(  # noqa: PLR0913, PLR0915
     first_asked,
     second_asked,
     pairs,

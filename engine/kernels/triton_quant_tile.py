@@ -20,7 +20,6 @@ from engine.kernels.triton_codes import code_operand
 from engine.kernels.triton_quant_codes import KINDS, both_values, offset_of, table_of, values, word_arguments
 from engine.kernels.triton_tiles import padded
 
-
 COUNTERS = 1 << 16
 
 
