@@ -7,6 +7,7 @@ with one new token always take the decode kernel, whatever shares their batch: a
 import torch
 from torch import Tensor
 
+from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 from engine.kernels.reference import ReferenceAttention
 from engine.kernels.triton_decode import decode
@@ -61,7 +62,7 @@ class TritonAttention:
         """What this device gets for these shapes."""
         head_bytes = padded(query.shape[2]) * query.element_size()
         return (
-            decode_tiles(self._limits, head_bytes=head_bytes, block_tokens=cache.shape[3]),
+            decode_tiles(self._limits, head_bytes=head_bytes, block_tokens=cache.shape[3], is_coded=is_coded(cache)),
             prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
         )
 

@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.triton_quant_dense import dense
 from engine.kernels.triton_quant_row import row_product
-from engine.kernels.triton_quant_tile import dense, tile_product
+from engine.kernels.triton_quant_tile import is_paired, tile_product
 
-DENSE_TOKENS = 129  # more than two tiles of 64
+LONG_ROW = 8192
+"""Longer rows of paired weights are cut over programs even for one token (measured at 4,096 and 14,336 inputs)."""
+DENSE_TOKENS = 193  # more than three tiles of 64
 """From here on the weight is written out once per product, for the library's own product to read."""
 DENSE_BYTES = 256 << 20
 """The largest piece of a weight that is written out at once."""
@@ -17,7 +20,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [num_tokens, inputs] -> [num_tokens, outputs]."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    if x.shape[0] == 1:
+    if x.shape[0] == 1 and not (weight.inputs > LONG_ROW and is_paired(weight, x.dtype)):
         return row_product(x, weight, bias)
     if x.shape[0] < DENSE_TOKENS:
         return tile_product(x, weight, bias)

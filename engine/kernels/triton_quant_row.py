@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.quantized import QuantizedWeight, code_bits
+from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.triton_codes import code_float
 from engine.kernels.triton_quant_codes import KINDS, offset_of, table_of, values, word_arguments
 
@@ -26,10 +26,12 @@ class RowTiles:
 
 
 def row_tiles(weight: QuantizedWeight) -> RowTiles:
-    """Measured (docs/experiments.md)."""
-    if code_bits(weight.codebook) == 8:
-        return RowTiles(rows=8, chunk=512, warps=4, stages=3)
-    return RowTiles(rows=4, chunk=512, warps=4, stages=1)
+    """Measured (docs/experiments.md, "Products over weights in few bits")."""
+    if weight.codebook in KINDS:
+        return RowTiles(rows=4, chunk=512, warps=4, stages=1)
+    if weight.codebook != "int8" and weight.outputs >= 16384:
+        return RowTiles(rows=8, chunk=256, warps=2, stages=3)
+    return RowTiles(rows=4, chunk=512, warps=1, stages=4)
 
 
 def row_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None) -> Tensor:

@@ -1,9 +1,9 @@
-"""Some rows times a quantized weight through the device's matrix units, and a whole weight back to its numbers.
+"""Some rows times a quantized weight through the device's matrix units.
 
 The weight is the left operand, [outputs, inputs] x [inputs, tokens]: devices that multiply from registers take freshly
 decoded numbers from there. A group's scale multiplies its sum, so that codes enter the product exactly. Long rows are
 cut over programs and the parts added in order: a result does not depend on who shares its batch's tile.
-Twins: quantized.linear, quantized.dequantize.
+Twin: quantized.linear.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -21,6 +21,8 @@ from engine.kernels.triton_quant_codes import KINDS, both_values, offset_of, tab
 from engine.kernels.triton_tiles import padded
 
 COUNTERS = 1 << 16
+MANY_OUTPUTS = 16384
+"""From here on wide tiles occupy the whole device."""
 
 
 @lru_cache(maxsize=16)
@@ -37,23 +39,46 @@ class ProductTiles:
     splits: int
     warps: int
     stages: int
-    unroll: int = 1  # stretches of words per step
 
 
-def product_tiles(weight: QuantizedWeight, num_tokens: int) -> ProductTiles:
-    """Measured (docs/experiments.md)."""
+def is_paired(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether an instruction decodes two weights: for floats of 16 bits, where the kind of code allows it and the zero
+    is such a float too."""
+    zeros_fit = weight.zeros is None or weight.zeros.dtype == dtype
+    return KINDS.get(weight.codebook, 3) <= 1 and dtype.itemsize == 2 and zeros_fit
+
+
+def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> ProductTiles:
+    """Measured in 16 bits (docs/experiments.md, "Products over weights in few bits"). A tile of outputs is as wide as
+    leaves a program for every processor; with fewer outputs rows are cut."""
     tokens = min(64, max(16, padded(num_tokens)))
-    outputs = 64
-    steps = -(-weight.inputs // STRETCH)
-    splits = max(1, min(8, steps // 4, 1024 // max(1, -(-weight.outputs // outputs))))
-    depth = 128 if weight.scales.shape[1] == 1 else min(128, weight.group)
-    return ProductTiles(outputs, tokens, depth, splits, warps=4, stages=4)
+    has_many_outputs = weight.outputs >= MANY_OUTPUTS
+    if dtype == torch.float32:
+        outputs, warps, stages, programs = 64, 4, 4, 512
+    elif weight.codebook not in KINDS:
+        outputs, warps, stages, programs = (32, 2, 4, 768) if tokens == 16 else (64, 4, 3, 384)
+    elif num_tokens == 1:
+        outputs, warps, stages, programs = 32, 1, 4, 1024
+    elif tokens == 16:
+        outputs, warps, stages, programs = 128 if has_many_outputs else 64, 4, 4, 512
+    else:
+        outputs, warps, stages, programs = (256, 8, 3, 192) if has_many_outputs else (128, 4, 3, 192)
+    tiles = -(-weight.outputs // outputs) * -(-num_tokens // tokens)
+    splits = min(8 if weight.codebook in KINDS else 4, weight.inputs // STRETCH // 8, programs // tiles)
+    return ProductTiles(
+        outputs,
+        tokens,
+        depth=128 if weight.scales.shape[1] == 1 else min(128, weight.group),
+        splits=1 << max(0, splits.bit_length() - 1),
+        warps=warps,
+        stages=stages,
+    )
 
 
 def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles | None = None) -> Tensor:
     """x [num_tokens, inputs] with contiguous rows -> [num_tokens, outputs]."""
-    tiles = tiles or product_tiles(weight, x.shape[0])
     num_tokens = x.shape[0]
+    tiles = tiles or product_tiles(weight, num_tokens, x.dtype)
     result = torch.empty((num_tokens, weight.outputs), dtype=x.dtype, device=x.device)
     sums = result
     if tiles.splits > 1:
@@ -82,7 +107,8 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
     sizes = (result if bias is None else bias, num_tokens, weight.outputs, x.stride(0))
     if weight.codebook in KINDS:
         table = table_of(weight.codebook, x.device) if KINDS[weight.codebook] == 3 else result
-        _word_product_kernel[grid](*given, table, *sizes, **word_arguments(weight), unroll=tiles.unroll, **shared)
+        paired = is_paired(weight, x.dtype)
+        _word_product_kernel[grid](*given, table, *sizes, **word_arguments(weight), paired=paired, **shared)
     else:
         _byte_product_kernel[grid](
             *given,
@@ -94,37 +120,6 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
             has_zeros=weight.zeros is not None,
             depth=tiles.depth,
             **shared,
-        )
-    return result
-
-
-def dense(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] in `dtype`: for products so large that reading the weight twice costs little."""
-    result = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.codes.device)
-    zeros = weight.scales if weight.zeros is None else weight.zeros
-    if weight.codebook in KINDS:
-        arguments = word_arguments(weight)
-        rows, chunk = 8, 64
-        words = weight.codes.shape[1] // int(arguments["stretch_words"]) * 16
-        table = table_of(weight.codebook, result.device) if KINDS[weight.codebook] == 3 else result
-        _dense_words_kernel[(-(-weight.outputs // rows), -(-words // chunk))](
-            result, weight.codes, weight.scales, zeros, table, weight.outputs, **arguments, rows=rows, chunk=chunk
-        )
-    else:
-        rows, chunk = 8, 512
-        _dense_bytes_kernel[(-(-weight.outputs // rows), -(-weight.inputs // chunk))](
-            result,
-            weight.codes,
-            weight.scales,
-            zeros,
-            weight.outputs,
-            weight.codes.stride(0),
-            inputs=weight.inputs,
-            group=weight.group,
-            groups=weight.scales.shape[1],
-            has_zeros=weight.zeros is not None,
-            rows=rows,
-            chunk=chunk,
         )
     return result
 
@@ -247,7 +242,7 @@ def _word_product_kernel(  # noqa: PLR0913
     tile_tokens: tl.constexpr,
     splits: tl.constexpr,
     single: tl.constexpr,
-    unroll: tl.constexpr,
+    paired: tl.constexpr,
     has_bias: tl.constexpr,
     precision: tl.constexpr,
 ):
@@ -263,50 +258,44 @@ def _word_product_kernel(  # noqa: PLR0913
     reader = x + tl.where(token < num_tokens, token, 0).to(tl.int64)[None, :] * x_stride
     acc = tl.zeros([tile_outputs, tile_tokens], tl.float32)
     asking = (token < num_tokens)[None, :]
-    # Two at once: of floats of 16 bits, where the kind of code allows it and the zero is such a float too.
-    dtype: tl.constexpr = x.dtype.element_ty
-    zeros_fit: tl.constexpr = not has_zeros or zeros.dtype.element_ty == dtype
-    paired: tl.constexpr = kind <= 1 and dtype != tl.float32 and zeros_fit
-    for start in range(first_stretch, tl.minimum(first_stretch + per_split, stretches), unroll):
-        for more in tl.static_range(unroll):
-            stretch = start + more
-            at = (row * row_words + stretch * stretch_words)[:, None]
-            low = tl.load(codes + at + column[None, :])
-            if paired:
-                k = stretch * 128 + column
-                acc = _add_paired_stretch(
-                    acc,
-                    low,
-                    reader + k[:, None],
-                    inputs - k,
-                    asking,
-                    scales + row * groups,
-                    zeros + row * groups,
-                    stretch,
-                    kind,
-                    centre,
-                    group,
-                    groups,
-                    has_zeros,
-                    inputs % 128 == 0,
-                    single,
-                )
-            else:
-                high = low
-                if kind == 2:
-                    high = tl.load(codes + at + 16 + (column % 8)[None, :])
-                for first in tl.static_range(0, 8, run):
-                    part = tl.zeros([tile_outputs, tile_tokens], tl.float32)
-                    index = row * groups + tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
-                    offset = tl.zeros([tile_outputs], tl.float32) + offset_of(kind, centre)
-                    if has_zeros:
-                        offset += tl.load(zeros + index).to(tl.float32)
-                    for step in tl.static_range(run):
-                        number = values(low, high, column[None, :], first + step, table, kind) - offset[:, None]
-                        k = stretch * 128 + (first + step) * 16 + column
-                        asked = _inputs(reader + k[:, None], inputs - k, 0, asking, inputs % 128 == 0, single)
-                        part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
-                    acc += part * tl.load(scales + index).to(tl.float32)[:, None]
+    for stretch in range(first_stretch, tl.minimum(first_stretch + per_split, stretches)):
+        at = (row * row_words + stretch * stretch_words)[:, None]
+        low = tl.load(codes + at + column[None, :])
+        if paired:
+            k = stretch * 128 + column
+            acc = _add_paired_stretch(
+                acc,
+                low,
+                reader + k[:, None],
+                inputs - k,
+                asking,
+                scales + row * groups,
+                zeros + row * groups,
+                stretch,
+                kind,
+                centre,
+                group,
+                groups,
+                has_zeros,
+                inputs % 128 == 0,
+                single,
+            )
+        else:
+            high = low
+            if kind == 2:
+                high = tl.load(codes + at + 16 + (column % 8)[None, :])
+            for first in tl.static_range(0, 8, run):
+                part = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+                index = row * groups + tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
+                offset = tl.zeros([tile_outputs], tl.float32) + offset_of(kind, centre)
+                if has_zeros:
+                    offset += tl.load(zeros + index).to(tl.float32)
+                for step in tl.static_range(run):
+                    number = values(low, high, column[None, :], first + step, table, kind) - offset[:, None]
+                    k = stretch * 128 + (first + step) * 16 + column
+                    asked = _inputs(reader + k[:, None], inputs - k, 0, asking, inputs % 128 == 0, single)
+                    part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
+                acc += part * tl.load(scales + index).to(tl.float32)[:, None]
     _write(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
 
 
@@ -363,70 +352,3 @@ def _byte_product_kernel(  # noqa: PLR0913
     if groups == 1 and not has_zeros:
         acc *= tl.load(scales + row).to(tl.float32)[:, None]
     _write(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
-
-
-@triton.jit
-def _dense_words_kernel(  # noqa: PLR0913
-    result,
-    codes,
-    scales,
-    zeros,
-    table,
-    outputs,
-    inputs: tl.constexpr,
-    row_words: tl.constexpr,
-    stretch_words: tl.constexpr,
-    kind: tl.constexpr,
-    centre: tl.constexpr,
-    group: tl.constexpr,
-    groups: tl.constexpr,
-    has_zeros: tl.constexpr,
-    rows: tl.constexpr,
-    chunk: tl.constexpr,
-):
-    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)
-    word = tl.program_id(1) * chunk + tl.arange(0, chunk)
-    stretch, within = word // 16, word % 16
-    low_words: tl.constexpr = row_words // stretch_words * 16
-    seen = (row < outputs)[:, None] & (word < low_words)[None, :]
-    at = row[:, None] * row_words + (stretch * stretch_words)[None, :]
-    low = tl.load(codes + at + within[None, :], seen, other=0)
-    high = low
-    if kind == 2:
-        high = tl.load(codes + at + 16 + (within % 8)[None, :], seen, other=0)
-    for nibble in tl.static_range(8):
-        k = stretch * 128 + nibble * 16 + within
-        index = row[:, None] * groups + tl.minimum(k // group, groups - 1)[None, :]
-        offset = tl.zeros([rows, chunk], tl.float32) + offset_of(kind, centre)
-        if has_zeros:
-            offset += tl.load(zeros + index, seen, other=0.0).to(tl.float32)
-        number = values(low, high, within[None, :], nibble, table, kind) - offset
-        number *= tl.load(scales + index, seen, other=0.0).to(tl.float32)
-        known = seen & (k < inputs)[None, :]
-        tl.store(result + row[:, None] * inputs + k[None, :], number.to(result.dtype.element_ty), known)
-
-
-@triton.jit
-def _dense_bytes_kernel(  # noqa: PLR0913
-    result,
-    codes,
-    scales,
-    zeros,
-    outputs,
-    row_bytes,
-    inputs: tl.constexpr,
-    group: tl.constexpr,
-    groups: tl.constexpr,
-    has_zeros: tl.constexpr,
-    rows: tl.constexpr,
-    chunk: tl.constexpr,
-):
-    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)
-    k = tl.program_id(1) * chunk + tl.arange(0, chunk)
-    seen = (row < outputs)[:, None] & (k < inputs)[None, :]
-    number = tl.load(codes + row[:, None] * row_bytes + k[None, :], seen, other=0.0).to(tl.float32)
-    index = row[:, None] * groups + (k // group)[None, :]
-    if has_zeros:
-        number -= tl.load(zeros + index, seen, other=0.0).to(tl.float32)
-    number *= tl.load(scales + index, seen, other=0.0).to(tl.float32)
-    tl.store(result + row[:, None] * inputs + k[None, :], number.to(result.dtype.element_ty), seen)

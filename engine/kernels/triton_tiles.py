@@ -53,8 +53,9 @@ def device_limits(index: int) -> DeviceLimits:
     )
 
 
-def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int) -> DecodeTiles:
-    """`head_bytes`: one token's K of one head, padded. A lone sequence is cut finely enough to fill the device."""
+def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False) -> DecodeTiles:
+    """`head_bytes`: one token's K of one head, padded, as multiplied. A lone sequence is cut finely enough to fill the
+    device; of K and V in one byte (`is_coded`) a split's merge weighs more against its reading."""
     room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
     tile, stages = next(
@@ -62,7 +63,7 @@ def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int) ->
     )
     return DecodeTiles(
         tile=tile,
-        min_split=max(256, block_tokens),
+        min_split=max(512 if is_coded else 256, block_tokens),
         max_splits=max(4, min(32, padded(limits.processors // 8))),
         programs=limits.processors * 32,
         warps=4,

@@ -1,13 +1,16 @@
 """Triton's products over quantized weights against the plain twin."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.config import Quantization
 from engine.kernels import triton_layers, triton_quant
 from engine.kernels.quantized import QuantizedWeight, dequantize
+from engine.kernels.triton_quant_dense import dense
 from engine.kernels.triton_quant_row import row_product
-from engine.kernels.triton_quant_tile import ProductTiles, dense, tile_product
+from engine.kernels.triton_quant_tile import ProductTiles, product_tiles, tile_product
 from engine.quantization.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 
@@ -51,7 +54,7 @@ def test_some_rows_equal_the_twin(name: Quantization, group: int, splits: int) -
 def test_two_weights_at_once_in_sixteen_bits(name: Quantization, group: int, num_tokens: int) -> None:
     weight, bias = weight_of(name, group, inputs=512), torch.randn(OUTPUTS, device=DEVICE).half()
     x = torch.randn(num_tokens, weight.inputs, device=DEVICE).half()
-    tiles = ProductTiles(outputs=32, tokens=16, depth=32, splits=2, warps=4, stages=2, unroll=2)
+    tiles = ProductTiles(outputs=32, tokens=16, depth=32, splits=2, warps=4, stages=2)
     result = tile_product(x, weight, bias, tiles).float()
     again = tile_product(x, weight, bias, tiles).float()  # by parts that find their counters as they were
     reference = expected(x.float(), weight, bias.float())
@@ -73,6 +76,27 @@ def test_codebooks_without_arithmetic_are_looked_up(codebook: str) -> None:
     x = torch.randn(2, 256, device=DEVICE)
     torch.testing.assert_close(tile_product(x, weight, None), expected(x, weight, None), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(row_product(x[:1], weight, None), expected(x[:1], weight, None), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_one_long_row_is_cut_over_programs(monkeypatch: pytest.MonkeyPatch, name: Quantization) -> None:
+    weight = weight_of(name, 128, inputs=2048)
+    x = torch.randn(1, weight.inputs, device=DEVICE).half()
+    monkeypatch.setattr(triton_quant, "LONG_ROW", 1024)
+    result = triton_layers.linear(x, weight, None).float()
+    reference = expected(x.float(), weight, None)
+    torch.testing.assert_close(result, reference, rtol=2e-3, atol=2e-3 * reference.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sym_int4", "int8"])
+def test_rows_are_cut_only_where_that_occupies_a_device(name: Quantization, dtype: torch.dtype) -> None:
+    for num_tokens in (1, 2, 16, 17, 64, 100, 192):
+        for inputs, outputs in ((288, OUTPUTS), (4096, OUTPUTS), (4096, 1 << 17)):
+            weight = replace(weight_of(name, 128), inputs=inputs, codes=torch.empty(outputs, 1))
+            tiles = product_tiles(weight, num_tokens, dtype)
+            assert tiles.splits & (tiles.splits - 1) == 0
+            assert tiles.splits == 1 or (inputs >= 4096 and outputs == OUTPUTS)
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:

@@ -17,7 +17,7 @@ def test_tiles_fit_the_fast_memory_of_every_device() -> None:
 
 def test_a_split_is_a_whole_number_of_tiles_and_blocks() -> None:
     limits = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
-    for block_tokens in (16, 64, 128, 512):
-        tiles = decode_tiles(limits, head_bytes=256, block_tokens=block_tokens)
+    for block_tokens, is_coded in itertools.product((16, 64, 128, 512), (False, True)):
+        tiles = decode_tiles(limits, head_bytes=256, block_tokens=block_tokens, is_coded=is_coded)
         assert tiles.min_split % tiles.tile == 0
         assert tiles.min_split % block_tokens == 0
