@@ -4,10 +4,11 @@ A stream belongs to a thread; every method waits for its own work alone. Host me
 where the device's runtime can pin what exists (CUDA); elsewhere copies go through torch's own pinned memory.
 """
 
+import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,9 +54,15 @@ class DeviceBlocks:
         self._module.set_device(self.device)
         return self._module.Stream(self.device)
 
-    def on_stream(self, stream: Any = None) -> Any:
-        """Use as a statement: what is inside runs on `stream`, or this thread's own."""
-        return torch.inference_mode() if self._module is None else self._module.stream(stream or self.stream())
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any = None) -> Iterator[None]:
+        """What is inside runs on `stream`, or this thread's own."""
+        with torch.inference_mode():
+            if self._module is None:
+                yield
+                return
+            with self._module.stream(stream or self.stream()):
+                yield
 
     def mark(self, stream: Any = None) -> Any:
         """An event after all that the stream was given; None on the CPU."""
@@ -109,7 +116,13 @@ class DeviceBlocks:
                 target[place : place + count].copy_(source[row : row + count], non_blocking=True)
             return
         source, target = source.view(torch.int64), target.view(torch.int64)
-        chosen = source.index_select(0, index_of(rows, self.device))
+        if is_run(places):
+            torch.index_select(source, 0, index_of(rows, self.device), out=target[places[0] : places[0] + len(places)])
+            return
+        if is_run(rows):
+            chosen = source[rows[0] : rows[0] + len(rows)]
+        else:
+            chosen = source.index_select(0, index_of(rows, self.device))
         target.index_copy_(0, index_of(places, self.device), chosen)
 
 
@@ -179,6 +192,11 @@ class HostArea:
 def _runtime() -> Any:
     runtime: Any = torch.cuda.cudart  # carries no types
     return runtime()
+
+
+def is_run(places: Sequence[int]) -> bool:
+    """Are they neighbours, in their order?"""
+    return all(place == places[0] + i for i, place in enumerate(places))
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Tensor:

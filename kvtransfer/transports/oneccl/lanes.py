@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtransfer.transports.devicecopy import DeviceBlocks
+from kvtransfer.transports.devicecopy import DeviceBlocks, is_run
 from kvtransfer.transports.oneccl.pair import LANES
 
 
@@ -57,6 +57,6 @@ class Lanes:
 
 def neighbours(blocks: DeviceBlocks, places: Sequence[int]) -> Tensor | None:
     """These blocks as one piece of memory, where they are one."""
-    if not places or any(place != places[0] + i for i, place in enumerate(places)):
+    if not places or not is_run(places):
         return None
     return blocks.tensor[places[0] : places[0] + len(places)]

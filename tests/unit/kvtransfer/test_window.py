@@ -89,3 +89,12 @@ def test_everything_leaves_once_and_never_more_than_the_window_travels(
         left += [(parcel.ticket, index) for index, _ in parcel.blocks]
         assert one.travelling_bytes <= max(window, 10)
     assert sorted(left) == sorted(expected)
+
+
+def test_tapered_parcels_begin_and_end_small() -> None:
+    one = SendQueue(block_bytes=10, batch_bytes=80, window_bytes=10_000, taper_bytes=20)
+    one.add(A, 1, [(i, i) for i in range(30)])
+    sizes: list[int] = []
+    while (parcel := one.take()) is not None:
+        sizes.append(len(parcel.blocks))
+    assert sizes == [2, 8, 8, 6, 3, 2, 1]
