@@ -79,6 +79,11 @@ def copy_bytes(destination: int, source: int, size: int) -> None:
     ctypes.memmove(destination, source, size)
 
 
+def view_at(address: int, size: int) -> memoryview:
+    """The bytes at an address. The caller keeps the memory alive."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
 def keep_freed_memory() -> None:
     """Tell glibc to reuse freed buffers of up to 32 MiB instead of giving them back to the kernel at once.
 

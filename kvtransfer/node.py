@@ -21,6 +21,7 @@ from kvtransfer.errors import LocalTransferError, NodeClosed
 from kvtransfer.fetching import FetchResult, OnBlocks
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory
+from kvtransfer.native.copyhash import copy_hash
 from kvtransfer.producer import FetchHandler, ProducerSide
 from kvtransfer.session.steps import ReleaseReason
 from kvtransfer.settings import TransferSettings
@@ -96,6 +97,7 @@ class TransferNode:
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
         )
+        await asyncio.to_thread(copy_hash)
         for transport in self._transports.values():
             await transport.start()
         try:

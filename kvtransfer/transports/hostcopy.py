@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Offer
 from kvtransfer.memory import BlockMemory, address_of, copy_bytes
+from kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.port import Prepared
-
-CHUNK_BYTES = 256 * 1024
-"""Fits a core's L2 cache together with its source."""
 
 
 class HostBlocks:
@@ -37,7 +35,7 @@ class HostBlocks:
         return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        return xxh3_64_intdigest(self.view(block))
+        return copy_hash().checksum(self.view(block))
 
 
 def host_blocks(memory: BlockMemory) -> HostBlocks:
@@ -72,22 +70,13 @@ class HostOutlet:
 
 
 def copy_block(source: HostBlocks, block: int, target: HostBlocks, destination: int, checksum: int | None) -> bool:
-    """False when what lies in the destination does not match the checksum."""
+    """False when what was copied does not match the checksum."""
     start, end = source.address(block), target.address(destination)
     size = target.block_bytes
     if checksum is None:
         copy_bytes(end, start, size)
         return True
-    landed = target.view(destination)
-    if size <= CHUNK_BYTES:
-        copy_bytes(end, start, size)
-        return xxh3_64_intdigest(landed) == checksum
-    digest = xxh3_64()
-    for offset in range(0, size, CHUNK_BYTES):
-        step = min(CHUNK_BYTES, size - offset)
-        copy_bytes(end + offset, start + offset, step)
-        digest.update(landed[offset : offset + step])
-    return digest.intdigest() == checksum
+    return copy_hash().copy(end, start, size) == checksum
 
 
 class BlockIntake:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Hello, Offer, Welcome
+from kvtransfer.frames import Hello, Host, Offer, Welcome
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import host_blocks
 from kvtransfer.transports.oneccl.backends import device_backends, host_backends
@@ -36,6 +36,7 @@ class OneCclTransport:
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._memory = facts.memory
+        self._here = facts.host
         self._settings = settings
         self._host = _host_of(settings)
         self._blocks: Any = None
@@ -67,6 +68,7 @@ class OneCclTransport:
         return bool(self._backends)
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+        self._check_secrecy(wish.hello.host)
         backend = self._choose(wish.dialects)
         meeting = await asyncio.to_thread(backend.meet, self._host)
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
@@ -77,6 +79,7 @@ class OneCclTransport:
         return outlet
 
     async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
+        self._check_secrecy(welcome.host)
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
         inlet = self._inlet(offer.dialect)
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
@@ -95,6 +98,14 @@ class OneCclTransport:
     async def close(self) -> None:
         for thread in self._threads:
             thread.close()
+
+    def _check_secrecy(self, peer: Host) -> None:
+        """Collective libraries encrypt nothing: with the cluster's key no block leaves this machine by one."""
+        if self._settings.curve_secret_key and peer.boot_id != self._here.boot_id:
+            raise TransportUnavailable(
+                "it is not encrypted and the peer is on another machine, while this cluster has a key: "
+                "use zeromq between machines, or run without the key inside a network that encrypts"
+            )
 
     def _find(self) -> list[Backend]:
         if self._memory.host_view is not None:

@@ -1,0 +1,92 @@
+"""Copying bytes and their xxh3_64 in one pass, by the library where it can be built, else by memmove and xxhash.
+
+Both give the same checksums: one end of a transfer may have the library and the other not.
+"""
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvtransfer.memory import address_of, copy_bytes, view_at
+from kvtransfer.native.loader import LibraryUnavailableError, load_library
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("copyhash.cpp")
+STRIPE_BYTES = 64
+LEAST_BYTES = 4096
+"""XXH3 has other rules up to 240 bytes, and little is not worth a call."""
+PAST_CACHE_BYTES = 128 * 1024
+CHUNK_BYTES = 256 * 1024
+"""Fits a core's L2 cache together with its source."""
+
+
+class CopyHash(Protocol):
+    """Other Python threads run meanwhile. The caller keeps the memory alive."""
+
+    def checksum(self, view: memoryview) -> int:
+        """xxh3_64 of these bytes."""
+        ...
+
+    def copy(self, destination: int, source: int, size: int) -> int:
+        """xxh3_64 of the bytes that were copied between these addresses."""
+        ...
+
+
+class PlainCopyHash:
+    """Copies chunk by chunk and hashes the destination while it is in the cache."""
+
+    def checksum(self, view: memoryview) -> int:
+        return xxh3_64_intdigest(view)
+
+    def copy(self, destination: int, source: int, size: int) -> int:
+        landed = view_at(destination, size)
+        if size <= CHUNK_BYTES:
+            copy_bytes(destination, source, size)
+            return xxh3_64_intdigest(landed)
+        digest = xxh3_64()
+        for offset in range(0, size, CHUNK_BYTES):
+            step = min(CHUNK_BYTES, size - offset)
+            copy_bytes(destination + offset, source + offset, step)
+            digest.update(landed[offset : offset + step])
+        return digest.intdigest()
+
+
+class NativeCopyHash:
+    """By `copyhash.cpp`: one load and one store of each byte, large copies stored past the cache."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._hash, self._copy = library.baton_hash, library.baton_copy_and_hash
+        self._hash.restype = self._copy.restype = ctypes.c_uint64
+        self._hash.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._plain = PlainCopyHash()
+
+    def checksum(self, view: memoryview) -> int:
+        size = view.nbytes
+        if size < LEAST_BYTES or size % STRIPE_BYTES:
+            return self._plain.checksum(view)
+        found: int = self._hash(address_of(view), size)
+        return found
+
+    def copy(self, destination: int, source: int, size: int) -> int:
+        if size < LEAST_BYTES or size % STRIPE_BYTES:
+            return self._plain.copy(destination, source, size)
+        found: int = self._copy(destination, source, size, size >= PAST_CACHE_BYTES)
+        return found
+
+
+@functools.cache
+def copy_hash() -> CopyHash:
+    """The best that this machine has. The first call may wait for a compiler: nodes make it when they start."""
+    try:
+        return NativeCopyHash(load_library(SOURCE))
+    except LibraryUnavailableError as error:
+        logger.warning(
+            "blocks are copied and then hashed, which is slower: %s. Install g++ to build the library", error
+        )
+        return PlainCopyHash()
