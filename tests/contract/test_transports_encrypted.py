@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvtransfer import TransferSettings, TransportUnavailable
+from kvtransfer import Refused, TransferSettings
 from kvtransfer.frames import Host
 from kvtransfer.liveness import this_host
 from tests.contract.transports_pair import SETTINGS, Pair, name, pair_of
@@ -45,8 +45,8 @@ async def handoff(pair: Pair) -> str:
 def test_oneccl_between_machines_is_refused_with_the_remedy() -> None:
     async def test() -> None:
         async with pair_of(with_key("oneccl")) as pair:
-            with pytest.raises(TransportUnavailable, match=r"not encrypted .* another machine.*use zeromq"):
-                await handoff(pair)
+            with pytest.raises(Refused, match=r"not encrypted .* another machine.*use zeromq"):
+                await pair.consumer.node.fetch(pair.ticket(), [(name(0), 0)])
 
     asyncio.run(asyncio.wait_for(test(), 20))
 
