@@ -104,6 +104,14 @@ def test_triton_attends_as_the_twin(dtype: torch.dtype, spec: AttentionSpec, que
     torch.testing.assert_close(result, TWIN.attend(batch.query, cache, batch.meta, spec), rtol=1e-4, atol=1e-5)
 
 
+def test_a_context_of_several_splits_is_merged() -> None:
+    batch = random_batch([1, 1], [1100, 20], heads=4, kv_heads=2, head_dim=16)
+    cache = coded_cache(batch, torch.int8)
+    result = TRITON.attend(batch.query, cache, batch.meta, AttentionSpec(0.25))
+    expected = TWIN.attend(batch.query, cache, batch.meta, AttentionSpec(0.25))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_float16_queries_keep_the_range_of_small_scales() -> None:
     batch = random_batch([1], [70], heads=4, kv_heads=2, head_dim=16, dtype=torch.float16)
     cache = coded_cache(batch, torch.float8_e4m3fn)
