@@ -32,6 +32,8 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     peer: InstanceId
     transport: str
     bytes_per_second: float
+    reason: str = ""
+    """Why this transport: what became of each that was tried, in order."""
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):

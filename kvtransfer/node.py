@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 DEVICE_THREADS = 4
+MAX_REASON = 1024
+"""Characters: it travels with each report to the router."""
 
 TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dict[str, Transport]]
 
@@ -173,9 +175,14 @@ class TransferNode:
         self._producing.on_fetch = handler
 
     def links(self) -> list[LinkStatus]:
-        """Connections to producers, and how fast each was measured to be."""
+        """Connections to producers: how fast each was measured to be, and why it goes that way."""
         return [
-            LinkStatus(peer=link.peer[0], transport=link.transport.name, bytes_per_second=link.meter.bytes_per_second)
+            LinkStatus(
+                peer=link.peer[0],
+                transport=link.transport.name,
+                bytes_per_second=link.meter.bytes_per_second,
+                reason="; ".join(link.why)[:MAX_REASON],
+            )
             for link in self._consuming.connections
             if link.is_ready() and link.peer is not None and link.transport is not None
         ]

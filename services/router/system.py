@@ -28,6 +28,8 @@ class LinkHealth(msgspec.Struct, frozen=True):
     peer: str
     transport: str
     gigabytes_per_second: float
+    reason: str
+    """What became of each transport that was tried, in order."""
 
 
 class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,9 @@ def _instance_health(member: Member) -> InstanceHealth:
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
-        links=[LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9) for link in member.links],
+        links=[
+            LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.reason) for link in member.links
+        ],
     )
 
 

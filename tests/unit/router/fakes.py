@@ -146,7 +146,11 @@ class FakeInstance:
                 generation=self.record.generation,
                 load=load or self.record.load,
                 draining=self.draining,
-                links=[LinkStatus(peer=InstanceId("prefill-0"), transport="memory", bytes_per_second=2e9)],
+                links=[
+                    LinkStatus(
+                        peer=InstanceId("prefill-0"), transport="memory", bytes_per_second=2e9, reason="memory: in use"
+                    )
+                ],
             )
         )
 

@@ -14,7 +14,9 @@ def test_health_shows_pools_instances_and_links(serve: Serve) -> None:
         assert found["pools"] == {"prefill": 2, "decode": 1, "unified": 0}
         assert [i["instance"] for i in found["instances"]] == ["decode-0", "prefill-0", "prefill-1"]
         decode = found["instances"][0]
-        assert decode["links"] == [{"peer": "prefill-0", "transport": "memory", "gigabytes_per_second": 2.0}]
+        (link,) = decode["links"]
+        assert link.pop("reason") == "memory: in use"
+        assert link == {"peer": "prefill-0", "transport": "memory", "gigabytes_per_second": 2.0}
         assert decode["http_address"] == "decode-0:80"
         for method in ("GET", "POST"):
             assert (await router.http.request(method, "/ping")).status_code == 200
