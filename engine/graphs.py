@@ -20,7 +20,7 @@ from engine import device as devices
 from engine.block_tables import BlockTables, DeviceTables
 from engine.forward import Forward
 from engine.inputs import StepInputs
-from engine.kernels import AttentionMetadata
+from engine.kernels import AttentionMetadata, argmax_kernel
 from engine.roster import Limits
 from engine.scheduler import Plan
 
@@ -101,6 +101,7 @@ class DecodeGraphs:
         self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self._greedy = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
+        self._argmax = argmax_kernel(device)
         self._graphs: dict[int, Graph] = {}
         self._bucket_of: list[int] = []
 
@@ -163,5 +164,5 @@ class DecodeGraphs:
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))
         self._logits[:size] = logits
-        greedy = torch.argmax(logits, dim=-1, out=self._greedy[:size])
+        greedy = self._argmax(logits, self._greedy[:size])
         self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy)

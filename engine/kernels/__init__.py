@@ -9,7 +9,7 @@ from engine.kernels.metadata import (
     Weight,
 )
 from engine.kernels.quantized import QuantizedWeight
-from engine.kernels.selection import attention_backend, layer_kernels
+from engine.kernels.selection import argmax_kernel, attention_backend, layer_kernels
 
 __all__ = [
     "AttentionBackend",
@@ -19,6 +19,7 @@ __all__ = [
     "LayerKernels",
     "QuantizedWeight",
     "Weight",
+    "argmax_kernel",
     "attention_backend",
     "layer_kernels",
 ]

@@ -9,7 +9,7 @@ from engine.kernels.metadata import Weight
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.reference_experts import mix, route
 
-__all__ = ["embed", "linear", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = ["argmax", "embed", "linear", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
 
 
 def pack(weight: QuantizedWeight) -> Weight:
@@ -29,6 +29,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return quantized.linear(x, weight, bias)
     assert isinstance(weight, Tensor)
     return functional.linear(x, weight, bias)
+
+
+def argmax(logits: Tensor, out: Tensor) -> Tensor:
+    """See triton_argmax.argmax."""
+    return torch.argmax(logits, dim=-1, out=out)
 
 
 def rms_norm(

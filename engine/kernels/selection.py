@@ -3,8 +3,10 @@
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from engine.kernels import reference_layers
 from engine.kernels.cpu_attention import CpuAttention
@@ -37,6 +39,14 @@ def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
         return CpuLayers(load_kernels(), dtype)
     except KernelsUnavailableError:
         return reference_layers
+
+
+def argmax_kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits [rows, columns], out int64 [rows]) -> out."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return reference_layers.argmax
+    kernel: Callable[[Tensor, Tensor], Tensor] = importlib.import_module("engine.kernels.triton_argmax").argmax
+    return kernel
 
 
 def _triton_layers() -> LayerKernels:
