@@ -9,7 +9,12 @@ from engine.pooling.kind import Runner, Task
 DeviceName = Literal["auto", "cpu", "cuda", "xpu"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
+Quantization = Literal[
+    "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
+    "gptq", "awq", "compressed-tensors", "bitsandbytes",
+]  # fmt: skip
+CHECKPOINT_ONLY = ("gptq", "awq", "compressed-tensors", "bitsandbytes")
+"""Name what a checkpoint must be; the others round weights, `fp8` and `mxfp4` where the checkpoint has not."""
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 GROUP_SIZES = (32, 64, 128)
@@ -43,7 +48,7 @@ class EngineConfig:
     runner: Runner = "auto"
     task: Task = "auto"
     quantization: Quantization | None = None
-    """Round the weights of linear layers to this format while they are loaded."""
+    """Round the weights of linear layers to this format while they are loaded; a quantized checkpoint must be in it."""
     fp8_dtype: Fp8Dtype = "e4m3"
     """What `fp8` means, for weights and for the KV cache."""
     quantization_group_size: int = 128

@@ -17,7 +17,7 @@ from engine.kernels import AttentionBackend, LayerKernels, Weight
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
 from engine.parallel.collectives import Collectives
-from engine.quantization import QuantizedLinear, can_merge, install, merge
+from engine.quantization import QuantizedLinear, ReorderedLinear, can_merge, install, merge
 
 LAYERS = {
     "GptOssDecoderLayer",
@@ -68,7 +68,8 @@ def fits(module: nn.Module) -> bool:
     is_whole = all(hasattr(layer, "mlp") for layer in layers) and hasattr(decoder, "rotary_emb")
     if not all(can_merge(parts) for layer in layers for parts in _packed_parts(layer)):
         return False
-    return is_whole and config.hidden_act == "silu"
+    are_in_order = not any(isinstance(part, ReorderedLinear) for part in module.modules())
+    return is_whole and are_in_order and config.hidden_act == "silu"
 
 
 class FusedForward:

@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from engine import attention, device, rotary
 from engine.attention import AttentionProbe, LayerShape, StepHolder
 from engine.bridges import OWN_ATTENTION, bridge
-from engine.config import EngineConfig
+from engine.config import CHECKPOINT_ONLY, EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.model import LoadedModel, Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
 from engine.parallel.shard import WHOLE, Shard, check_shardable
 from engine.parallel.weights import load_shard, make_dummy_shard
-from engine.quantization import loading
+from engine.quantization import loading, stored
+from engine.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from engine.quantization.formats import scheme
 from engine.quantization.online import Plan
 
@@ -43,10 +44,13 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
     max_model_len = max_model_len_of(config, text_config)
     attention.register()
     progress("loading weights", 0.0)
-    plan = _quantization_plan(config, name, text_config)
+    form = _stored_format(config, hf_config)
+    plan = None if form is not None else _quantization_plan(config)
     if not shard.is_whole:
         make = make_dummy_shard if config.load_format == "dummy" else load_shard
         module = make(hf_config, config, dtype, target, shard)
+    elif form is not None and config.load_format == "auto":
+        module = _load_stored(folder, hf_config, config, form, dtype, target)
     elif plan is not None:
         module = _load_quantized(folder, hf_config, config, plan, dtype, target)
     elif config.load_format == "dummy":
@@ -56,7 +60,8 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
     module.eval().requires_grad_(False)
     cast(Any, module).config._attn_implementation = attention.NAME
     bridge(module)
-    variant = rotary.freeze(module, max_model_len) + (f"|{plan.label}" if plan is not None else "")
+    quantized = plan if plan is not None else form
+    variant = rotary.freeze(module, max_model_len) + (f"|{quantized.label}" if quantized is not None else "")
     progress("loading weights", 1.0)
     probe = _probe(module, name, target)
     shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
@@ -93,13 +98,56 @@ def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -
         raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
 
 
-def _quantization_plan(config: EngineConfig, name: str, text_config: HfConfig) -> Plan | None:
+def _stored_format(config: EngineConfig, hf_config: HfConfig) -> CheckpointFormat | None:
+    """Takes the statement out of `hf_config`: transformers would ask for the libraries of each format."""
+    stated: dict[str, Any] | None = None
+    for part in (hf_config, hf_config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            stated = part.quantization_config
+            del part.quantization_config
+    if stated is None:
+        if config.quantization in CHECKPOINT_ONLY:
+            raise ConfigError(
+                f"quantization is {config.quantization}, but the weights in {config.model} are not quantized; leave"
+                " --quantization out, or name a format that rounds them while they are loaded"
+            )
+        return None
+    form = checkpoint_format(stated)
+    if config.quantization is not None and config.quantization != form.method:
+        raise ConfigError(
+            f"quantization is {config.quantization}, but the weights in {config.model} are quantized already by"
+            f" {form.method}; leave --quantization out"
+        )
+    return form
+
+
+def _quantization_plan(config: EngineConfig) -> Plan | None:
     if config.quantization is None:
         return None
-    if getattr(text_config, "quantization_config", None) is not None:
-        raise ConfigError(f"the weights in {config.model} are quantized already ({name}); leave --quantization out")
     chosen = scheme(config.quantization, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
     return Plan(chosen, config.quantization_skip)
+
+
+def _load_stored(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    form: CheckpointFormat,
+    dtype: torch.dtype,
+    target: torch.device,
+) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    with ExitStack() as files:
+        model = stored.sort_tensors(_open_checkpoint(folder, files), form)
+        if not model.layers:
+            raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights is stored so")
+        if stored.fill_stored(skeleton, model, target, dtype):
+            _read_generation_config(skeleton, folder)
+            return skeleton.to(target)
+        whole = _load_weights(folder, hf_config, config, dtype, stored.numbers(model, dtype))
+        stored.requantize(whole, model, target, dtype)
+        _read_generation_config(whole, folder)
+        return whole.to(target)
 
 
 def _load_quantized(
@@ -155,10 +203,19 @@ def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, t
     return module
 
 
-def _load_weights(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
+def _load_weights(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    state: dict[str, torch.Tensor] | None = None,
+) -> nn.Module:
+    """`state`: the checkpoint's weights, where its files hold them in another form."""
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            folder,
+        module, report = _class_of(hf_config, state).from_pretrained(
+            folder if state is None else None,
+            config=hf_config,
+            state_dict=state,
             dtype=dtype,
             attn_implementation=_implementation(hf_config),
             local_files_only=True,
@@ -175,6 +232,11 @@ def _load_weights(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype
         raise ModelError(f"{len(mismatched)} weights in {folder} do not fit its config, such as {mismatched[0]}")
     loaded: nn.Module = module
     return loaded
+
+
+def _class_of(hf_config: HfConfig, state: dict[str, torch.Tensor] | None) -> Any:
+    """transformers' automatic class asks for a folder."""
+    return AutoModelForCausalLM if state is None else AutoModelForCausalLM._model_mapping[type(hf_config)]
 
 
 @torch.inference_mode()

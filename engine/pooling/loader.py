@@ -72,6 +72,11 @@ def load_pooling_model(config: EngineConfig, kind: Kind, target: torch.device, p
         )
     if config.quantization is not None:
         raise ConfigError("quantization is served for models that write text, not for those that answer with vectors")
+    if getattr(text_config, "quantization_config", None) or getattr(hf_config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"the weights in {folder} are quantized, which is served for models that write text, not for those that"
+            " answer with vectors"
+        )
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     source = _Source(folder, config, hf_config, dtype, target)
     progress("loading weights", 0.0)

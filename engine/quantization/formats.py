@@ -32,6 +32,7 @@ class Scheme:
 
 
 def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Scheme:
+    """Of a format that rounds; those of checkpoints alone are not for this."""
     match name:
         case "fp8":
             return Scheme("fp8_e4m3" if fp8_dtype == "e4m3" else "fp8_e5m2", None)
@@ -45,6 +46,8 @@ def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Schem
             return Scheme("fp6", group_size)
         case "mxfp4":
             return Scheme("fp4", MX_GROUP)
+        case _:
+            raise ValueError(f"{name} is a format of checkpoints")
 
 
 def fitting_group(group: int | None, inputs: int) -> int | None:

@@ -49,12 +49,12 @@ def fill(module: nn.Module, tensors: Tensors, plan: Plan, target: torch.device, 
         tensors.pop(f"{embedding}.weight")
     for name, read in tensors.items():
         if name not in linears:
-            _set_parameter(module, name, read().to(target, dtype))
+            set_parameter(module, name, read().to(target, dtype))
     for name in sorted(linears, key=lambda n: -module.get_parameter(n).numel()):
         if name in tensors:  # a head that is tied and skipped is not
             weight = tensors[name]().to(target, dtype)
             if not quantize_layer(module, linears[name], weight, plan):
-                _set_parameter(module, name, weight)
+                set_parameter(module, name, weight)
             del weight
     _share(module, embedding, dtype)
     if embedding is not None and not isinstance(module.get_submodule("lm_head"), QuantizedLinear):
@@ -112,7 +112,8 @@ def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     return ((name, later(name)) for name in file.keys() if not name.endswith("rotary_emb.inv_freq"))  # noqa: SIM118
 
 
-def _set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """In the place of the parameter of that name."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 

@@ -1,6 +1,7 @@
 """What stands in a model for its linear layers and its embedding once their weights are quantized."""
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,19 @@ class QuantizedLinear(nn.Module):
             return x.new_zeros(*x.shape[:-1], self.out_features)
         rows = self.kernels.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         return rows.view(*x.shape[:-1], self.out_features)
+
+
+class ReorderedLinear(nn.Module):
+    """A quantized layer whose weight holds its columns in another order: column `i` is of input `order[i]`."""
+
+    def __init__(self, linear: QuantizedLinear, order: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.order = order
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.linear(x[..., self.order]))
 
 
 class QuantizedEmbedding(nn.Module):

@@ -18,7 +18,10 @@ from contracts.instance import Role
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Transport = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
-Quantization = Literal["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
+Quantization = Literal[
+    "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
+    "gptq", "awq", "compressed-tensors", "bitsandbytes",
+]  # fmt: skip
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 Checksum = Literal["full", "sampled", "off"]
@@ -62,7 +65,8 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     dtype: Annotated[Dtype, Meta(description="of weights and KV; auto takes the model's own")] = "auto"
     quantization: Annotated[
-        Quantization | None, Meta(description="round weights to this format while they are loaded (default: none)")
+        Quantization | None,
+        Meta(description="round weights to this format while loading, or require it of the checkpoint (default: none)"),
     ] = None
     fp8_dtype: Annotated[Fp8Dtype, Meta(description="what fp8 means, for weights and for the KV cache")] = "e4m3"
     quantization_group_size: Annotated[

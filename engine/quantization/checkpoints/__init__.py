@@ -1,0 +1,31 @@
+"""Checkpoints that hold quantized weights: which format config.json states, and how its tensors become weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.quantization.checkpoints.awq import awq
+from engine.quantization.checkpoints.compressed import compressed
+from engine.quantization.checkpoints.fp8 import fp8
+from engine.quantization.checkpoints.gptq import gptq
+from engine.quantization.checkpoints.layout import CheckpointFormat
+
+__all__ = ["FORMATS", "CheckpointFormat", "checkpoint_format"]
+
+FORMATS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
+    "awq": awq,
+    "compressed-tensors": compressed,
+    "fp8": fp8,
+    "gptq": gptq,
+}
+
+
+def checkpoint_format(quantization_config: Mapping[str, Any]) -> CheckpointFormat:
+    """Of config.json's `quantization_config`. Raises `UnsupportedModelError`."""
+    method = quantization_config.get("quant_method")
+    make = FORMATS.get(str(method))
+    if make is None:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantized by {method!r}, which is not served; served: {', '.join(sorted(FORMATS))}"
+        )
+    return make(quantization_config)
