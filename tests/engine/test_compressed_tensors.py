@@ -54,6 +54,13 @@ def floats(*, per_channel: bool) -> Writer:
     return write
 
 
+def float_groups(weight: Tensor) -> Written:
+    scales = weight.view(len(weight), -1, 32).abs().amax(2) / 448
+    spread = scales.repeat_interleave(32, dim=1)
+    codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return Written({".weight": codes, ".weight_scale": scales}, codes.float() * spread)
+
+
 def stated(form: str, bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
     kind = "float" if form == "float-quantized" else "int"
     inside = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **weights}
@@ -76,6 +83,7 @@ CASES = {
     "W8A16, groups": (packed(8), stated("pack-quantized", 8, "group", group_size=32)),
     "W8A8": (integers, stated("int-quantized", 8, "channel")),
     "FP8 per channel": (floats(per_channel=True), stated("float-quantized", 8, "channel")),
+    "FP8 groups": (float_groups, stated("float-quantized", 8, "group", group_size=32)),
     "FP8 per tensor": (floats(per_channel=False), stated("float-quantized", 8, "tensor")),
 }
 

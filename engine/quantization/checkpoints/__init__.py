@@ -5,18 +5,22 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.quantization.checkpoints.awq import awq
+from engine.quantization.checkpoints.bitsandbytes import bitsandbytes
 from engine.quantization.checkpoints.compressed import compressed
 from engine.quantization.checkpoints.fp8 import fp8
 from engine.quantization.checkpoints.gptq import gptq
 from engine.quantization.checkpoints.layout import CheckpointFormat
+from engine.quantization.checkpoints.mxfp4 import mxfp4
 
 __all__ = ["FORMATS", "CheckpointFormat", "checkpoint_format"]
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "awq": awq,
+    "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed,
     "fp8": fp8,
     "gptq": gptq,
+    "mxfp4": mxfp4,
 }
 
 

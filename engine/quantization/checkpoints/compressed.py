@@ -49,8 +49,12 @@ class Compressed:
             return self._packed(parts, scales)
         weight, zeros = parts[".weight"], parts.get(".weight_zero_point")
         if weight.is_floating_point():
-            return Made(float8(weight, scales.float(), self.block))
+            return Made(float8(weight, scales.float(), self._shared()))
         return self._integers(weight, scales, zeros)
+
+    def _shared(self) -> tuple[int, int] | None:
+        """Outputs and inputs of one scale; None: a row, or all."""
+        return self.block if self.group is None else (1, self.group)
 
     def _packed(self, parts: Parts, scales: Tensor) -> Made:
         outputs, inputs = (int(size) for size in parts[".weight_shape"])
@@ -68,11 +72,10 @@ class Compressed:
         if weight.dtype != torch.int8:
             raise ValueError(f"a weight of {weight.dtype}, not int8")
         outputs, inputs = weight.shape
-        block = self.block if self.group is None else (1, self.group)
-        per_row, group = spread(scales, outputs, inputs, block)
+        per_row, group = spread(scales, outputs, inputs, self._shared())
         shifts: Tensor | None = None
         if zeros is not None and bool(zeros.any()):
-            shifts = spread(zeros, outputs, inputs, block)[0].to(per_row.dtype)
+            shifts = spread(zeros, outputs, inputs, self._shared())[0].to(per_row.dtype)
         return Made(QuantizedWeight("int8", inputs, group, weight.contiguous(), per_row, shifts))
 
 
