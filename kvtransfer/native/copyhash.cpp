@@ -200,13 +200,21 @@ uint64_t pass(const uint8_t* source, size_t size, const Sink& sink) {
 
 }  // namespace
 
-extern "C" uint64_t baton_hash(const uint8_t* source, size_t size) { return pass(source, size, HashOnly{}); }
+extern "C" void baton_hash(uint64_t* sums, const uint64_t* sources, size_t count, size_t size) {
+    for (size_t i = 0; i < count; ++i) sums[i] = pass(reinterpret_cast<const uint8_t*>(sources[i]), size, HashOnly{});
+}
 
-extern "C" uint64_t baton_copy_and_hash(uint8_t* target, const uint8_t* source, size_t size, int past_the_cache) {
-    if (!past_the_cache || reinterpret_cast<uintptr_t>(target) % STRIPE) return pass(source, size, Into{target});
-    const uint64_t result = pass(source, size, PastTheCache{target});
+extern "C" void baton_copy_and_hash(uint64_t* sums, const uint64_t* targets, const uint64_t* sources, size_t count,
+                                    size_t size, int past_the_cache) {
+    for (size_t i = 0; i < count; ++i) {
+        uint8_t* const target = reinterpret_cast<uint8_t*>(targets[i]);
+        const uint8_t* const source = reinterpret_cast<const uint8_t*>(sources[i]);
+        if (past_the_cache && targets[i] % STRIPE == 0)
+            sums[i] = pass(source, size, PastTheCache{target});
+        else
+            sums[i] = pass(source, size, Into{target});
+    }
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
-    return result;
 }

@@ -6,12 +6,14 @@ Both give the same checksums: one end of a transfer may have the library and the
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvtransfer.memory import address_of, copy_bytes, view_at
+from kvtransfer.memory import copy_bytes, view_at
 from kvtransfer.native.loader import LibraryUnavailableError, load_library
 
 logger = logging.getLogger(__name__)
@@ -26,58 +28,52 @@ CHUNK_BYTES = 256 * 1024
 
 
 class CopyHash(Protocol):
-    """Other Python threads run meanwhile. The caller keeps the memory alive."""
+    """Blocks of `size` bytes at addresses. Other Python threads run meanwhile; the caller keeps the memory alive."""
 
-    def checksum(self, view: memoryview) -> int:
-        """xxh3_64 of these bytes."""
+    def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
+        """xxh3_64 of each."""
         ...
 
-    def copy(self, destination: int, source: int, size: int) -> int:
-        """xxh3_64 of the bytes that were copied between these addresses."""
+    def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
+        """xxh3_64 of the bytes that were copied, for each."""
         ...
 
 
 class PlainCopyHash:
     """Copies chunk by chunk and hashes the destination while it is in the cache."""
 
-    def checksum(self, view: memoryview) -> int:
-        return xxh3_64_intdigest(view)
+    def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
+        return [xxh3_64_intdigest(view_at(block, size)) for block in blocks]
 
-    def copy(self, destination: int, source: int, size: int) -> int:
-        landed = view_at(destination, size)
-        if size <= CHUNK_BYTES:
-            copy_bytes(destination, source, size)
-            return xxh3_64_intdigest(landed)
-        digest = xxh3_64()
-        for offset in range(0, size, CHUNK_BYTES):
-            step = min(CHUNK_BYTES, size - offset)
-            copy_bytes(destination + offset, source + offset, step)
-            digest.update(landed[offset : offset + step])
-        return digest.intdigest()
+    def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
+        return [_copied(end, start, size) for end, start in zip(destinations, sources, strict=True)]
 
 
 class NativeCopyHash:
     """By `copyhash.cpp`: one load and one store of each byte, large copies stored past the cache."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        array = np.ctypeslib.ndpointer(np.uint64, flags="C_CONTIGUOUS")
         self._hash, self._copy = library.baton_hash, library.baton_copy_and_hash
-        self._hash.restype = self._copy.restype = ctypes.c_uint64
-        self._hash.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._hash.restype = self._copy.restype = None
+        self._hash.argtypes = [array, array, ctypes.c_size_t, ctypes.c_size_t]
+        self._copy.argtypes = [array, array, array, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
         self._plain = PlainCopyHash()
 
-    def checksum(self, view: memoryview) -> int:
-        size = view.nbytes
+    def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
         if size < LEAST_BYTES or size % STRIPE_BYTES:
-            return self._plain.checksum(view)
-        found: int = self._hash(address_of(view), size)
-        return found
+            return self._plain.checksums(blocks, size)
+        sums = np.empty(len(blocks), np.uint64)
+        self._hash(sums, np.array(blocks, np.uint64), len(blocks), size)
+        return [int(found) for found in sums]
 
-    def copy(self, destination: int, source: int, size: int) -> int:
+    def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
         if size < LEAST_BYTES or size % STRIPE_BYTES:
-            return self._plain.copy(destination, source, size)
-        found: int = self._copy(destination, source, size, size >= PAST_CACHE_BYTES)
-        return found
+            return self._plain.copy(destinations, sources, size)
+        ends, starts = np.array(destinations, np.uint64), np.array(sources, np.uint64)
+        sums = np.empty(len(ends), np.uint64)
+        self._copy(sums, ends, starts, len(ends), size, size >= PAST_CACHE_BYTES)
+        return [int(found) for found in sums]
 
 
 @functools.cache
@@ -90,3 +86,16 @@ def copy_hash() -> CopyHash:
             "blocks are copied and then hashed, which is slower: %s. Install g++ to build the library", error
         )
         return PlainCopyHash()
+
+
+def _copied(destination: int, source: int, size: int) -> int:
+    landed = view_at(destination, size)
+    if size <= CHUNK_BYTES:
+        copy_bytes(destination, source, size)
+        return xxh3_64_intdigest(landed)
+    digest = xxh3_64()
+    for offset in range(0, size, CHUNK_BYTES):
+        step = min(CHUNK_BYTES, size - offset)
+        copy_bytes(destination + offset, source + offset, step)
+        digest.update(landed[offset : offset + step])
+    return digest.intdigest()

@@ -8,6 +8,7 @@ from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Offer
 from kvtransfer.memory import BlockMemory, address_of, copy_bytes
 from kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
+from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.port import Prepared
 
@@ -35,7 +36,10 @@ class HostBlocks:
         return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        return copy_hash().checksum(self.view(block))
+        return self.checksums([block])[0]
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return copy_hash().checksums([self.address(block) for block in blocks], self.block_bytes)
 
 
 def host_blocks(memory: BlockMemory) -> HostBlocks:
@@ -59,8 +63,8 @@ class HostOutlet:
         self.blocks = host_blocks(memory)
 
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        sums = [self.blocks.checksum(b) if is_checked else None for b, is_checked in zip(blocks, checked, strict=True)]
-        return Prepared(blocks, sums)
+        sums = iter(self.blocks.checksums([b for b, is_checked in zip(blocks, checked, strict=True) if is_checked]))
+        return Prepared(blocks, [next(sums) if is_checked else None for is_checked in checked])
 
     def taken(self, prepared: Prepared) -> None:
         return
@@ -69,14 +73,18 @@ class HostOutlet:
         return
 
 
-def copy_block(source: HostBlocks, block: int, target: HostBlocks, destination: int, checksum: int | None) -> bool:
-    """False when what was copied does not match the checksum."""
-    start, end = source.address(block), target.address(destination)
-    size = target.block_bytes
-    if checksum is None:
-        copy_bytes(end, start, size)
-        return True
-    return copy_hash().copy(end, start, size) == checksum
+def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
+    """For each: False when what was copied does not match the checksum. Checked ones go first, in one call."""
+    size, sums = target.block_bytes, dict[int, int]()
+    checked = [placement for placement in placements if placement.checksum is not None]
+    if checked:
+        ends, starts = [target.address(p.destination) for p in checked], [source.address(p.source) for p in checked]
+        found = copy_hash().copy(ends, starts, size)
+        sums = {placement.position: value for placement, value in zip(checked, found, strict=True)}
+    for placement in placements:
+        if placement.checksum is None:
+            copy_bytes(target.address(placement.destination), source.address(placement.source), size)
+    return [placement.checksum == sums.get(placement.position) for placement in placements]
 
 
 class BlockIntake:

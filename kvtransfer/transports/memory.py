@@ -8,7 +8,7 @@ from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_block, host_blocks
+from kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_blocks, host_blocks
 from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts, Prepared, Wish
 
 
@@ -37,10 +37,13 @@ class HostInlet:
         self._target = target
 
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        return self.receive_all([placement])[0]
+
+    def receive_all(self, placements: Sequence[Placement]) -> list[bool]:
         source = self._source
         if source is None:
             raise TransportUnavailable("the connection was closed")
-        return copy_block(source, placement.source, self._target, placement.destination, placement.checksum)
+        return copy_blocks(source, self._target, placements)
 
     def intake(self, placement: Placement) -> Intake:
         raise TransportUnavailable("this transport sends no bytes")
