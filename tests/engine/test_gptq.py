@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
 from engine.model_loader import load_model
+from engine.pooling.loader import load_pooling_model
 from engine.quantization.modules import QuantizedLinear, ReorderedLinear
 from tests.engine.conftest import References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
@@ -84,6 +85,13 @@ def test_the_flag_must_agree(tmp_path: Path, references: References) -> None:
         make_engine(tmp_path / "model", quantization="sym_int4")
     with pytest.raises(ConfigError, match="are not quantized"):
         make_engine(references("llama").folder, quantization="gptq")
+
+
+def test_models_that_answer_with_vectors_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", writer(), stated())
+    config = EngineConfig(model=str(tmp_path / "model"), device="cpu")
+    with pytest.raises(UnsupportedModelError, match="answer with vectors"):
+        load_pooling_model(config, "embed", torch.device("cpu"), lambda what, fraction: None)
 
 
 @pytest.mark.parametrize(
