@@ -3,7 +3,8 @@
 `baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
 
 A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the speed
-of one large matrix product; prefill by its products. Both limits are measured first, in the same run. Times are the
+of one large matrix product; prefill by its products. Both limits are measured in the same run: first, and on a host,
+whose memory others use too, again around each case (the better of both counts). Times are the
 owner's: from one `Engine.step` to the next, scheduling and results included. Weights are made up; prompts are random
 and never repeat between cases, save that larger decode batches find the prompts of smaller ones in the prefix cache.
 """
@@ -98,6 +99,24 @@ def measure_limits(target: torch.device) -> Limits:
     return Limits(read=source.nbytes / read, product=2 * size**3 / product)
 
 
+class Ceiling:
+    """The limits of this moment, for a case to stand beside."""
+
+    def __init__(self, options: argparse.Namespace, target: torch.device) -> None:
+        self._options, self._target = options, target
+        self._last = self._measure()
+
+    def __call__(self) -> Limits:
+        """Call after a case: the better of what was measured before and after it."""
+        if not device.is_host(self._target):
+            return self._last
+        before, self._last = self._last, self._measure()
+        return Limits(max(before.read, self._last.read), max(before.product, self._last.product))
+
+    def _measure(self) -> Limits:
+        return measure_limits(self._target).times(self._options.tensor_parallel_size)
+
+
 def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> float:
     """Of one call; the best of five groups of calls."""
     call()
@@ -146,7 +165,8 @@ def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, le
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
-    limits = measure_limits(target).times(options.tensor_parallel_size)
+    ceiling = Ceiling(options, target)
+    limits = ceiling()
     yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
     yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
     with tempfile.TemporaryDirectory() as folder:
@@ -161,12 +181,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         prefill_seconds(engine, prompts, 1 << 20, 1, min(512, engine.max_model_len - 1))  # the first of its size
         for length in options.single:
             seconds = [prefill_seconds(engine, prompts, 2000 + n, 1, length) for n in range(3)]
-            value, limit = statistics.median(seconds), cost.prefill_flops(1, length) / limits.product
+            value, limit = statistics.median(seconds), cost.prefill_flops(1, length) / ceiling().product
             yield _row(options, f"first token {length}", value * 1e3, "ms", limit * 1e3, limit / value)
         for count, length in options.prefill:
             prefill_seconds(engine, prompts, 5000, min(count, 16), length)  # libraries load code per size
             value = count * length / prefill_seconds(engine, prompts, 3000, count, length)
-            limit = count * length / (cost.prefill_flops(count, length) / limits.product)
+            limit = count * length / (cost.prefill_flops(count, length) / ceiling().product)
             yield _row(options, f"prefill {count} x {length}", value, "tok/s", limit, value / limit)
         for context in options.context:
             for batch in options.batches:
@@ -176,7 +196,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                     continue
                 seconds = decode_steps(engine, prompts, batch, context, options.steps)
                 value = statistics.median(seconds)
-                limit = limits.decode_s(cost, batch, context + batch // 2 + options.steps // 2)
+                limit = ceiling().decode_s(cost, batch, context + batch // 2 + options.steps // 2)
                 yield _row(options, f"decode {batch} x {context}", value * 1e3, "ms", limit * 1e3, limit / value)
 
 
