@@ -86,7 +86,7 @@ class Group:
             return self._one_shot.all_reduce(values)
         options = self._distributed.AllreduceOptions()
         options.asyncOp = False
-        self._group.allreduce([values], options).wait()
+        _wait(self._group.allreduce([values], options))
         return values
 
     def gather_columns(self, values: Tensor) -> Tensor:
@@ -94,13 +94,13 @@ class Group:
         gathered = values.new_empty((self._shard.size * rows, columns))
         options = self._distributed.AllgatherOptions()
         options.asyncOp = False
-        self._group._allgather_base(gathered, values.contiguous(), options).wait()
+        _wait(self._group._allgather_base(gathered, values.contiguous(), options))
         return gathered.view(self._shard.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def broadcast(self, values: Tensor) -> None:
         options = self._distributed.BroadcastOptions()
         options.rootRank, options.asyncOp = 0, False
-        self._group.broadcast([values], options).wait()
+        _wait(self._group.broadcast([values], options))
 
     def abort(self) -> None:
         if hasattr(self._group, "abort"):
@@ -111,3 +111,9 @@ class Group:
         if self._is_world:
             end = getattr(self._distributed, "_abort_process_group", self._distributed.destroy_process_group)
             end()
+
+
+def _wait(work: Any) -> None:
+    """Some backends order a synchronous sum by the stream and hand out nothing to wait for."""
+    if work is not None:
+        work.wait()
