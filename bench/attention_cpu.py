@@ -8,8 +8,9 @@ contiguous K and V with the query group folded (decode) or the KV heads repeated
 import argparse
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 
@@ -53,12 +54,12 @@ class Shape:
         return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, blocks of {self.block_tokens}, {dtype}"
 
 
-def main() -> None:
+def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each case")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     bytes_per_s = read_bandwidth(options.seconds)
@@ -184,4 +185,4 @@ def measure(call: Callable[[], object], seconds: float) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1:])

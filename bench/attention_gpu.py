@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -303,12 +303,12 @@ PARTS: dict[str, Callable[[int | None], None]] = {
 }
 
 
-def main() -> None:
+def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=["all", *PARTS], default="all")
     parser.add_argument("--shard", type=int)
     parser.add_argument("--limit-s", type=float, default=100.0, help="seconds that one part may take")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.part != "all":
         PARTS[options.part](options.shard)
         return
@@ -335,4 +335,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1:])

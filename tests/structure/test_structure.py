@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.cli import BENCHES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bench", "contracts", "engine", "kvtransfer", "services")
 MAX_LINES = 400
@@ -67,3 +69,8 @@ def test_nobody_but_settings_reads_the_environment() -> None:
 def test_what_decides_never_loads_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_every_benchmark_can_be_run_by_its_name() -> None:
+    files = [ROOT / f"{module.replace('.', '/')}.py" for module, _ in BENCHES.values()]
+    assert not [str(file) for file in files if not re.search(r"^def run\(", file.read_text(), re.MULTILINE)]
