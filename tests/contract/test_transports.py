@@ -523,7 +523,7 @@ def test_closing_either_node_ends_what_runs(transport: str) -> None:
             ticket = pair.ticket()
             pair.producer.node.open(ticket)
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
-            await asyncio.sleep(0.05)
+            await pair.both_know()
             await pair.producer.node.close()
             with pytest.raises((SourceFailed, PeerLost)):
                 await fetch
@@ -532,7 +532,7 @@ def test_closing_either_node_ends_what_runs(transport: str) -> None:
             ticket = pair.ticket()
             pair.producer.node.open(ticket)
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted((0, 0))))
-            await asyncio.sleep(0.05)
+            await pair.both_know()
             await pair.consumer.node.close()
             with pytest.raises(NodeClosed):
                 await fetch

@@ -152,6 +152,15 @@ class Pair:
             timeout_s=timeout_s,
         )
 
+    async def both_know(self) -> None:
+        """The link carries what was asked of it, and the fetch has had time to arrive."""
+        for _ in range(400):
+            if self.consumer.node.links() and self.producer.node.num_sessions():
+                await asyncio.sleep(0.05)
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("no link came up")
+
     async def becomes_clean(self) -> None:
         """No session is left on either side, and invariants hold."""
         for node in (self.producer.node, self.consumer.node):
