@@ -18,7 +18,7 @@ from kvtransfer.transports.oneccl import torch_pair
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Importing it makes `torch.xpu` available."""
-    xpu = SimpleNamespace(is_available=lambda: False, set_device=lambda chosen: None)
+    xpu = SimpleNamespace(is_available=lambda: False, device_count=lambda: 1, set_device=lambda chosen: None)
     monkeypatch.setattr(torch, "xpu", xpu)
     monkeypatch.setattr(torch, "get_device_module", lambda chosen: xpu)
     module = ModuleType("intel_extension_for_pytorch")
