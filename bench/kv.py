@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.kv_cases import MIB, block_name, clear, is_filled, layout_of
+from bench.kv_cases import MIB, block_name, clear, is_filled, layout_of, tickets_to
 from bench.kv_producer import Order
 from bench.report import Row, show
-from contracts.identity import Generation, InstanceId, new_ticket_id
+from contracts.identity import Generation, InstanceId
 from contracts.messages import Ticket
 from kvtransfer import FetchResult, HostMemory, TransferNode, TransferSettings
 
@@ -50,18 +50,7 @@ class Pair:
         await self.process.stdout.readline()
 
     def tickets(self, count: int) -> list[Ticket]:
-        return [
-            Ticket(
-                ticket=new_ticket_id(),
-                source=InstanceId("prefill-0"),
-                source_generation=Generation(1),
-                source_address=self.address,
-                sink=InstanceId("decode-0"),
-                sink_generation=Generation(2),
-                timeout_s=60,
-            )
-            for _ in range(count)
-        ]
+        return tickets_to(self.address, count)
 
 
 @contextlib.asynccontextmanager

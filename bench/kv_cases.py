@@ -1,9 +1,10 @@
-"""What `bench.kv` moves: shapes of blocks, their names and contents."""
+"""What the transfer benchmarks move: shapes of blocks, their names and contents, and the tickets to fetch them with."""
 
 import ctypes
 
-from contracts.identity import BlockName
+from contracts.identity import BlockName, Generation, InstanceId, new_ticket_id
 from contracts.layout import KVLayout
+from contracts.messages import Ticket
 from kvtransfer import HostMemory
 
 MIB = 1 << 20
@@ -25,6 +26,22 @@ def layout_of(block_bytes: int) -> KVLayout:
 
 def block_name(index: int) -> BlockName:
     return BlockName(index.to_bytes(16, "big"))
+
+
+def tickets_to(address: str, count: int) -> list[Ticket]:
+    """`count` tickets to fetch from the producer at `address`, each with a minute."""
+    return [
+        Ticket(
+            ticket=new_ticket_id(),
+            source=InstanceId("prefill-0"),
+            source_generation=Generation(1),
+            source_address=address,
+            sink=InstanceId("decode-0"),
+            sink_generation=Generation(2),
+            timeout_s=60.0,
+        )
+        for _ in range(count)
+    ]
 
 
 def fill(memory: HostMemory) -> None:

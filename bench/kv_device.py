@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 import torch
 
-from bench.kv_cases import MIB, layout_of
+from bench.kv_cases import MIB, layout_of, tickets_to
 from bench.kv_device_producer import LARGE, DeviceMemory, Order, node_of, places_of
 from bench.report import Row, show
-from contracts.identity import BlockName, Generation, InstanceId, new_ticket_id
+from contracts.identity import BlockName
 from contracts.messages import Ticket
 from kvtransfer import TransferError, TransferNode, TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
@@ -52,18 +52,7 @@ class Pair:
         return json.loads(await _answer_of(self.process.stdout))
 
     def tickets(self, count: int) -> list[Ticket]:
-        return [
-            Ticket(
-                ticket=new_ticket_id(),
-                source=InstanceId("prefill-0"),
-                source_generation=Generation(1),
-                source_address=self.address,
-                sink=InstanceId("decode-0"),
-                sink_generation=Generation(2),
-                timeout_s=60.0,
-            )
-            for _ in range(count)
-        ]
+        return tickets_to(self.address, count)
 
     def places(self, first: int, count: int) -> list[tuple[BlockName, int]]:
         return places_of(first, count, self.memory.num_blocks, is_scattered=self.is_scattered)
