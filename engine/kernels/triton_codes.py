@@ -31,6 +31,15 @@ def code_numbers(pairs, second: tl.constexpr, kind: tl.constexpr, dtype: tl.cons
 
 
 @triton.jit
+def code_half(codes, dtype: tl.constexpr):
+    """int8 or float8 `codes` in `dtype`, float16 or float32, by way of float16."""
+    if codes.dtype == tl.int8:  # integers are converted slowly: a float16 between 1024 and 1279
+        bits = (codes.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(dtype)
+    return codes.to(tl.float16).to(dtype)
+
+
+@triton.jit
 def code_operand(codes, dtype: tl.constexpr):
     """int8 or float8 `codes` in `dtype`."""
     if dtype == tl.bfloat16 and codes.dtype == tl.float8e4nv:  # this way devices have fast instructions

@@ -51,11 +51,12 @@ def decode(
         partial,
         stats,
         query,
-        cache.view(torch.int16) if scaled else cache,
+        cache,
         meta.query_starts,
         meta.context_lens,
         meta.block_tables,
         output if spec.sinks is None else spec.sinks,
+        cache.view(torch.int16) if scaled else output,
         cache.view(torch.bfloat16) if scaled else output,
         num_seqs,
         num_splits,
@@ -119,7 +120,7 @@ def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, window: tl
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])  # they change with every batch
-def _decode_kernel(  # noqa: PLR0913, PLR0915
+def _decode_kernel(  # noqa: PLR0913
     output,
     partial,
     stats,
@@ -129,6 +130,7 @@ def _decode_kernel(  # noqa: PLR0913, PLR0915
     context_lens,
     block_tables,
     sinks,
+    pairs,
     scales,
     num_seqs,
     num_splits,
@@ -202,12 +204,10 @@ def _decode_kernel(  # noqa: PLR0913, PLR0915
                 precision,
             )
         else:
-            pair_of = 2 * tl.arange(0, dims // 2)
-            asking = (row < group)[:, None] & (pair_of < head_dim)[None, :]
-            first_acc, second_acc, total, peak = attend_codes(
-                tl.load(reader + pair_of[None, :], asking, other=0.0),
-                tl.load(reader + pair_of[None, :] + 1, asking, other=0.0),
+            acc, total, peak = attend_codes(
+                tl.load(reader + dim[None, :], mask, other=0.0),
                 cache,
+                pairs,
                 scales,
                 block_tables + seq.to(tl.int64) * table_stride,
                 kv_head,
@@ -227,7 +227,6 @@ def _decode_kernel(  # noqa: PLR0913, PLR0915
                 capped,
                 precision,
             )
-            acc = tl.reshape(tl.join(first_acc, second_acc), [rows, dims])
         if splits == 1:
             if sunk:
                 sink = tl.load(sinks + head, mask=row < group, other=0.0).to(tl.float32) * LOG2E

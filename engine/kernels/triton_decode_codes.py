@@ -1,22 +1,26 @@
 """Decode attention over K and V in one byte: one split of a sequence's context. Device code; see triton_decode.
 
-Dimensions go by pairs, whose first and second codes are operands of their own (triton_codes): the queries and the
-result come in two halves likewise. A token's scale multiplies its score (K) and its weight (V). Operands are float16,
-which devices turn codes into fastest; powers of two keep queries and weights within its range.
+Keys are read as codes, whose neighbours share a register as they are; of values, whose tokens must share one, pairs of
+codes are read, and their first and second codes are operands of their own (triton_codes). Operands are float16, which
+devices turn codes into fastest. A token's scale of K multiplies its score. The exponent of that of V is
+added to the exponent of its weight before the running peak is taken, so that no weight leaves float16's range; the sum
+of weights takes it off again.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_codes import code_numbers
+from engine.kernels.triton_codes import code_half, code_numbers
 from engine.kernels.triton_softmax import HIDDEN, LOWEST, capped_scores, factor_of, load_rows, load_scales, tile_rows
+
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-60)  # stands for a scale of 0, whose logarithm is none
 
 
 @triton.jit
 def attend_codes(  # noqa: PLR0913, PLR0915
-    first_asked,
-    second_asked,
+    asked,
+    codes,
     pairs,
     scales,
     table,
@@ -37,23 +41,22 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """(result not yet divided: of first dimensions, of second ones [rows, pairs]; sum and peak of weights [rows])."""
-    rows: tl.constexpr = first_asked.shape[0]
-    units: tl.constexpr = first_asked.shape[1]
-    dtype: tl.constexpr = tl.float32 if first_asked.dtype == tl.float32 else tl.float16
-    largest = tl.maximum(tl.max(tl.abs(first_asked.to(tl.float32)), 1), tl.max(tl.abs(second_asked.to(tl.float32)), 1))
-    size = _power_of_two(largest)
-    first_asked = (first_asked.to(tl.float32) / size[:, None]).to(dtype)
-    second_asked = (second_asked.to(tl.float32) / size[:, None]).to(dtype)
-    first_acc = tl.zeros([rows, units], tl.float32)
-    second_acc = tl.zeros([rows, units], tl.float32)
+    """(result not yet divided [rows, dims]; sum of weights, and the exponent that both are less by [rows])."""
+    rows: tl.constexpr = asked.shape[0]
+    dims: tl.constexpr = asked.shape[1]
+    dtype: tl.constexpr = tl.float32 if asked.dtype == tl.float32 else tl.float16
+    size = _power_of_two(tl.max(tl.abs(asked.to(tl.float32)), 1))
+    asked = (asked.to(tl.float32) / size[:, None]).to(dtype)
+    first_acc = tl.zeros([rows, dims // 2], tl.float32)
+    second_acc = tl.zeros([rows, dims // 2], tl.float32)
     total = tl.zeros([rows], tl.float32)
     peak = tl.full([rows], LOWEST, tl.float32)
-    worth = 1.0  # both accumulators count in these
-    step, unit = tl.arange(0, tile), tl.arange(0, units)
+    step, dim, pair = tl.arange(0, tile), tl.arange(0, dims), tl.arange(0, dims // 2)
     plane = kv_heads * head_rows
-    factor = factor_of(scale, softcap, capped)
     half: tl.constexpr = head_dim // 2
+    factor = factor_of(scale, softcap, capped)
+    if not capped:  # the queries' sizes join the factor; a cap must see whole scores
+        factor = factor * size
     # The block number of the next tile is read one tile ahead, so that no load waits for another.
     blocks = tl.load(table + (begin + (step if tile > block_tokens else 0)) // block_tokens)
     for start in range(begin, end, tile):
@@ -65,8 +68,8 @@ def attend_codes(  # noqa: PLR0913, PLR0915
             at = tile_rows(blocks, position, kv_head, block_rows, head_rows, block_tokens)
         else:
             at = tile_rows(blocks, start, kv_head, block_rows, head_rows, block_tokens) + step
-        keys = tl.trans(load_rows(pairs, at, seen, unit, half))
-        values = load_rows(pairs, at + plane, seen, unit, half)
+        keys = code_half(load_rows(codes, at, seen, dim, head_dim), dtype)
+        values = load_rows(pairs, at + plane, seen, pair, half)
         key_scales = load_scales(scales, blocks, position, kv_head, seen, block_rows, head_rows, block_tokens, head_dim)
         worths = load_scales(
             scales + plane * half,
@@ -79,27 +82,30 @@ def attend_codes(  # noqa: PLR0913, PLR0915
             block_tokens,
             head_dim,
         )
-        raw = tl.dot(first_asked, code_numbers(keys, False, kind, dtype), input_precision=precision)
-        raw = tl.dot(second_asked, code_numbers(keys, True, kind, dtype), raw, input_precision=precision)
-        scores = capped_scores(raw * (size[:, None] * key_scales[None, :]), scale, softcap, capped)
+        raw = tl.dot(asked, tl.trans(keys), input_precision=precision) * key_scales[None, :]
+        if capped:
+            raw = raw * size[:, None]
+        scores = capped_scores(raw, scale, softcap, capped)
         if window > 0:
             seen = seen & (position >= lowest)
         scores = tl.where(seen[None, :], scores, HIDDEN)
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+        bits = tl.maximum(worths, SMALLEST).to(tl.int32, bitcast=True)
+        exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)  # of two to the exponent
+        exponents = scores * (factor if capped else factor[:, None]) + exponent[None, :]
+        new_peak = tl.maximum(peak, tl.max(exponents, 1))
         shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores * factor - new_peak[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        next_worth = _power_of_two(tl.max(worths, 0))
-        weights = (weights * (worths / next_worth)[None, :]).to(dtype)
-        shrink *= worth / next_worth
+        weights = tl.exp2(exponents - new_peak[:, None])
+        total = total * shrink + tl.sum(weights * inverse[None, :], 1)
+        weights = (weights * mantissa[None, :]).to(dtype)
         first_values = code_numbers(values, False, kind, dtype)
         second_values = code_numbers(values, True, kind, dtype)
         first_acc = tl.dot(weights, first_values, first_acc * shrink[:, None], input_precision=precision)
         second_acc = tl.dot(weights, second_values, second_acc * shrink[:, None], input_precision=precision)
-        worth = next_worth
         peak = new_peak
         blocks = next_blocks
-    return first_acc * worth, second_acc * worth, total, peak
+    return tl.reshape(tl.join(first_acc, second_acc), [rows, dims]), total, peak
 
 
 @triton.jit
