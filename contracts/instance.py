@@ -24,6 +24,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float = 0.0
     held_blocks: int = 0
     """Blocks kept under a lease for a handoff."""
+    host_used_blocks: int = 0
+    """In the host tier, as the next."""
+    host_total_blocks: int = 0
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,18 +4,38 @@ Pure accounting: no tensor, no clock. A block is *owned* (reference count > 0) o
 that has a name is still cached and can be shared again until it is evicted. Free blocks are taken in this
 order: nameless ones, then least recently released; a released table gives back its last block first, so
 prefixes outlive their ends. Block 0 is never given out: padding points at it.
+
+With a host tier, what is evicted goes there, and what is found there comes back into free blocks: `find`, then `take`.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from contracts.events import BlockEvent, BlocksRemoved, BlocksStored
 from contracts.identity import BlockName
+from engine.host_tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The longest prefix that is cached in any tier: its names and, for those in the device tier, their blocks."""
+
+    names: list[BlockName]
+    blocks: list[int | None]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_host(self) -> int:
+        return self.blocks.count(None)
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, *, caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, *, caching: bool = True, host: HostTier | None = None) -> None:
         """`num_blocks` counts block 0, which is never given out."""
+        self.host = host
         self._num_blocks = num_blocks
         self._caching = caching
         self._references = [0] * num_blocks
@@ -39,7 +59,7 @@ class BlockPool:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._events) or (self.host is not None and self.host.has_events)
 
     def cached_names(self) -> list[BlockName]:
         return list(self._blocks)
@@ -53,6 +73,41 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def find(self, names: Iterable[BlockName]) -> Prefix:
+        """As `match`, over both tiers; good until anything else is called, but for `num_taken` and `take`."""
+        known: list[BlockName] = []
+        blocks: list[int | None] = []
+        from_host: set[BlockName] = set()
+        for name in names:
+            block = self._blocks.get(name)
+            if block is None:
+                if self.host is None or name not in self.host or name in from_host:
+                    break
+                from_host.add(name)
+            known.append(name)
+            blocks.append(block)
+        return Prefix(known, blocks)
+
+    def num_taken(self, prefix: Prefix) -> int:
+        """How many free blocks `take(prefix)` would use."""
+        return prefix.num_host + self.num_unowned(block for block in prefix.blocks if block is not None)
+
+    def take(self, prefix: Prefix) -> list[int]:
+        """Owns all of it; there must be `num_taken` free blocks. What lies in the host tier is on its way into blocks
+        of its own, cached from now on: nothing may read or write them before the host tier's moves are done."""
+        self.share(block for block in prefix.blocks if block is not None)
+        if not prefix.num_host:
+            return [block for block in prefix.blocks if block is not None]
+        assert self.host is not None
+        names = [name for name, block in zip(prefix.names, prefix.blocks, strict=True) if block is None]
+        self.host.hold(names)
+        fresh = self.allocate(len(names))
+        assert fresh is not None, "no room for what lies in the host tier"
+        self.host.load(names, fresh)
+        self.register(names, fresh)
+        following = iter(fresh)
+        return [next(following) if block is None else block for block in prefix.blocks]
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
         """How many free blocks `share(blocks)` would take."""
@@ -78,6 +133,8 @@ class BlockPool:
                 self._names[block] = None
                 del self._blocks[name]
                 evicted.append(name)
+                if self.host is not None:
+                    self.host.take_in(name, block)
             taken.append(block)
         if evicted:
             self._record(BlocksRemoved(evicted))
@@ -111,9 +168,9 @@ class BlockPool:
         return self._blocks.get(name)
 
     def take_events(self) -> list[BlockEvent]:
-        """What was stored and removed since the last call, in order."""
+        """What was stored and removed since the last call, in order; tier by tier."""
         events, self._events = self._events, []
-        return events
+        return events if self.host is None else events + self.host.take_events()
 
     def check_invariants(self, owned: Sequence[int]) -> None:
         """`owned` lists every ownership that exists outside, repeated as often as it is held."""
@@ -128,6 +185,8 @@ class BlockPool:
         }
         named = [self._names[block] is not None for block in self._free]
         assert named == sorted(named), "a cached block would be evicted before a nameless one"
+        if self.host is not None:
+            self.host.check_invariants()
 
     def _record(self, event: BlockEvent) -> None:
         last = self._events[-1] if self._events else None

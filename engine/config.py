@@ -35,6 +35,8 @@ class EngineConfig:
     """Devices over which the model is split."""
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
+    host_kv_bytes: int = 0
+    """Host memory for blocks that the device evicts; 0: they are forgotten."""
     block_size: int | None = None
     num_gpu_blocks_override: int | None = None
     seed: int = 0
@@ -81,6 +83,12 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization ({self.quantization}) rounds whole weights, and tensor_parallel_size"
                 f" ({self.tensor_parallel_size}) splits them: use one of the two"
+            )
+        if self.host_kv_bytes < 0:
+            raise ConfigError(f"host_kv_bytes is {self.host_kv_bytes}; it must not be negative")
+        if self.host_kv_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "host_kv_bytes keeps cached prefixes, and enable_prefix_caching is off: use one of the two"
             )
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must not be negative")

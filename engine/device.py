@@ -9,10 +9,11 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class DeviceEvent(Protocol):
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
 
 
 def select_device(name: DeviceName, rank: int = 0) -> torch.device:
@@ -152,6 +155,37 @@ def record(device: torch.device) -> DeviceEvent:
     return event
 
 
+class SideStream:
+    """Work that a device does beside its computation: `with` it, what this thread gives the device belongs here."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _module(device).Stream(device=device)
+        self._entered: AbstractContextManager[object] | None = None
+
+    def wait(self, event: DeviceEvent) -> None:
+        """What is given from now on comes after `event`."""
+        self._stream.wait_event(event)
+
+    def record(self) -> DeviceEvent:
+        event: DeviceEvent = _module(self._device).Event()
+        self._stream.record_event(event)
+        return event
+
+    def __enter__(self) -> None:
+        self._entered = _module(self._device).stream(self._stream)
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._entered is not None
+        self._entered.__exit__(*error)
+
+
+def compute_after(device: torch.device, event: DeviceEvent) -> None:
+    """What this thread gives the device from now on comes after `event`."""
+    _module(device).current_stream(device).wait_event(event)
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     values: Tensor
@@ -167,6 +201,11 @@ class Arrival:
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros on the host, from where the device copies without the host's help."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def pinned_memory(device: torch.device, num_bytes: int) -> Tensor:
+    """Host memory, not filled, that the device copies without the host's help. Raises RuntimeError if there is none."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def collective_backend(device: torch.device) -> str:

@@ -17,18 +17,17 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from engine import capacity, device
 from engine.block_pool import BlockPool
+from engine.cache_making import CacheMaker
 from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
 from engine.errors import RequestError, UsageError
 from engine.executor import LocalExecutor
-from engine.forward import Forward
 from engine.grammar import Grammars
-from engine.kv_cache import KVCache
+from engine.host_tier import HostTier
 from engine.masks import Masking
 from engine.meter import Meter
 from engine.model import Progress
 from engine.outputs import EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
-from engine.parallel.commands import Measure
 from engine.parallel.leading import lead, lead_copies
 from engine.parallel.ranks import OnLost, Ranks
 from engine.reservations import Reservations
@@ -42,9 +41,6 @@ from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise
 
 logger = logging.getLogger(__name__)
-
-SAMPLER_COPIES = 6
-"""Float32 copies of a batch's logits that sampling with every option keeps at once."""
 
 
 class Engine:
@@ -80,33 +76,35 @@ class Engine:
         self.max_model_len = model.max_model_len
         setup = Setup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
-        self._start(config, setup.forward, report)
+        self._start(config, setup, report)
 
-    def _start(self, config: EngineConfig, forward: Forward, report: Progress) -> None:
+    def _start(self, config: EngineConfig, setup: Setup, report: Progress) -> None:
         report("reading the vocabulary", 0.0)
         grammars = Grammars(Path(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         grammars.read()
         self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         report("sizing the KV cache", 0.0)
-        usable = self._count_blocks(config, forward)
+        maker = CacheMaker(config, setup, self._device, self._ranks, vocab_size=self.vocab_size)
+        usable = maker.count_blocks(self._masking)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         num_blocks = usable + 1
-        self.kv = self._make_cache(num_blocks)
-        executor = lead(LocalExecutor(forward, self.kv, self.limits), self._ranks)
+        self.kv = maker.make(num_blocks)
+        self._host = maker.make_host_tier(self.kv)
+        executor = lead(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
         self._blocks = lead_copies(self.kv, self._ranks)
         self._runner = Runner(executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
         if not device.is_host(self._device):
             compile_kernels(self._runner, num_blocks, self.limits)
-        if self._uses_graphs(config, forward):
+        if maker.captures_graphs:
             report("capturing graphs", 0.0)
             executor.capture_graphs(lambda: device.Capturing(self._device))
         self._meter = Meter()
         measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
         self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
         self._meter.decode_step_s = measured.decode_step_s
-        self._pool = BlockPool(num_blocks, caching=self._caching)
+        self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier)
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster)
         self._reservations = Reservations(self._roster)
@@ -132,6 +130,7 @@ class Engine:
         if self._scheduler.is_short_of_blocks:
             return None
         reservation = self._reservations.reserve(work, time.monotonic())
+        self._host.move()
         if reservation is not None:
             self.kv.mark(block for _, block in reservation.missing)
         return reservation
@@ -171,6 +170,7 @@ class Engine:
     def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
         """The longest cached prefix of `names`, kept in place until `unpin`."""
         pinned = self._reservations.pin(names)
+        self._host.move()
         self.kv.mark(block for _, block in pinned)
         return pinned
 
@@ -196,7 +196,7 @@ class Engine:
     def _begin(self, result: StepResult) -> "_Launched | None":
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
-        plan = self._scheduler.schedule(now)
+        plan = self._schedule(now)
         try:
             launched = _Launched(plan, self._runner.start(plan), now)
         except torch.OutOfMemoryError:
@@ -211,8 +211,10 @@ class Engine:
         if not self._is_async or any(chunk.sequence.request.mode == "prefill" for chunk in plan.chunks):
             return None
         following = self._scheduler.schedule_ahead(time.monotonic())
+        self._host.move()
         if following is None:
             return None
+        self._host.before(following.blocks(self.limits.block_tokens))
         try:
             launched = _Launched(following, self._runner.start(following, ahead=True), None)
         except torch.OutOfMemoryError:
@@ -223,6 +225,7 @@ class Engine:
     def _choose(self, launched: "_Launched", result: StepResult) -> "_Launched | None":
         try:
             launched.chosen = self._runner.choose(launched.started)
+            launched.over = self._host.end_of_step()
         except torch.OutOfMemoryError:
             self._give_up(launched.plan, result)
             self._scheduler.abandon(launched.plan)
@@ -233,6 +236,7 @@ class Engine:
         """Waits for the step's tokens and takes them into the state."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
+        self._host.step_is_over(launched.over)
         now = time.monotonic()
         started = self._last_finish if launched.begun is None else launched.begun
         self._last_finish = now
@@ -253,9 +257,14 @@ class Engine:
     def cached_names(self) -> list[BlockName]:
         return self._pool.cached_names()
 
+    def host_names(self) -> list[BlockName]:
+        """What the host tier keeps."""
+        return self._host.tier.names() if self._host.tier is not None else []
+
     def stats(self) -> EngineStats:
         roster, meter = self._roster, self._meter
-        waiting = list(roster.waiting())
+        waiting = [*roster.waiting(), *roster.loading]
+        host = self._host.tier or HostTier(0)
         sequences = [s for request in roster.requests.values() for s in request.sequences]
         held = [s for s in sequences if s.state is State.HELD]
         return EngineStats(
@@ -276,6 +285,11 @@ class Engine:
             prefix_query_tokens=self._scheduler.num_prefix_query_tokens,
             prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             steps=meter.steps,
+            host_used_blocks=host.num_used,
+            host_total_blocks=host.num_slots,
+            host_hit_tokens=self._scheduler.num_host_hit_tokens,
+            host_stored_blocks=host.num_stored,
+            host_loaded_blocks=host.num_loaded,
         )
 
     def check_invariants(self) -> None:
@@ -285,6 +299,7 @@ class Engine:
     def close(self) -> None:
         self._masking.close()
         self._ranks.close()
+        self._host.close()
         self.kv.close()
 
     def __enter__(self) -> "Engine":
@@ -298,6 +313,7 @@ class Engine:
     def _give_up(self, plan: Plan, result: StepResult) -> None:
         """The step's requests fail; all others live on."""
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
+        self._host.step_is_over(self._host.end_of_step())  # part of it may be running, and its blocks are free now
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._roster.end_request(request)
             self._travel.end(request.work.request_id)
@@ -320,53 +336,31 @@ class Engine:
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)
 
+    def _schedule(self, now: float) -> Plan:
+        """A plan, as soon as there is something to compute: what comes from the host tier joins when it is there."""
+        self._join_loaded()
+        plan = self._scheduler.schedule(now)
+        self._host.move()
+        if not plan.chunks and self._roster.loading:
+            self._host.wait(self._roster.loading[0].blocks)
+            self._join_loaded()
+            plan = self._scheduler.schedule(now)
+            self._host.move()
+        self._host.before(plan.blocks(self.limits.block_tokens))
+        return plan
+
+    def _join_loaded(self) -> None:
+        for sequence in list(self._roster.loading):
+            if self._host.are_there(sequence.blocks):
+                self._roster.loaded(sequence)
+
     def _copy_blocks(self) -> None:
         """At once: a block that is freed before its copy was made could be filled by another request."""
         copies = self._roster.take_copies()
+        self._host.move()
         if copies:
+            self._host.before(block for copy in copies for block in copy)
             self._blocks.copy_blocks([c.source for c in copies], [c.target for c in copies])
-
-    def _uses_graphs(self, config: EngineConfig, forward: Forward) -> bool:
-        return forward.is_capturable and not config.enforce_eager and device.has_graphs(self._device)
-
-    def _make_cache(self, num_blocks: int) -> KVCache:
-        """On all ranks, in one memory of the host."""
-        shard = self._ranks.shard
-        heads = None if shard.is_whole else shard.part(self.layout.num_kv_heads)
-        cache = KVCache(self.layout, num_blocks, self._device, heads=heads)
-        self._ranks.build(num_blocks, cache.shared_fd)
-        return cache
-
-    def _count_blocks(self, config: EngineConfig, forward: Forward) -> int:
-        override = config.num_gpu_blocks_override
-        if override is not None:
-            return capacity.count_blocks(self.layout, 0, override)
-        if device.is_host(self._device):  # one memory holds all ranks' blocks
-            available = device.kv_cache_bytes(self._device, config, 0)
-        elif config.kv_cache_bytes is not None:
-            available = config.kv_cache_bytes * self._ranks.shard.size
-        else:
-            available = self._measure(config, forward) * self._ranks.shard.size
-        return capacity.count_blocks(self.layout, available, None)
-
-    def _measure(self, config: EngineConfig, forward: Forward) -> int:
-        """Bytes that each rank has for its part of the KV cache, beside its weights and what the largest step needs."""
-        tokens = self.limits.max_num_batched_tokens
-        num_blocks = 2 + -(-tokens // self.layout.block_tokens) + self.limits.max_num_seqs
-        cache = self._make_cache(num_blocks)
-        before = device.reset_peak(self._device)
-        executor = lead(LocalExecutor(forward, cache, self.limits), self._ranks)
-        exercise(Runner(executor, self.limits, self._device, self._masking), num_blocks, self.limits, tokens)
-        used = device.peak_bytes(self._device) - before
-        cache.close()
-        del executor
-        # Graphs keep scratch memory of their own; a decode step needs less than the largest step.
-        measure = Measure(
-            work_factor=2 if self._uses_graphs(config, forward) else 1,
-            extra_bytes=SAMPLER_COPIES * 4 * self.limits.max_num_seqs * self.vocab_size,
-        )
-        activation = used * measure.work_factor + measure.extra_bytes
-        return self._ranks.available_bytes(device.kv_cache_bytes(self._device, config, activation), measure)
 
 
 @dataclass(slots=True)
@@ -376,6 +370,7 @@ class _Launched:
     plan: Plan
     started: Started
     begun: float | None
+    over: device.DeviceEvent | None = None
     advanced: StepResult | None = None
     chosen: Chosen | None = None
 

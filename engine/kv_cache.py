@@ -59,6 +59,8 @@ class KVCache:
         self.shared_fd: int | None = shared_fd
         self.host_view: memoryview | None = None
         self._ready: dict[int, devices.DeviceEvent] = {}
+        self.copying: dict[int, devices.DeviceEvent] = {}
+        """Copies to or from the host tier, by block: until then it must not be read or written by others."""
         rows = layout.block_tokens + layout.scale_rows
         shape = (num_blocks, layout.num_layers, layout.num_planes, layout.num_kv_heads, rows, layout.head_dim)
         dtype = DTYPES[layout.dtype]
@@ -75,6 +77,13 @@ class KVCache:
     def device_tensor(self) -> Tensor:
         """uint8 [num_blocks, block_bytes]: the same memory as bytes."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+    @property
+    def whole_blocks(self) -> Tensor:
+        """As `device_tensor`, all ranks' parts of each block included where they lie in one memory of the host."""
+        if self.host_view is None:
+            return self.device_tensor
+        return torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.num_blocks, self.block_bytes)
 
     def layers(self) -> list[Tensor]:
         """One strided view per layer, each [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Scales, where there
@@ -100,7 +109,11 @@ class KVCache:
 
     def ready_after(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
         """Events after which these blocks may be read or written. From any thread."""
-        found = {id(event): event for block in blocks if (event := self._ready.get(block)) is not None}
+        found: dict[int, devices.DeviceEvent] = {}
+        for block in blocks:
+            for event in (self._ready.get(block), self.copying.get(block)):
+                if event is not None:
+                    found[id(event)] = event
         return list(found.values())
 
     def to_host(self, blocks: Iterable[int]) -> None:

@@ -33,6 +33,8 @@ class FirstTokenInfo:
     queue_s: float
     prefill_s: float
     cached_tokens: int
+    host_tokens: int = 0
+    """Cached tokens that came from the host tier."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
@@ -108,4 +110,10 @@ class EngineStats:
     generated_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    """In the device tier."""
     steps: int
+    host_used_blocks: int = 0
+    host_total_blocks: int = 0
+    host_hit_tokens: int = 0
+    host_stored_blocks: int = 0
+    host_loaded_blocks: int = 0

@@ -25,13 +25,13 @@ class Reservations:
         pool, block_tokens = roster.pool, roster.limits.block_tokens
         names = block_names(work.root, work.token_ids, block_tokens)
         num_full = len(work.token_ids) // block_tokens
-        cached = pool.match(names[:num_full])
-        needed = len(names) - len(cached)
+        prefix = pool.find(names[:num_full])
+        needed = len(names) - len(prefix)
         spare = pool.num_total // 100 if roster.running else 0
-        if pool.num_free - pool.num_unowned(cached) - needed < spare:
+        if pool.num_free - pool.num_taken(prefix) - needed < spare:
             return None
         trunk = roster.enrol(work, "generate", now)
-        pool.share(cached)
+        cached = pool.take(prefix)
         fresh = pool.allocate(needed)
         assert fresh is not None
         trunk.state = State.RESERVED
@@ -81,11 +81,15 @@ class Reservations:
         self._roster.enqueue(trunk)
 
     def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
-        """The longest cached prefix, kept until `unpin`."""
-        roster = self._roster
+        """The longest cached prefix, kept until `unpin`. What lies in the host tier takes free blocks, if there are."""
+        roster, pool = self._roster, self._roster.pool
         wanted = list(names)
-        blocks = roster.pool.match(wanted)
-        roster.pool.share(blocks)
+        prefix = pool.find(wanted)
+        if pool.num_taken(prefix) <= pool.num_free:
+            blocks = pool.take(prefix)
+        else:
+            blocks = pool.match(wanted)
+            pool.share(blocks)
         pinned = [NamedBlock(name, block) for name, block in zip(wanted, blocks, strict=False)]
         for name, _ in pinned:
             roster.pins[name] = roster.pins.get(name, 0) + 1

@@ -1,7 +1,7 @@
 """All requests of the engine, the queues their sequences stand in, and the blocks and slots they own.
 
 Pure: the transitions that `scheduler` and `reservations` are written in. A sequence is in exactly one place:
-`waiting` (a heap with lazy deletion), `ready`, `running`, or held/reserved by its request alone.
+`waiting` (a heap with lazy deletion), `loading`, `ready`, `running`, or held/reserved by its request alone.
 """
 
 import heapq
@@ -36,6 +36,7 @@ class Roster:
         self.requests: dict[RequestId, Request] = {}
         self.running: list[Sequence] = []
         self.ready: list[Sequence] = []
+        self.loading: list[Sequence] = []
         self.pins: dict[BlockName, int] = {}
         self.num_preemptions = 0
         self._eos_ids = eos_ids
@@ -105,6 +106,15 @@ class Roster:
         self.running.append(sequence)
         self._is_sorted = False
 
+    def load(self, sequence: Sequence) -> None:
+        """Out of the queue, until the copies from the host tier are done (`loaded`). The sequence owns its blocks."""
+        sequence.state = State.LOADING
+        self.loading.append(sequence)
+
+    def loaded(self, sequence: Sequence) -> None:
+        self.loading.remove(sequence)
+        self.run(sequence)
+
     def sort_running(self) -> None:
         """The most important first."""
         if not self._is_sorted:
@@ -119,13 +129,15 @@ class Roster:
                 self.run(sequence)
 
     def leave_batch(self, sequence: Sequence) -> None:
-        """Out of `running` or `ready`, keeping its blocks."""
+        """Out of `running`, `ready` or `loading`, keeping its blocks."""
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self._slots.append(sequence.slot)
             sequence.slot = -1
         elif sequence.state is State.READY:
             self.ready.remove(sequence)
+        elif sequence.state is State.LOADING:
+            self.loading.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Frees its memory; it will be recomputed, from the cache as far as that still reaches."""
@@ -217,6 +229,7 @@ class Roster:
         by_state = {state: {id(s) for s in sequences if s.state is state} for state in State}
         assert {id(s) for s in self.running} == by_state[State.RUNNING]
         assert {id(s) for s in self.ready} == by_state[State.READY]
+        assert {id(s) for s in self.loading} == by_state[State.LOADING]
         assert {id(s) for s in self.waiting()} == by_state[State.WAITING]
         assert not by_state[State.ENDED]
         taken = [s.slot for s in self.running]

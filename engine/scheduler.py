@@ -5,6 +5,7 @@ decode needs a block and none is free, the least important sequence gives up its
 A prompt enters only when all its blocks are there, so it never stops halfway.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +44,11 @@ class Plan:
     chunks: list[Chunk]
     rows: list[SampleRow]
 
+    def blocks(self, block_tokens: int) -> Iterator[int]:
+        """All that are read or written, some of them more than once."""
+        for chunk in self.chunks:
+            yield from chunk.sequence.blocks[: -(-(chunk.start + chunk.length) // block_tokens)]
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -70,6 +76,8 @@ class Scheduler:
         self._blocked: _Blocked | None = None
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
+        """In the device tier."""
+        self.num_host_hit_tokens = 0
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -78,7 +86,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         roster = self._roster
-        if roster.running or (roster.ready and roster.has_slot):
+        if roster.running or roster.loading or (roster.ready and roster.has_slot):
             return True
         head = roster.head()
         return head is not None and roster.has_slot and not self._is_still_blocked(head)
@@ -103,7 +111,8 @@ class Scheduler:
             if budget > 0 and sequence.state is State.RUNNING:
                 budget -= self._append_chunk(chunks, sequence, budget)
         while budget > 0 and (head := roster.head()) is not None and self._place(head, now):
-            budget -= self._append_chunk(chunks, head, budget)
+            if head.state is State.RUNNING:
+                budget -= self._append_chunk(chunks, head, budget)
         return Plan(chunks, _sample_rows(chunks))
 
     def schedule_ahead(self, now: float) -> Plan | None:
@@ -187,7 +196,8 @@ class Scheduler:
         return True
 
     def _place(self, sequence: Sequence, now: float) -> bool:
-        """Gives the first waiting sequence its blocks and a slot, or remembers why not."""
+        """Gives the first waiting sequence its blocks and a slot, or remembers why not. It gets the slot only later if
+        some of its prefix must come from the host tier first."""
         roster = self._roster
         pool, block_tokens = roster.pool, roster.limits.block_tokens
         if not roster.has_slot or self._is_still_blocked(sequence):
@@ -198,13 +208,13 @@ class Scheduler:
         sequence.name_blocks(num_tokens // block_tokens, block_tokens)
         # At least the last token is computed: its logits are needed.
         reusable = [] if request.wants_prompt_logprobs else sequence.names[: (num_tokens - 1) // block_tokens]
-        cached = pool.match(reusable)
-        needed = roster.num_blocks_for(num_tokens) - len(cached)
+        prefix = pool.find(reusable)
+        needed = roster.num_blocks_for(num_tokens) - len(prefix)
         reserve = pool.num_total // 100 if roster.running else 0
-        if pool.num_free - pool.num_unowned(cached) - needed < reserve:
+        if pool.num_free - pool.num_taken(prefix) - needed < reserve:
             self._blocked = _Blocked(sequence, pool.num_free, bool(roster.running))
             return False
-        pool.share(cached)
+        cached = pool.take(prefix)
         fresh = pool.allocate(needed)
         assert fresh is not None
         sequence.blocks = cached + fresh
@@ -213,11 +223,16 @@ class Scheduler:
         if request.started is None:
             request.started = now
             request.cached_tokens = sequence.num_computed
+            request.host_tokens = prefix.num_host * block_tokens
             self.num_prefix_query_tokens += num_tokens
-            self.num_prefix_hit_tokens += sequence.num_computed
+            self.num_prefix_hit_tokens += request.cached_tokens - request.host_tokens
+            self.num_host_hit_tokens += request.host_tokens
         self._blocked = None
         roster.pop_head()
-        roster.run(sequence)
+        if prefix.num_host:
+            roster.load(sequence)
+        else:
+            roster.run(sequence)
         return True
 
     def _is_still_blocked(self, head: Sequence) -> bool:
@@ -261,6 +276,7 @@ class Scheduler:
                 queue_s=request.started - request.arrived,
                 prefill_s=now - request.started,
                 cached_tokens=request.cached_tokens,
+                host_tokens=request.host_tokens,
                 prompt_logprobs=[None, *request.prompt_logprobs] if wanted else None,
             )
         )

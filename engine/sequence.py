@@ -17,6 +17,7 @@ Mode = Literal["generate", "prefill"]
 
 class State(Enum):
     WAITING = auto()  # owns no block
+    LOADING = auto()  # owns blocks, some of which are on their way from the host tier
     READY = auto()  # owns blocks, computed up to its last token; waits for a slot
     RUNNING = auto()  # owns blocks and a slot of the batch
     HELD = auto()  # prompt computed for another instance; owns blocks until released
@@ -52,6 +53,7 @@ class Request:
     missing: dict[BlockName, int] = field(default_factory=dict)  # reserved, not received
     started: float | None = None
     cached_tokens: int = 0
+    host_tokens: int = 0  # cached ones that lay in the host tier
     num_published: int = 0  # leading blocks already reported as completed
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

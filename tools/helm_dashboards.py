@@ -197,6 +197,14 @@ BATON = [
             ),
         ],
     ),
+    Panel(
+        "Host tier",
+        [
+            Query(f"vllm:cpu_prefix_cache_hit_rate{{{MODEL}}}", "hits {{instance}}"),
+            Query(f"rate(baton:host_stored_blocks_total{{{MODEL}}}{RATE})", "blocks/s out {{instance}}"),
+            Query(f"rate(baton:host_loaded_blocks_total{{{MODEL}}}{RATE})", "blocks/s back {{instance}}"),
+        ],
+    ),
     latency("Error of the predicted time to first token", "baton:ttft_prediction_error_seconds", "Mean"),
 ]
 

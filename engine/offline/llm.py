@@ -43,7 +43,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "max_seq_len_to_capture": (8192,),
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
-    "swap_space": (0, 4),
     "tokenizer_mode": ("auto",),
 }
 """Arguments of vLLM's LLM that mean nothing here, with the values that ask for nothing."""
@@ -273,6 +272,8 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     values: dict[str, Any] = {}
     for given, value in options.items():
         name = ALIASES.get(given, given)
+        if given == "swap_space":
+            name, value = "host_kv_bytes", int(value * (1 << 30))
         if name in known:
             values[name] = value
         elif name not in NEUTRAL:

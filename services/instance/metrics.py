@@ -36,17 +36,26 @@ class EngineCollector(Collector):
         stats, load = self._stats(), self._load()
         used = 1.0 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
         hits = stats.prefix_hit_tokens / stats.prefix_query_tokens if stats.prefix_query_tokens else 0.0
+        host_used = stats.host_used_blocks / stats.host_total_blocks if stats.host_total_blocks else 0.0
+        host_hits = stats.host_hit_tokens / stats.prefix_query_tokens if stats.prefix_query_tokens else 0.0
         yield self._gauge("vllm:num_requests_running", "Requests of the running batch", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room or for their blocks", load.waiting)
         yield self._gauge("vllm:num_requests_swapped", "Always 0: what is preempted is computed again", 0.0)
         yield self._gauge("vllm:gpu_cache_usage_perc", "Fraction of KV blocks in use; 1 is all", used)
-        yield self._gauge("vllm:cpu_cache_usage_perc", "Fraction of the host tier in use; 0 without one", 0.0)
-        yield self._gauge("vllm:gpu_prefix_cache_hit_rate", "Fraction of prompt tokens found in the cache", hits)
+        yield self._gauge("vllm:cpu_cache_usage_perc", "Fraction of the host tier in use; 0 without one", host_used)
+        yield self._gauge("vllm:gpu_prefix_cache_hit_rate", "Fraction of prompt tokens found in the device tier", hits)
+        yield self._gauge(
+            "vllm:cpu_prefix_cache_hit_rate", "Fraction of prompt tokens found in the host tier", host_hits
+        )
         yield self._counter("vllm:num_preemptions", "Sequences that gave up their memory", stats.preemptions)
         yield self._gauge("baton:held_blocks", "Blocks kept for a handoff", load.held_blocks)
         yield self._gauge("baton:leases", "Prompts whose blocks are kept or reserved", stats.held + stats.reserved)
         yield self._gauge("baton:free_blocks", "KV blocks that can be allocated", stats.free_blocks)
         yield self._gauge("baton:total_blocks", "KV blocks of the cache", stats.total_blocks)
+        yield self._gauge("baton:host_used_blocks", "KV blocks in the host tier", stats.host_used_blocks)
+        yield self._gauge("baton:host_total_blocks", "KV blocks that fit the host tier", stats.host_total_blocks)
+        yield self._counter("baton:host_stored_blocks", "KV blocks copied to the host tier", stats.host_stored_blocks)
+        yield self._counter("baton:host_loaded_blocks", "KV blocks copied back from it", stats.host_loaded_blocks)
         yield self._gauge("baton:queued_tokens", "Prompt tokens admitted and not computed", stats.queued_tokens)
         yield self._gauge("baton:prefill_tokens_per_second", "Measured speed", stats.prefill_tokens_per_s)
         yield self._gauge("baton:decode_step_seconds", "Measured duration of a step", stats.decode_step_s)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from contracts.events import Tier
 from contracts.identity import RequestId
 from contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
 from engine.outputs import CompletedBlocks, FirstTokenInfo, SequenceOutput
@@ -150,11 +151,14 @@ def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
 
 
 def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:
+    cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
+    if info.host_tokens:
+        cached["host"] = info.host_tokens
     return PrefillReport(
         request_id=request.request_id,
         queue_s=info.queue_s,
         prefill_s=info.prefill_s,
-        cached_tokens={"device": info.cached_tokens},
+        cached_tokens=cached,
         prompt_logprobs=info.prompt_logprobs,
     )
 

@@ -115,7 +115,7 @@ class Serving:
                 message_ = "this model writes text: it does not answer with vectors"
                 self._router.send(router, Failed(request_id=message.request_id, code="invalid", message=message_))
             case SnapshotRequest():
-                names = self._engine.call(lambda engine: engine.cached_names())
+                names = self._engine.call(lambda engine: (engine.cached_names(), engine.host_names()))
                 names.add_done_callback(lambda done: self._send_snapshot(router, done))
 
     def on_router_lost(self, router: RouterId) -> None:
@@ -210,15 +210,18 @@ class Serving:
         if not self._attempts:
             self._idle.set()
 
-    def _send_snapshot(self, router: RouterId, names: "asyncio.Future[list[BlockName]]") -> None:
+    def _send_snapshot(
+        self, router: RouterId, names: "asyncio.Future[tuple[list[BlockName], list[BlockName]]]"
+    ) -> None:
         if names.cancelled() or names.exception() is not None:
             return
-        identity = self._identity
+        identity, (device, host) = self._identity, names.result()
         snapshot = Snapshot(
             instance=identity.instance,
             generation=identity.generation,
             sequence=self._events.sequence,
-            device=names.result(),
+            device=device,
+            host=host,
         )
         self._router.send(router, snapshot)
 
@@ -266,6 +269,8 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         held_blocks=stats.held_blocks,
+        host_used_blocks=stats.host_used_blocks,
+        host_total_blocks=stats.host_total_blocks,
     )
 
 

@@ -99,6 +99,14 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"aliases": ["--kv-cache-memory"]},
         ),
     ] = None
+    host_kv_gb: Annotated[
+        float,
+        Meta(
+            description="GiB of host memory for blocks that the device evicts, pinned where that can be; 0: none",
+            ge=0,
+            extra={"aliases": ["--swap-space"]},
+        ),
+    ] = 0.0
     block_size: Annotated[
         int | None, Meta(description="tokens of a KV block (default: 16 on cpu, 64 elsewhere)", ge=1)
     ] = None

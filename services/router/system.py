@@ -43,6 +43,8 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     free_blocks: int
     total_blocks: int
+    host_used_blocks: int
+    host_total_blocks: int
     prefill_tokens_per_s: float
     links: list[LinkHealth]
 
@@ -91,6 +93,8 @@ def _instance_health(member: Member) -> InstanceHealth:
         waiting=load.waiting,
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
+        host_used_blocks=load.host_used_blocks,
+        host_total_blocks=load.host_total_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         links=[
             LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.reason) for link in member.links

@@ -21,7 +21,7 @@ TOKENS = {"max_tokens": 9, "ignore_eos": True}
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.engine.KVCache", partial(KVCache, place="device"))
+    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="device"))
 
 
 def node_of(name: str, engine: Engine, transport: str) -> TransferNode:

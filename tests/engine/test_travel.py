@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.engine.KVCache", partial(KVCache, place="mirrored"))
+    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="mirrored"))
 
 
 def host_bytes(engine: Engine) -> int:

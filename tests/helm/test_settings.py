@@ -86,7 +86,7 @@ def test_every_setting_of_the_router_has_one_place_in_the_values() -> None:
 def everything_set() -> list[Manifest]:
     """No value is null or empty, so that every variable appears."""
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
-    engine |= {"numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
+    engine |= {"hostKvGb": 1.5, "numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
     engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*"}

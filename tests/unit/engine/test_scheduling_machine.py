@@ -154,6 +154,8 @@ class SchedulingMachine(RuleBasedStateMachine):
     @invariant()
     def events_tell_what_is_cached(self) -> None:
         for event in self.roster.pool.take_events():
+            if event.tier == "host":
+                continue
             if isinstance(event, BlocksStored):
                 assert not self.cached & set(event.names)
                 self.cached |= set(event.names)
@@ -192,7 +194,29 @@ class AheadMachine(SchedulingMachine):
         return self.ahead.launched is not None or super().has_work()
 
 
+class HostTierMachine(SchedulingMachine):
+    """The same lives with a host tier that is smaller than the cache. Copies from it take a while."""
+
+    @initialize(caching=st.just(True), host_slots=st.integers(1, 7))
+    def start(self, caching: bool, host_slots: int = 1) -> None:
+        self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching, host_slots=host_slots)
+        self.scheduler = Scheduler(self.roster)
+        self.reservations = Reservations(self.roster)
+
+    @precondition(lambda self: self.roster.loading)
+    @rule(data=st.data())
+    def copies_are_done(self, data: st.DataObject) -> None:
+        self.roster.loaded(data.draw(st.sampled_from(self.roster.loading)))
+
+    def step(self) -> StepResult:
+        if not self.roster.running and self.roster.loading:
+            self.roster.loaded(self.roster.loading[0])
+        return super().step()
+
+
 SchedulingMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 AheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
+HostTierMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 TestScheduling = SchedulingMachine.TestCase
+TestHostTier = HostTierMachine.TestCase
 TestSchedulingAhead = AheadMachine.TestCase

@@ -4,6 +4,7 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from contracts.sampling import SamplingParams
 from engine.block_pool import BlockPool
+from engine.host_tier import HostTier
 from engine.outputs import StepResult
 from engine.roster import Limits, Roster
 from engine.sampling import uniform
@@ -29,14 +30,17 @@ def make_work(
     )
 
 
-def make_roster(num_blocks: int = 16, *, seqs: int = 4, batched: int = 8, caching: bool = True) -> Roster:
+def make_roster(
+    num_blocks: int = 16, *, seqs: int = 4, batched: int = 8, caching: bool = True, host_slots: int = 0
+) -> Roster:
     limits = Limits(
         block_tokens=BLOCK_TOKENS,
         max_model_len=num_blocks * BLOCK_TOKENS,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
     )
-    return Roster(BlockPool(num_blocks + 1, caching=caching), limits, frozenset({EOS}))
+    pool = BlockPool(num_blocks + 1, caching=caching, host=HostTier(host_slots) if host_slots else None)
+    return Roster(pool, limits, frozenset({EOS}))
 
 
 def add(roster: Roster, work: Work, mode: Mode = "generate") -> None:

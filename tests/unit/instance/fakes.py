@@ -129,6 +129,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.results)
 
+    def host_names(self) -> list[BlockName]:
+        return [BlockName(b"h" * 16)]
+
     def cached_names(self) -> list[BlockName]:
         return [name(1)]
 

@@ -207,6 +207,7 @@ def test_a_snapshot_is_numbered_by_the_last_published_batch() -> None:
         (snapshot,) = b.router.answers()
         assert isinstance(snapshot, Snapshot)
         assert (snapshot.sequence, snapshot.device) == (1, [name(1)])
+        assert snapshot.host == [b"h" * 16]
 
     run(test())
 

@@ -1,0 +1,149 @@
+"""Tokens with blocks that were evicted to the host tier and came back equal those of transformers.generate."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.naming import block_names
+from engine import Engine, KVCache
+from engine.errors import ConfigError
+from tests.engine.conftest import Reference, References
+from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 120, "block_size": 8, "host_kv_bytes": 4 << 20}
+FAMILIES = ["llama", "gemma2", "deepseek_v3"]
+
+
+def ask_in_turn(engine: Engine, reference: Reference) -> list[list[int]]:
+    answers = []
+    for number, prompt in enumerate(reference.prompts[:4]):
+        engine.add(make_work(engine, str(number), prompt))
+        answers.append(run(engine)[str(number), 0])
+    return answers
+
+
+def evict(engine: Engine) -> None:
+    """Fills the device's cache with something else."""
+    engine.add(make_work(engine, "filler", [9 + (5 * i * i) % 180 for i in range(115)], max_tokens=2, ignore_eos=True))
+    run(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reloaded_blocks_change_no_token(family: str, references: References) -> None:
+    reference = references(family)
+    with make_engine(reference.folder, **SMALL) as engine:
+        for _ in range(3):
+            assert ask_in_turn(engine, reference) == reference.answers[:4]
+            evict(engine)
+        stats = engine.stats()
+        assert stats.host_hit_tokens > 100
+        assert 0 < stats.host_used_blocks <= stats.host_total_blocks
+
+
+def test_in_one_batch_with_preemption(references: References) -> None:
+    """What a preempted sequence had is found in the host tier."""
+    reference = references("llama")
+    with make_engine(reference.folder, **SMALL) as engine:
+        for _ in range(2):
+            for number, prompt in enumerate(reference.prompts[:3] * 2):
+                engine.add(make_work(engine, str(number), prompt))
+            answers = run(engine)
+            assert [answers[str(n), 0] for n in range(6)] == reference.answers[:3] * 2
+        assert engine.stats().host_loaded_blocks > 0
+
+
+def test_steps_launched_ahead(references: References) -> None:
+    reference = references("llama")
+    with make_engine(reference.folder, async_scheduling=True, **SMALL) as engine:
+        for _ in range(2):
+            for number, prompt in enumerate(reference.prompts[:4]):
+                engine.add(make_work(engine, str(number), prompt, sequences=2))
+            answers = run(engine)
+            for number in range(4):
+                assert answers[str(number), 0] == answers[str(number), 1] == reference.answers[number]
+            evict(engine)
+        assert engine.stats().host_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_quantized_blocks(kv_cache_dtype: str, references: References) -> None:
+    reference, settings = references("llama"), {**SMALL, "kv_cache_dtype": kv_cache_dtype}
+    with make_engine(reference.folder, **settings | {"host_kv_bytes": 0}) as plain:
+        expected = ask_in_turn(plain, reference)
+    with make_engine(reference.folder, **settings) as engine:
+        assert ask_in_turn(engine, reference) == expected
+        evict(engine)
+        assert ask_in_turn(engine, reference) == expected
+        assert engine.stats().host_hit_tokens > 0
+
+
+def test_several_ranks(references: References) -> None:
+    """On hosts, where all ranks' parts of a block lie in one memory."""
+    reference = references("llama")
+    with make_engine(reference.folder, tensor_parallel_size=2, **SMALL) as engine:
+        for _ in range(2):
+            assert ask_in_turn(engine, reference) == reference.answers[:4]
+            evict(engine)
+        assert engine.stats().host_hit_tokens > 0
+
+
+def test_both_ends_of_a_handoff_find_blocks_in_their_host_tiers(references: References) -> None:
+    reference = references("llama")
+    prompt, answer = reference.prompts[3], reference.answers[3]
+    with make_engine(reference.folder, **SMALL) as source, make_engine(reference.folder, **SMALL) as sink:
+        for _ in range(2):
+            work = make_work(source, "over", prompt)
+            assert hand_over(source, sink, work)["over", 0] == answer
+            evict(source)
+            evict(sink)
+        assert source.stats().host_hit_tokens > 0
+        assert sink.stats().host_loaded_blocks > 0
+
+
+def test_a_pin_brings_blocks_back_from_the_host_tier(references: References) -> None:
+    reference = references("llama")
+    prompt = reference.prompts[3]
+    with make_engine(reference.folder, **SMALL) as engine:
+        work = make_work(engine, "w", prompt)
+        engine.add(work)
+        run(engine)
+        names = block_names(work.root, prompt, 8)[: len(prompt) // 8]
+        before = [_bytes(engine, block) for _, block in engine.pin(names)]
+        engine.unpin(names)
+        evict(engine)
+        assert len(set(names) - set(engine.cached_names())) > 3
+        pinned = engine.pin(names)
+        assert [name for name, _ in pinned] == names
+        assert [_bytes(engine, block) for _, block in pinned] == before
+        engine.check_invariants()
+        engine.unpin(names)
+
+
+def test_a_device_whose_memory_the_host_cannot_address(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="device"))
+    reference = references("llama")
+    with make_engine(reference.folder, **SMALL) as engine:
+        for _ in range(2):
+            assert ask_in_turn(engine, reference) == reference.answers[:4]
+            evict(engine)
+        assert engine.stats().host_hit_tokens > 0
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="less than one block"):
+        make_engine(folder, host_kv_bytes=10)
+    with pytest.raises(ConfigError, match="prefix"):
+        make_engine(folder, host_kv_bytes=1 << 20, enable_prefix_caching=False)
+    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="mirrored"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        make_engine(folder, host_kv_bytes=1 << 20)
+
+
+def _bytes(engine: Engine, block: int) -> list[int]:
+    return list(engine.kv.whole_blocks[block].tolist())
