@@ -240,6 +240,7 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
     longest = max([*options.context, *options.single, *(length for _, length in options.prefill)])
     return EngineConfig(
         tensor_parallel_size=options.tensor_parallel_size,
+        disable_custom_all_reduce=options.disable_custom_all_reduce,
         model=model,
         device=options.device,
         dtype="bfloat16",
@@ -277,6 +278,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     made.add_argument("--no-async-scheduling", action="store_true", help="one step after the other")
     made.add_argument("--tensor-parallel-size", type=int, default=1, help="devices over which the model is split")
+    made.add_argument("--disable-custom-all-reduce", action="store_true", help="sums over devices by the library alone")
     made.add_argument("--peer", help="also measure transformers' continuous batching, with this attention (sdpa, …)")
     made.add_argument("--peer-steps", type=int, default=16, help="decode steps of the peer")
     made.add_argument("--quantization", choices=sorted(WEIGHT_BITS), help="round the weights as a server would")

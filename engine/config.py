@@ -33,6 +33,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     tensor_parallel_size: int = 1
     """Devices over which the model is split."""
+    disable_custom_all_reduce: bool = False
+    """Sums over ranks through the collective library alone; devices do not write into each other's memory."""
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     host_kv_bytes: int = 0

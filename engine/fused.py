@@ -91,6 +91,7 @@ class FusedForward:
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
         self._is_head_whole = model.is_whole or module.lm_head.weight.shape[0] == model.vocab_size
         self._like = torch.empty(0, device=self._final_norm.weight.device)
+        collectives.prepare(self._final_norm.weight)
         # A module of transformers may read values back, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
@@ -106,17 +107,26 @@ class FusedForward:
         for number, layer in enumerate(self._layers):
             attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
             output = self._kernels.linear(attended, layer.output.weight, layer.output.bias)
-            output = self._collectives.all_reduce(output)
-            norm = layer.mlp_norm
-            hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
-            output = self._collectives.all_reduce(self._mlp(layer, hidden))
+            hidden = self._norm_of_sum(output, residual, layer.mlp_norm)
+            output = self._mlp(layer, hidden)
             is_last = number + 1 == len(self._layers)
             norm = self._final_norm if is_last else self._layers[number + 1].input_norm
             if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
-                output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
-            hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+                output = self._collectives.all_reduce(output)[inputs.logit_rows]
+                residual = residual[inputs.logit_rows]
+                hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+            else:
+                hidden = self._norm_of_sum(output, residual, norm)
         logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+
+    def _norm_of_sum(self, output: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        """Of the ranks' outputs and `residual`, which becomes their sum."""
+        hidden = self._collectives.sum_norm(output, residual, norm.weight, norm.eps)
+        if hidden is not None:
+            return hidden
+        output = self._collectives.all_reduce(output)
+        return self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
 
     def _attend(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import device as devices
+from engine.parallel.direct import Direct
 from engine.parallel.one_shot import OneShot
 from engine.parallel.shard import Shard
 
@@ -17,6 +18,15 @@ TIMEOUT_S = 300.0
 
 
 class Collectives(Protocol):
+    def prepare(self, weight: Tensor) -> None:
+        """For `sum_norm` with such weights. All ranks call it together."""
+        ...
+
+    def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """RMSNorm of the ranks' sum and `residual` [rows, hidden], which becomes their sum; None, and nothing is done,
+        where no kernel does all of it at once."""
+        ...
+
     def all_reduce(self, values: Tensor) -> Tensor:
         """The ranks' sum. `values` may be overwritten."""
         ...
@@ -39,6 +49,12 @@ class Collectives(Protocol):
 class Alone:
     """A group of one."""
 
+    def prepare(self, weight: Tensor) -> None:
+        """Nothing is."""
+
+    def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        return None
+
     def all_reduce(self, values: Tensor) -> Tensor:
         return values
 
@@ -58,8 +74,8 @@ class Alone:
 class Group:
     """`nccl` on cuda, `xccl` on xpu, `gloo` on CPUs. Calls on devices are queued on the current stream."""
 
-    def __init__(self, store_path: Path, shard: Shard, device: torch.device) -> None:
-        """Returns when all ranks are there. Raises RuntimeError."""
+    def __init__(self, store_path: Path, shard: Shard, device: torch.device, *, maps_memory: bool = True) -> None:
+        """Returns when all ranks are there. `maps_memory`: devices may write into each other's. Raises RuntimeError."""
         distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
         timeout = timedelta(seconds=TIMEOUT_S)
         store = importlib.import_module("torch.distributed").FileStore(str(store_path), shard.size)
@@ -79,7 +95,15 @@ class Group:
             self._group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
         self.broadcast(torch.zeros(1, device=device))  # connects
         devices.synchronize(device)
-        self._one_shot = OneShot.make(self._group, device) if self._is_world else None
+        self._maps_memory = self._is_world and maps_memory
+        self._one_shot = OneShot.make(self._group, device) if self._maps_memory else None
+        self._direct: Direct | None = None
+
+    def prepare(self, weight: Tensor) -> None:
+        self._direct = Direct.make(self._group, self._shard, weight) if self._maps_memory else None
+
+    def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        return None if self._direct is None else self._direct.sum_norm(values, residual, weight, eps)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         if self._one_shot is not None and self._one_shot.fits(values):

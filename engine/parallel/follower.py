@@ -105,9 +105,10 @@ class Follower:
         """Before the first request."""
         match command:
             case Meet():
-                self._group = Group(Path(command.store), self._shard, self._device)
+                maps_memory = not self._config.disable_custom_all_reduce
+                self._group = Group(Path(command.store), self._shard, self._device, maps_memory=maps_memory)
+                self._answer(0)  # rank 0 makes its setup together with this one
                 self._setup = Setup(self._config, self._model, self._device, self._group)
-                self._answer(0)
             case Build():
                 self._build(command)
                 self._answer(0)

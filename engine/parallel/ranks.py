@@ -57,6 +57,7 @@ class Ranks:
     def __init__(self, config: EngineConfig, on_lost: OnLost) -> None:
         """Starts the others, which begin to load. `on_lost` is called at most once, from another thread."""
         self.shard = Shard(0, config.tensor_parallel_size)
+        self._maps_memory = not config.disable_custom_all_reduce
         self.group: Collectives = Alone()
         self._ranks: list[_Rank] = []
         self._on_lost = on_lost
@@ -79,7 +80,7 @@ class Ranks:
         self._collect(LOAD_TIMEOUT_S)
         store = self._folder / "store"
         self.tell(Meet(str(store)))
-        self.group = Group(store, self.shard, device)
+        self.group = Group(store, self.shard, device, maps_memory=self._maps_memory)
         self._collect(ANSWER_TIMEOUT_S)
 
     def tell(self, command: Command) -> None:

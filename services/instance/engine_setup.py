@@ -26,6 +26,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         max_model_len=settings.max_model_len,
         max_num_seqs=num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
+        disable_custom_all_reduce=settings.disable_custom_all_reduce,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_bytes=settings.kv_cache_memory_bytes,

@@ -55,6 +55,9 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Meta(description="devices over which the model is split, a process each", ge=1)
     ] = 1
+    disable_custom_all_reduce: Annotated[
+        bool, Meta(description="sums over devices by the collective library alone, never through mapped memory")
+    ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Meta(description="whether the model writes text or answers with vectors; auto sees it in its folder"),
