@@ -77,6 +77,12 @@ def select_device(name: DeviceName, rank: int = 0) -> torch.device:
     return device
 
 
+def enter(device: torch.device) -> None:
+    """This thread's events and streams are the device's from now on."""
+    if device.type != "cpu":
+        _module(device).set_device(device)
+
+
 def defaults(device: torch.device) -> DeviceDefaults:
     if device.type == "cpu":
         return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512, max_num_pooled_tokens=2048)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
 
 from engine import attention, device, rotary
 from engine.attention import AttentionProbe, LayerShape, StepHolder
@@ -26,6 +27,7 @@ from engine.quantization import loading, stored
 from engine.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from engine.quantization.formats import scheme
 from engine.quantization.online import Plan
+from engine.weight_files import fill, map_tensors, stored_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +48,10 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
     progress("loading weights", 0.0)
     form = _stored_format(config, hf_config)
     plan = None if form is not None else _quantization_plan(config)
-    if not shard.is_whole:
-        make = make_dummy_shard if config.load_format == "dummy" else load_shard
-        module = make(hf_config, config, dtype, target, shard)
+    if not shard.is_whole and config.load_format == "dummy":
+        module = make_dummy_shard(hf_config, config, dtype, target, shard)
+    elif not shard.is_whole:
+        module = load_shard(hf_config, config, dtype, target, shard, progress)
     elif form is not None and config.load_format == "auto":
         module = _load_stored(folder, hf_config, config, form, dtype, target)
     elif plan is not None:
@@ -56,7 +59,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
     elif config.load_format == "dummy":
         module = _make_dummy(hf_config, config, dtype, target)
     else:
-        module = _load_weights(folder, hf_config, config, dtype).to(target)
+        module = _load_whole(folder, hf_config, config, dtype, target, progress)
     module.eval().requires_grad_(False)
     cast(Any, module).config._attn_implementation = attention.NAME
     bridge(module)
@@ -200,6 +203,33 @@ def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, t
             )
     except LOAD_ERRORS as exc:
         raise ModelError(f"{config.model} cannot be built: {first_line(exc)}") from exc
+    return module
+
+
+def _load_whole(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    target: torch.device,
+    progress: Progress,
+) -> nn.Module:
+    """Straight from the files to a device, where they hold the model's own parameters; else as transformers reads and
+    converts them. On hosts it maps the files, which is nothing to improve upon."""
+    if device.is_host(target):
+        return _load_weights(folder, hf_config, config, dtype)
+    with no_init_weights():
+        module = _make_dummy(hf_config, config, dtype, target)
+    cast(Any, module).tie_weights()
+    try:
+        pieces = stored_pieces(module, map_tensors(folder)) if folder.is_dir() else None
+        if pieces is None:
+            del module
+            return _load_weights(folder, hf_config, config, dtype).to(target)
+        fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"the weights in {broken_file(folder) or folder} cannot be loaded: {first_line(exc)}") from exc
+    _read_generation_config(module, folder)
     return module
 
 

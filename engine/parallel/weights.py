@@ -1,12 +1,9 @@
 """Reads a rank's part of a checkpoint: of each stored tensor no more than the slice that belongs to this rank."""
 
-import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
@@ -14,23 +11,29 @@ from transformers.initialization import no_init_weights
 from engine import attention
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.model import Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line
 from engine.parallel.shard import Shard, cut_of, cuts_head, shard_config
-
-INDEX = "model.safetensors.index.json"
+from engine.weight_files import Piece, fill, map_tensors
 
 
 def load_shard(
-    hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    target: torch.device,
+    shard: Shard,
+    progress: Progress,
 ) -> nn.Module:
     """A module of the shard's shape on `target`. Raises `ModelError`."""
     folder = Path(config.model)
     with no_init_weights():
         module = _build(hf_config, config, dtype, target, shard)
+    cast(Any, module).tie_weights()
     _cut_head(module, shard)
     try:
-        with ExitStack() as files:
-            _fill(module, _open(folder, files), folder, shard)
+        pieces = _pieces(module, map_tensors(folder), folder, shard)
+        fill(pieces, target, lambda fraction: progress("loading weights", fraction))
     except LOAD_ERRORS as exc:
         raise ModelError(f"the weights in {broken_file(folder) or folder} cannot be loaded: {first_line(exc)}") from exc
     if (folder / "generation_config.json").is_file():
@@ -75,46 +78,32 @@ def _cut_head(module: nn.Module, shard: Shard) -> None:
     model.lm_head = head
 
 
-def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """By tensor name, the open file that holds it."""
-    paths = sorted(folder.glob("*.safetensors"))
-    index = folder / INDEX
-    if index.is_file():
-        paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    found: dict[str, Any] = {}
-    for path in paths:
-        file = files.enter_context(safe_open(path, framework="pt"))
-        found |= dict.fromkeys(file.keys(), file)
-    return found
-
-
-def _fill(module: nn.Module, stored: dict[str, Any], folder: Path, shard: Shard) -> None:
+def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: Shard) -> list[Piece]:
+    """What this rank reads, and where to."""
     model = cast(Any, module)
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
     cuts = cuts_head(model.config.vocab_size, shard)
+    pieces: list[Piece] = []
     missing: list[str] = []
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name == "lm_head.weight" and is_tied:
-                continue
-            cut = cut_of(name, shard, cuts_head=cuts)
-            if cut.is_zero:
-                parameter.zero_()
-            elif name in stored:
-                parameter.copy_(_read(stored[name], name, cut.dim, shard))
-            else:
-                missing.append(name)
+    for name, parameter in module.named_parameters():
+        if name == "lm_head.weight" and is_tied:
+            continue
+        cut = cut_of(name, shard, cuts_head=cuts)
+        if cut.is_zero:
+            parameter.data.zero_()
+        elif name in stored:
+            pieces.append(Piece(parameter.data, _part(stored[name], cut.dim, shard)))
+        else:
+            missing.append(name)
     if missing:
         raise ModelError(
             f"{folder} lacks {len(missing)} weights that its config asks for, such as {sorted(missing)[0]}"
         )
+    return pieces
 
 
-def _read(file: Any, name: str, dim: int | None, shard: Shard) -> Tensor:
+def _part(stored: Tensor, dim: int | None, shard: Shard) -> Tensor:
     if dim is None:
-        whole: Tensor = file.get_tensor(name)
-        return whole
-    stored = file.get_slice(name)
-    part = shard.part(stored.get_shape()[dim])
-    read: Tensor = stored[part] if dim == 0 else stored[:, part]
-    return read
+        return stored
+    part = shard.part(stored.shape[dim])
+    return stored[part] if dim == 0 else stored[:, part]
