@@ -71,7 +71,7 @@ class ServedModel:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
         generation = read_json(Path(settings.model) / "generation_config.json", _Ends)
-        model.eos_ids = _eos_ids(config, config.text_config, generation)
+        model.eos_ids = model.vocabulary.ends = _eos_ids(config, config.text_config, generation)
         if settings.generation_config == "auto":
             defaults = read_json(Path(settings.model) / "generation_config.json", SamplingDefaults)
             model.sampling_defaults = defaults or SamplingDefaults()

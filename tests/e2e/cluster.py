@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -47,7 +47,50 @@ def environment() -> dict[str, str]:
     return clean | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-class Cluster:
+class Api:
+    """A router's address and what tests ask of it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.client = httpx.Client(base_url=self.url, timeout=120.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+
+    def metrics(self, address: str | None = None) -> dict[str, float]:
+        """Sum of each sample name over its labels; of the router, or of the instance at `address`."""
+        text = httpx.get(f"http://{address or self.url.removeprefix('http://')}/metrics").text
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    def complete(self, prompt: str | list[int] | list[list[int]], **params: Any) -> dict[str, Any]:
+        """POST /v1/completions, not streamed; raises on an error status."""
+        answer = self.client.post("/v1/completions", json={"prompt": prompt, **params})
+        if answer.status_code != 200:
+            raise AssertionError(f"{answer.status_code}: {answer.text}")
+        return dict(answer.json())
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            if answer.status_code != 200:
+                raise AssertionError(f"{answer.status_code}: {answer.read().decode()}")
+            rest = b""
+            for data in answer.iter_bytes():  # httpx also breaks lines where JSON need not escape, as at U+2028
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        yield json.loads(line.removeprefix(b"data: "))
+
+
+class Cluster(Api):
     """`with Cluster(model, prefill=1, decode=1) as cluster: cluster.client.post(...)`. Ends all processes on exit."""
 
     def __init__(
@@ -60,16 +103,15 @@ class Cluster:
         args: tuple[str, ...] = (),
     ) -> None:
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}")
         command = baton("serve", *([str(model)] if model else []))
         command += ["--port", str(self.port), "--device", "cpu"]
         command += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified), *args]
         self._command = command
         self._size = prefill + decode + unified
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
-        self.client = httpx.Client(base_url=self.url, timeout=120.0)
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         self.process = subprocess.Popen(
             self._command, cwd=ROOT, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, text=True
         )
@@ -124,30 +166,6 @@ class Cluster:
         """Process id of one instance, from its own /health."""
         address = self.instances(role)[index]["http_address"]
         return int(httpx.get(f"http://{address}/health").json()["pid"])
-
-    def metrics(self, address: str | None = None) -> dict[str, float]:
-        """Sum of each sample name over its labels; of the router, or of the instance at `address`."""
-        text = httpx.get(f"http://{address or self.url.removeprefix('http://')}/metrics").text
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-        return sums
-
-    def complete(self, prompt: str | list[int] | list[list[int]], **params: Any) -> dict[str, Any]:
-        """POST /v1/completions, not streamed; raises on an error status."""
-        answer = self.client.post("/v1/completions", json={"prompt": prompt, **params})
-        if answer.status_code != 200:
-            raise AssertionError(f"{answer.status_code}: {answer.text}")
-        return dict(answer.json())
-
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
-            if answer.status_code != 200:
-                raise AssertionError(f"{answer.status_code}: {answer.read().decode()}")
-            for line in answer.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    yield json.loads(line.removeprefix("data: "))
 
     def wait_idle(self, timeout_s: float = 15.0) -> None:
         """Until no instance runs, waits for or holds anything: whatever was leaked would stay."""

@@ -1,16 +1,20 @@
 """Router, prefill and decode in one process, on real sockets: the whole path without the seconds that imports cost."""
 
+import asyncio
 import gc
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 
+from contracts.instance import Role
 from services.common.lifecycle import Lifecycle
 from services.decode.handler import DecodeHandler
 from services.instance.process import InstanceProcess, Parts
@@ -19,9 +23,12 @@ from services.instance.settings import InstanceSettings
 from services.prefill.handler import PrefillHandler
 from services.router import main as router
 from services.router.settings import RouterSettings
-from tests.e2e.cluster import free_port
+from services.unified.handler import UnifiedHandler
+from tests.e2e.cluster import Api, free_port
 
 BLOCK = 16
+
+Wrap = Callable[[Role, RoleHandler], RoleHandler]
 
 
 def _prefill(parts: Parts) -> RoleHandler:
@@ -34,21 +41,44 @@ def _decode(parts: Parts) -> RoleHandler:
     )
 
 
+def _unified(parts: Parts) -> RoleHandler:
+    return UnifiedHandler(parts.engine)
+
+
+_HANDLERS: dict[Role, Callable[[Parts], RoleHandler]] = {"prefill": _prefill, "decode": _decode, "unified": _unified}
+
+
+def _handler(wrap: Wrap, role: Role, parts: Parts) -> RoleHandler:
+    return wrap(role, _HANDLERS[role](parts))
+
+
+def _unchanged(role: Role, handler: RoleHandler) -> RoleHandler:
+    return handler
+
+
 @asynccontextmanager
-async def served(model: Path, *, transport: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a router with one prefill and one decode instance, float32, every prompt handed off in chunks."""
+async def served(
+    model: Path,
+    *,
+    transport: str,
+    roles: Sequence[Role] = ("prefill", "decode"),
+    wrap: Wrap = _unchanged,
+    **settings: Any,
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a router with one instance of each role, float32, every prompt handed off in chunks. `settings` are
+    the router's; `wrap` may put something around what an instance does with requests."""
     lifecycle = Lifecycle()
     registry = f"memory://127.0.0.1:{free_port()}"
     port = free_port()
     before = sys.getswitchinterval(), torch.get_num_threads()
     try:
         await router.start(
-            RouterSettings(model=str(model), port=port, registry=registry, disaggregation_min_tokens=0), lifecycle
+            RouterSettings(model=str(model), port=port, registry=registry, disaggregation_min_tokens=0, **settings),
+            lifecycle,
         )
-        prefill = InstanceProcess(instance_settings(model, registry, "prefill-0", transport), "prefill", _prefill)
-        decode = InstanceProcess(instance_settings(model, registry, "decode-0", transport), "decode", _decode)
-        await prefill.start(lifecycle)
-        await decode.start(lifecycle)
+        for role in roles:
+            own = instance_settings(model, registry, f"{role}-0", transport)
+            await InstanceProcess(own, role, partial(_handler, wrap, role)).start(lifecycle)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             yield client
     finally:
@@ -56,6 +86,43 @@ async def served(model: Path, *, transport: str) -> AsyncIterator[httpx.AsyncCli
         sys.setswitchinterval(before[0])
         torch.set_num_threads(before[1])
         gc.unfreeze()
+
+
+@contextmanager
+def in_background(model: Path, **settings: Any) -> Iterator[Api]:
+    """`served` on a thread of its own, for many tests that wait for their answers."""
+    ended = threading.Event()
+    address: list[str] = []
+    ready = threading.Event()
+    failures: list[BaseException] = []
+
+    async def serve() -> None:
+        async with served(model, transport="usm", **settings) as client:
+            num_roles = len(settings.get("roles", ("prefill", "decode")))
+            while len((await client.get("/health")).json()["instances"]) < num_roles:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            address.append(str(client.base_url))
+            ready.set()
+            await asyncio.to_thread(ended.wait)
+
+    def live() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:  # noqa: BLE001 - raised where the test waits
+            failures.append(error)
+        ready.set()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    ready.wait(60)
+    try:
+        if failures:
+            raise failures[0]
+        with Api(address[0]) as api:
+            yield api
+    finally:
+        ended.set()
+        thread.join(30)
 
 
 def instance_settings(model: Path, registry: str, instance: str, transport: Any) -> InstanceSettings:
@@ -69,6 +136,6 @@ def instance_settings(model: Path, registry: str, instance: str, transport: Any)
         block_size=BLOCK,
         max_num_seqs=8,
         max_num_batched_tokens=32,
-        kv_cache_memory_bytes=4 << 20,
+        kv_cache_memory_bytes=16 << 20,
         kv_transport=transport,
     )

@@ -4,7 +4,7 @@ Markers such as `<tool_call>` are one token in some vocabularies and letters in 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from llguidance import grammar_from, regex_to_lark
@@ -22,6 +22,11 @@ class Markers(Protocol):
 
     def pieces(self, text: str) -> Sequence[str | int]:
         """Letters as text, special tokens as ids."""
+        ...
+
+    @property
+    def ends(self) -> Collection[int]:
+        """Tokens that end an answer."""
         ...
 
 
@@ -69,11 +74,12 @@ class Lark:
         return f"{_other_than(tokens)}*" if tokens and len(tokens) == len(firsts) else "TEXT"
 
     def text_up_to(self, marker: str) -> str:
-        """Anything, then the first `marker`. Where that is a token, other special tokens may come before it."""
+        """Anything, then the first `marker`. Where that is a token, other special tokens may come before it,
+        but not the end of the answer."""
         first, *rest = self._markers.pieces(marker)
         after = "".join(f" {_quoted(piece)}" for piece in rest)
         if isinstance(first, int):
-            return f"{_other_than([first])}* {_quoted(first)}{after}"
+            return f"{_other_than([first, *sorted(self._markers.ends)])}* {_quoted(first)}{after}"
         name = f"up_to_{len(self._lines)}"
         self._lines.append(f"{name}[lazy]: TEXT {_quoted(first)}")
         return name + after

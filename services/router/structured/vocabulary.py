@@ -27,6 +27,8 @@ class Vocabulary:
     """`compile` may be called from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.ends: frozenset[int] = frozenset()
+        """Tokens that end an answer, for `Lark`."""
         self._tokenizer = tokenizer
         self._error_of = lru_cache(maxsize=CHECKED_GRAMMARS)(self._validate)
 

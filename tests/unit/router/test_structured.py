@@ -11,6 +11,7 @@ from services.router.message_reader import MessageFormat
 from services.router.openai_schema import ChatCompletionRequest, CompletionRequest
 from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from services.router.structured import Rule, Vocabulary, asked_of
+from services.router.structured.lark import Lark
 from services.router.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.test_message_reader import HELLO, PATH, plain, streamed, whole, writes
@@ -225,6 +226,16 @@ def test_reasoning_comes_before_the_form() -> None:
     assert [follows(over, text) for text in (thought, "yes")] == [False, True]
     letters = chat_grammar("mistral", **form)  # this vocabulary has no such token
     assert [follows(letters, text) for text in ("[THINK]a[/THINK] yes", "yes", "[THINK]yes")] == [True, True, False]
+
+
+def test_reasoning_before_a_form_cannot_end_the_answer() -> None:
+    class Marks:
+        ends = frozenset({7})
+
+        def pieces(self, text: str) -> list[str | int]:
+            return [5]
+
+    assert Lark(Marks()).text_up_to("</think>") == "<[^5,7]>* <[5]>"
 
 
 def test_reasoning_of_harmony_comes_before_the_form() -> None:
