@@ -9,8 +9,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
@@ -41,14 +39,17 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     logging.captureWarnings(True)
 
 
-@contextmanager
-def request_logs(request_id: str) -> Iterator[None]:
+class request_logs:  # noqa: N801 - read as a verb: `with request_logs(request_id):`
     """Lines of this task, and of tasks that it starts, are about this request."""
-    token = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        self._token = _request_id.set(self._request_id)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _request_id.reset(self._token)
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
@@ -60,9 +61,14 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 class TextFormatter(logging.Formatter):
     """`12:30:01.250 INFO  engine.capacity 4096 blocks fit request_id=r-1`"""
 
+    _second = -1
+    _clock = ""
+
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        words = [f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {record.name} {record.getMessage()}"]
+        if int(record.created) != self._second:
+            self._second = int(record.created)
+            self._clock = time.strftime("%H:%M:%S", time.localtime(self._second))
+        words = [f"{self._clock}.{int(record.msecs):03d} {record.levelname:<7} {record.name} {record.getMessage()}"]
         words += [f"{key}={_text_value(value)}" for key, value in _fields(record).items()]
         if record.exc_info:
             words.append(f"exception={json.dumps(self.formatException(record.exc_info))}")
@@ -90,5 +96,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 def _text_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
+    if value is None or isinstance(value, int):
+        return str(value)
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or " " in text or '"' in text or "=" in text else text

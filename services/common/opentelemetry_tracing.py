@@ -61,6 +61,8 @@ class OpenTelemetryTracing(Tracing):
 
 
 class _Recorded(Span):
+    is_recording = True
+
     def __init__(self, tracer: trace.Tracer, span: trace.Span, epoch_ns: int) -> None:
         headers: dict[str, str] = {}
         self._context = trace.set_span_in_context(span)

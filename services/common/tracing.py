@@ -23,6 +23,9 @@ Attributes = Mapping[str, str | bool | int | float]
 class Span:
     """`with` ends it, with the error that left the block if one did."""
 
+    is_recording = False
+    """Whether anybody will see what is set."""
+
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._headers = headers
 

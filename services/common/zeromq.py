@@ -39,7 +39,10 @@ class LoopSocket:
     def send(self, frames: Sequence[bytes]) -> None:
         """Raises `PeerUnreachable` when there is no route to the receiver or its queue is full."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            if len(frames) == 1:
+                self._socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again as exc:
             raise PeerUnreachable("the receiver does not read: its queue is full") from exc
         except zmq.ZMQError as exc:

@@ -7,6 +7,8 @@ another order and placed by what is cached by then.
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from services.router.caller import Slo
 from services.router.placement import Placement
 
@@ -31,8 +33,7 @@ class Refusal:
     """None: when something that runs has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """`before_s` is the predicted time until all that go before it have gone."""
 
     queued_tokens: int

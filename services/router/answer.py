@@ -75,7 +75,7 @@ async def answer(
 ) -> None:
     """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation."""
     try:
-        async with DisconnectWatch(receive, generation.abandon):
+        with DisconnectWatch(receive, generation.abandon):
             if request.stream:
                 await _stream(request, generation, form, Chunks(head), EventStream(send), explain=explain)
             else:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,10 +18,10 @@ SLOW_CLIENT_S = 60.0
 """For a body to arrive, and for a client to take what it is sent."""
 
 _MOST_DISCARDED_BYTES = 64 * 1024 * 1024
+_WATCH_AFTER_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """What the outermost layer found in the headers. `arrived_at` is of the router's monotonic clock."""
 
     request_id: str
@@ -157,17 +156,26 @@ class EventStream:
 
 
 class DisconnectWatch:
-    """Calls `on_disconnect` when the client goes away before the `async with` block ends. The body has been read."""
+    """Calls `on_disconnect` when the client goes away before the `with` block ends. The body has been read.
+
+    It begins a little late: most short answers are over by then, and a task for each would cost more than it finds.
+    """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
         self._receive = receive
         self._on_disconnect = on_disconnect
+        self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
+        self._begin = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._start)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._begin.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._watch())
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._task.cancel()
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -4,7 +4,7 @@ The prefix cache makes that cheap: what the beams share is computed once. Nothin
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -109,7 +109,7 @@ class BeamGeneration:
         now = self._clock()
         if now > self._deadline:
             raise DeadlineError(f"the beams were not done within {self._plan.timeout_s:g} s")
-        return replace(self._arrival, at=now, tokenizing_at=now, tokenized_at=now, continues=True)
+        return msgspec.structs.replace(self._arrival, at=now, tokenizing_at=now, tokenized_at=now, continues=True)
 
     async def _hear(self) -> None:
         """The searches go on with what the instances say."""
@@ -136,7 +136,7 @@ class BeamGeneration:
             ignore_eos=True,
         )
         request_id = job.request_id if is_first else f"{job.request_id}-{self._num_steps}.{number}"
-        return replace(
+        return msgspec.structs.replace(
             job,
             request_id=request_id,
             token_ids=job.token_ids + token_ids,

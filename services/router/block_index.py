@@ -12,13 +12,14 @@ from functools import reduce
 from itertools import repeat
 from operator import or_
 
+import msgspec
+
 from contracts.events import BlockEvent, BlocksRemoved, EventBatch, Tier
 from contracts.identity import BlockName, Generation, InstanceId
 from contracts.messages import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """Length of a prompt's cached prefix in blocks. `total` also counts blocks that lie in the host tier."""
 
     device: int = 0
@@ -130,6 +131,8 @@ class BlockIndex:
 
     def match(self, names: Sequence[BlockName]) -> dict[InstanceId, Match]:
         """Cached prefix of every instance that has at least the first block."""
+        if not names:
+            return {}
         device = self._walk(names, (self._device, self._expected))
         if not self._host:
             return {instance: Match(length, length) for instance, length in device.items()}

@@ -28,6 +28,8 @@ class Circuit:
 
     def allows(self, now: float) -> bool:
         """Half open, only until somebody tries."""
+        if self.failures < FAILURES:
+            return True
         state = self.state(now)
         return state == "closed" or (state == "half_open" and not self._is_trying)
 

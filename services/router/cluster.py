@@ -137,9 +137,10 @@ class Cluster:
         takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
         if model is not None:
             takers = [member for member in takers if serves(member.record, model)]
-        # An instance whose circuit is open is better than none: the others of its role decide.
-        sound = {member.record.role for member in takers if member.circuit.allows(now)}
-        takers = [m for m in takers if m.circuit.allows(now) or m.record.role not in sound]
+        if not all([m.circuit.allows(now) for m in takers]):
+            # An instance whose circuit is open is better than none: the others of its role decide.
+            sound = {member.record.role for member in takers if member.circuit.allows(now)}
+            takers = [m for m in takers if m.circuit.allows(now) or m.record.role not in sound]
         matches = {layout: self.index.match(names(layout)) for layout in {m.record.layout for m in takers}}
         self._turn += 1
         return ClusterView(

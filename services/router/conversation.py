@@ -1,6 +1,6 @@
 """A chat on its way: rendered, tokenised, checked and sent to the instances. The answer's form is for the endpoints."""
 
-from dataclasses import dataclass, replace
+import msgspec
 
 from services.router.asgi import RequestContext
 from services.router.frontend import Frontend
@@ -10,8 +10,7 @@ from services.router.openai_schema import ChatCompletionRequest
 from services.router.parameters import TextRules, chat_logprobs, check_prompt, text_rules, truncated
 
 
-@dataclass(frozen=True, slots=True)
-class BegunChat:
+class BegunChat(msgspec.Struct, frozen=True):
     """`model` is the name that the answer carries."""
 
     model: str
@@ -38,7 +37,7 @@ async def begin_chat(
     check_prompt(token_ids, limits, param="messages")
     rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
     if message_format.needs_special_tokens:
-        rules = replace(rules, skip_special_tokens=False)
+        rules = msgspec.structs.replace(rules, skip_special_tokens=False)
     rules = await frontend.constrained(rules, request, message_format.asked)
     generation = frontend.generate(request, api_id, [token_ids], rules, limits, arrival=arrival)
     return BegunChat(model, message_format, rules, generation)

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from services.common.tracing import Span, Tracing
 from services.router.admission import AdmissionRules, Refusal, Waiting, breaks_promise, judge
@@ -67,6 +69,7 @@ class Dispatcher:
         self._ends_every_s = 1.0
         self.recent = RecentRequests()
         cluster.listen(self._pump)
+        metrics.in_flight.set_function(lambda: len(self._flights))
 
     @property
     def num_flights(self) -> int:
@@ -102,16 +105,14 @@ class Dispatcher:
             return True
         if flight is self._resuming:
             return self._admits_again(flight, placement)
-        tokens, rate = len(flight.job.token_ids), self._cluster.prefill_tokens_per_s()
-        before = self._waiting.tokens_before(arrival.caller, priority=flight.job.priority) if self._waiting else 0
-        waiting = Waiting(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
+        tokens = len(flight.job.token_ids)
         verdict = judge(
             placement,
             arrival.slo,
             self._admission.rules,
             waited_s=now - arrival.at,
             tokens=tokens,
-            waiting=waiting,
+            waiting=self._queue_before(flight),
         )
         if isinstance(verdict, Refusal):
             raise self._refused(verdict)
@@ -122,7 +123,8 @@ class Dispatcher:
         return verdict == "go"
 
     def prefilled(self, flight: Flight) -> None:
-        self._pump()
+        if self._waiting:
+            self._pump()
 
     def allows_retry(self) -> bool:
         return self._admission.retries.allows_retry(self._clock())
@@ -132,14 +134,10 @@ class Dispatcher:
         self._learn_end(now)
         if self._waiting.remove(flight):
             self._count_waiting()
-        if (span := self._flights.pop(flight, None)) is not None:
-            admit = span.child("admit", at=flight.arrival.tokenized_at)
-            admit.end(at=flight.timeline.placed_at or flight.timeline.ended_at)
-            span.set(attributes_of(flight))
-            span.end(at=flight.timeline.ended_at, error=None if flight.error is None else flight.error.message)
+        if (span := self._flights.pop(flight, None)) is not None and span.is_recording:
+            _record(span, flight)
         generated = sum(len(sequence.token_ids) for sequence in flight.sequences)
         self._admission.ledger.add(flight.arrival.caller, tokens=generated, now=self._admission.wall_clock())
-        self._metrics.in_flight.set(len(self._flights))
         self._metrics.ended(flight)
         self.recent.add(flight.job.request_id, len(flight.job.token_ids), generated, flight.timeline)
         if logger.isEnabledFor(logging.INFO):
@@ -163,7 +161,7 @@ class Dispatcher:
         span = self._tracing.span("llm_request", arrival.trace_headers, at=arrival.at)
         span.child("tokenize", at=arrival.tokenizing_at).end(at=arrival.tokenized_at)
         flight = Flight(
-            replace(job, trace_headers=span.headers) if span.headers else job,
+            msgspec.structs.replace(job, trace_headers=span.headers) if span.headers else job,
             cluster=self._cluster,
             outbox=outbox,
             rules=self._rules,
@@ -177,7 +175,6 @@ class Dispatcher:
             span.end(error=exc.message)
             raise
         self._flights[flight] = span
-        self._metrics.in_flight.set(len(self._flights))
         self._metrics.started(flight)
         return flight
 
@@ -205,6 +202,11 @@ class Dispatcher:
                 self._look_soon()
                 return
 
+    def _queue_before(self, flight: Flight) -> Waiting:
+        rate = self._cluster.prefill_tokens_per_s()
+        before = self._waiting.tokens_before(flight.arrival.caller, priority=flight.job.priority)
+        return Waiting(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
+
     def _look_soon(self) -> None:
         if self._look_again is None:
             self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
@@ -225,3 +227,10 @@ class Dispatcher:
         if self._ended_at:
             self._ends_every_s = _FADE * self._ends_every_s + (1 - _FADE) * (now - self._ended_at)
         self._ended_at = now
+
+
+def _record(span: Span, flight: Flight) -> None:
+    timeline = flight.timeline
+    span.child("admit", at=flight.arrival.tokenized_at).end(at=timeline.placed_at or timeline.ended_at)
+    span.set(attributes_of(flight))
+    span.end(at=timeline.ended_at, error=None if flight.error is None else flight.error.message)

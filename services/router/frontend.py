@@ -4,7 +4,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from contracts.pooling import PoolingProfile
 from services.router.asgi import RequestContext
@@ -56,6 +57,8 @@ class Frontend:
         self._names = ModelNames(settings)
         self._names_of = -1
         self._known_names: list[str] = []
+        self._limits_of = -1
+        self._known_limits: Limits | None = None
         self.own_names = self._names.own()
         self.siblings: list[Frontend] = [self]
         """All models of this router, this one included."""
@@ -129,6 +132,12 @@ class Frontend:
     def limits(self) -> Limits:
         """Raises `UnavailableError` when nothing is known of the context's length, and `BadRequestError` for a model
         that writes no text."""
+        if self._known_limits is None or self._limits_of != self.cluster.version:
+            self._known_limits = self._find_limits()
+            self._limits_of = self.cluster.version
+        return self._known_limits
+
+    def _find_limits(self) -> Limits:
         max_model_len = self.max_model_len()
         members = self.members()
         if members and all(member.record.pooling is not None for member in members):
@@ -167,8 +176,10 @@ class Frontend:
 
     async def constrained(self, rules: TextRules, request: GenerationRequest, asked: Asked | None) -> TextRules:
         """`rules` with the form that the answer must have. Raises `BadRequestError` for one that cannot be."""
+        if asked is None and not request.bad_words:
+            return rules
         grammar = None if asked is None else await self.model.grammar(asked)
-        return replace(rules, grammar=grammar, bad_words=self.model.bad_words(request.bad_words or ()))
+        return msgspec.structs.replace(rules, grammar=grammar, bad_words=self.model.bad_words(request.bad_words or ()))
 
     def generate(
         self,
@@ -183,14 +194,10 @@ class Frontend:
         """Sends the prompts on their way. Raises `ApiError`."""
         size = breadth(request, len(prompts), limits)
         check_beams(request, size.width, rules, limits)
-        jobs = self._jobs(request, api_id, prompts, rules, limits)
+        jobs = self._jobs(request, api_id, prompts, rules, limits, size)
         if request.use_beam_search:
             plan = self._beam_plan(request, jobs, rules, size)
             return BeamGeneration(plan, self.dispatcher.launch, arrival=arrival, clock=self.clock)
-        jobs = [
-            replace(job, num_sequences=size.width, first_choice=i * size.width, sampling=ranked(job.sampling, size))
-            for i, job in enumerate(jobs)
-        ]
         outbox = Outbox()
         flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
         writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(size.width * len(prompts))]
@@ -200,7 +207,13 @@ class Frontend:
         return BestOf(generation, count=size.count, keeps_logprobs=rules.logprobs is not None)
 
     def _jobs(
-        self, request: GenerationRequest, api_id: str, prompts: Sequence[list[int]], rules: TextRules, limits: Limits
+        self,
+        request: GenerationRequest,
+        api_id: str,
+        prompts: Sequence[list[int]],
+        rules: TextRules,
+        limits: Limits,
+        size: Breadth,
     ) -> list[Job]:
         # Clients choose ids, and may choose one twice.
         unique = f"{api_id}-{_random.getrandbits(32):08x}"
@@ -208,7 +221,11 @@ class Frontend:
             Job(
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
                 token_ids=token_ids,
-                sampling=sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits),
+                sampling=ranked(
+                    sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits), size
+                ),
+                num_sequences=size.width,
+                first_choice=i * size.width,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
                 model=self.only_names(),

@@ -1,8 +1,10 @@
 """What a flight is given: a prompt with all that decides its answer, rules, and the names of its blocks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from contracts.identity import BlockName
 from contracts.layout import KVLayout
@@ -12,14 +14,13 @@ from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.placement import PlacementPolicy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """How an API call came to its prompts. Moments of the router's monotonic clock; equal ones: nothing was text."""
 
     at: float
     tokenizing_at: float
     tokenized_at: float
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
     continues: bool = False
@@ -30,8 +31,7 @@ class Arrival:
         return self.tokenized_at - self.tokenizing_at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` is unique in the cluster. `sampling.max_tokens` has been checked against the context."""
 
     request_id: str
@@ -44,7 +44,7 @@ class Job:
     """Names of the model, where the router serves several."""
     first_choice: int = 0
     """Index in the API call's answer of this prompt's first sequence."""
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Where the spans of instances belong."""
 
 

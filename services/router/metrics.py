@@ -6,10 +6,10 @@ where dashboards know them.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
+from services.router.counter import Count, Counters
 from services.router.flight import Flight
 from services.router.histogram import Histogram, Histograms
 
@@ -17,8 +17,6 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _E2E_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _HANDOFF_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-F = TypeVar("F", Counter, Gauge)
-
 _COUNT = (1, 2, 5, 10, 20)
 _MAX_TOKENS_BUCKET = 1_000_000
 
@@ -32,14 +30,14 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.histograms = Histograms(registry)
+        self.counters = Counters(registry)
         self._registry = registry
-        self._known: dict[str, Counter | Gauge] = {}
+        self._gauges: dict[str, Gauge] = {}
 
-    def get(self, kind: type[F], name: str, text: str, labels: Sequence[str]) -> F:
-        known = self._known.get(name)
+    def gauge(self, name: str, text: str) -> Gauge:
+        known = self._gauges.get(name)
         if known is None:
-            known = self._known[name] = kind(name, text, labels, registry=self._registry)
-        assert isinstance(known, kind)
+            known = self._gauges[name] = Gauge(name, text, ["model_name"], registry=self._registry)
         return known
 
 
@@ -48,7 +46,6 @@ class RouterMetrics:
         self._families = families or Families(registry)
         self.registry = registry
         self._model = model_name
-        self._children: dict[tuple[Counter, str], Counter] = {}
         lengths = _one_two_five(_MAX_TOKENS_BUCKET)
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self._tpot = self._histogram("vllm:time_per_output_token_seconds", "Between tokens of a sequence.", _TPOT_S)
@@ -99,10 +96,10 @@ class RouterMetrics:
         return RouterMetrics(self.registry, model_name, families=self._families)
 
     def error(self, status: int) -> None:
-        self._child(self._errors, str(status)).inc()
+        self._count(self._errors, str(status)).value += 1
 
     def refused(self, cause: str) -> None:
-        self._child(self._refusals, cause).inc()
+        self._count(self._refusals, cause).value += 1
 
     def waiting(self, *, requests: int, tokens: int) -> None:
         self._waiting.set(requests)
@@ -112,10 +109,10 @@ class RouterMetrics:
         self._tpot.observe(seconds)
 
     def generated(self, num_tokens: int) -> None:
-        self._generation_tokens.inc(num_tokens)
+        self._generation_tokens.value += num_tokens
 
     def started(self, flight: Flight) -> None:
-        self._prompt_tokens.inc(len(flight.job.token_ids))
+        self._prompt_tokens.value += len(flight.job.token_ids)
         self._tokenize.observe(flight.timeline.tokenize_s)
         self._prompt_length.observe(len(flight.job.token_ids))
         self._n.observe(flight.job.num_sequences)
@@ -123,19 +120,19 @@ class RouterMetrics:
 
     def pooled(self, lengths: Sequence[int], seconds: float) -> None:
         """A call to a model that answers with vectors; `lengths` of its inputs in tokens."""
-        self._prompt_tokens.inc(sum(lengths))
+        self._prompt_tokens.value += sum(lengths)
         for length in lengths:
             self._prompt_length.observe(length)
-        self._child(self._success, "stop").inc(len(lengths))
+        self._count(self._success, "stop").value += len(lengths)
         self._e2e.observe(seconds)
 
     def ended(self, flight: Flight) -> None:
         timeline = flight.timeline
         lengths = [len(sequence.token_ids) for sequence in flight.sequences]
         for reason in timeline.finish_reasons:
-            self._child(self._success, reason).inc()
-        self._child(self._placements, timeline.decision).inc()
-        self._replays.inc(timeline.replays)
+            self._count(self._success, reason).value += 1
+        self._count(self._placements, timeline.decision).value += 1
+        self._replays.value += timeline.replays
         self._answer_length.observe(sum(lengths))
         self._longest.observe(max(lengths))
         if timeline.ended_at is not None and flight.error is None:
@@ -146,7 +143,7 @@ class RouterMetrics:
             self._queue.observe(timeline.report.queue_s)
             self._prefill.observe(timeline.report.prefill_s)
             for tier, tokens in timeline.report.cached_tokens.items():
-                self._child(self._hits, tier).inc(tokens)
+                self._count(self._hits, tier).value += tokens
         if timeline.handoff is not None:
             self._handoff.observe(timeline.handoff.handoff_s)
             self._exposed.observe(timeline.handoff.exposed_s)
@@ -158,21 +155,19 @@ class RouterMetrics:
         if timeline.admission_s is not None:
             self._admission.observe(timeline.admission_s)
 
-    def _child(self, family: Counter, label: str) -> Counter:
-        """`labels` takes a lock and checks its arguments each time."""
-        known = self._children.get((family, label))
-        if known is None:
-            known = self._children[family, label] = family.labels(self._model, label)
-        return known
+    def _count(self, family: str, label: str) -> Count:
+        return self._families.counters.of(family, self._model, label)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return self._families.histograms.add(name, text, buckets, self._model)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return self._families.get(Counter, name, text, ["model_name"]).labels(self._model)
+    def _counter(self, name: str, text: str) -> Count:
+        self._families.counters.declare(name, text)
+        return self._families.counters.of(name, self._model)
 
-    def _labelled(self, name: str, text: str, label: str) -> Counter:
-        return self._families.get(Counter, name, text, ["model_name", label])
+    def _labelled(self, name: str, text: str, label: str) -> str:
+        self._families.counters.declare(name, text, [label])
+        return name
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return self._families.get(Gauge, name, text, ["model_name"]).labels(self._model)
+        return self._families.gauge(name, text).labels(self._model)

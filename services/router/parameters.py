@@ -5,7 +5,6 @@ Checks that need the model: token ids against the vocabulary, lengths against th
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -45,8 +44,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """`max_model_len` is what every live instance can serve."""
 
     vocab_size: int
@@ -56,8 +54,7 @@ class Limits:
     defaults: SamplingDefaults
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens become the answer's text, and what that text must and must not be."""
 
     stop: Sequence[str] = ()
@@ -131,8 +128,7 @@ def sampling_params(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Breadth:
+class Breadth(msgspec.Struct, frozen=True):
     """Of each prompt `width` sequences or beams are looked at, and `count` are the answer."""
 
     count: int

@@ -8,9 +8,11 @@ not moved. That is the policy `prefix`; the others are there to compare with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
+
+import msgspec
 
 from contracts.identity import InstanceId
 from contracts.instance import Role
@@ -31,8 +33,7 @@ MAX_TURNOVER_RATIO = 5.0
 """A prompt evicts as much as it stores. Where more than the mean is stored, what goes is younger, and worth more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What a request needs. `num_tokens` go into the cache before the next token: prompt, plus a replay's tokens."""
 
     num_tokens: int
@@ -44,8 +45,7 @@ class Demand:
     """Where blocks of this request have arrived already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """An instance as this request sees it. All numbers include work placed there that it has not reported yet."""
 
     instance: InstanceId
@@ -82,8 +82,7 @@ class Candidate:
         return (self.queued_tokens + (1.0 + harm) * self.uncached(num_tokens)) / self._rate
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterView:
+class ClusterView(msgspec.Struct, frozen=True):
     """Instances that take new work now. `turn` grows by one with each view: whose turn it is."""
 
     candidates: Sequence[Candidate]
@@ -98,8 +97,7 @@ class PlacementPolicy:
     name: PolicyName = "prefix"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`prefill` computes the prompt, `decode` writes the answer; where one instance does both, only `decode` is set.
 
     `prefill_only` is for requests that end with their first token: there is nothing to hand off.
@@ -124,8 +122,7 @@ class Placement:
         return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class NoCapacity:
+class NoCapacity(msgspec.Struct, frozen=True):
     """`reason` never_fits: no instance could ever serve it. `message` is for the client."""
 
     reason: Reason
@@ -177,7 +174,7 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
     if option is None:
         return None
     shortest_s = min(c.queue_s for c in group if c.role == option.computing.role)
-    return replace(option, shortest_queue_s=shortest_s)
+    return msgspec.structs.replace(option, shortest_queue_s=shortest_s)
 
 
 def _split(

@@ -3,13 +3,14 @@
 import logging
 from dataclasses import dataclass, field
 
+import msgspec
+
 from contracts.messages import FinishReason, TokenLogprobs, Tokens
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(msgspec.Struct, frozen=True):
     """Never seen before, and next in order. `finish_reason` comes with the last ones."""
 
     token_ids: list[int]

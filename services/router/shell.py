@@ -30,6 +30,7 @@ _OPEN_PATHS = frozenset(
 _LONGEST_REQUEST_ID = 200
 
 Headers = Mapping[bytes, bytes]
+NO_TRACE: Mapping[str, str] = {}
 
 
 class Shell:
@@ -84,7 +85,7 @@ class Shell:
                 arrived_at=arrived_at,
                 explain=headers.get(b"x-baton-explain") in (b"1", b"true"),
                 max_body_bytes=self._max_body_bytes,
-                trace_headers=trace_headers(lambda name: _text(headers.get(name.encode()))),
+                trace_headers=_trace_headers(headers),
                 caller=self._caller(scope["path"], headers),
                 slo=_slo(headers),
             )
@@ -137,6 +138,12 @@ class _Response:
 
 def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
+
+
+def _trace_headers(headers: Headers) -> Mapping[str, str]:
+    if b"traceparent" not in headers:
+        return NO_TRACE
+    return trace_headers(lambda name: _text(headers.get(name.encode())))
 
 
 def _authorization(headers: Headers) -> str | None:

@@ -50,7 +50,7 @@ async def serve(begun: BegunChat, dialect: Dialect, *, stream: bool, receive: Re
     generation = begun.generation
     answer = _Answer(begun)
     try:
-        async with DisconnectWatch(receive, generation.abandon):
+        with DisconnectWatch(receive, generation.abandon):
             if stream:
                 await _stream(generation, answer, dialect, EventStream(send))
             else:

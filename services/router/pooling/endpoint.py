@@ -57,7 +57,7 @@ class Endpoint(Generic[R]):
             answering.cancel()
 
         try:
-            async with DisconnectWatch(receive, abandon):
+            with DisconnectWatch(receive, abandon):
                 answer = await answering
         except asyncio.CancelledError:
             answering.cancel()

@@ -1,11 +1,11 @@
 """Who goes, who waits and who is refused: decisions alone, and as a client meets them."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from contracts.identity import InstanceId
 from contracts.instance import Load

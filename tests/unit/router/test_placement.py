@@ -1,10 +1,10 @@
 """Who serves a request, as tables of clusters."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from contracts.identity import InstanceId
 from contracts.instance import Role

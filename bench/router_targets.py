@@ -1,0 +1,152 @@
+"""What a load on routers goes to: Baton's router before faked instances, other routers and nothing at all before faked
+servers. Whatever is faked lives in this process and answers at once.
+"""
+
+import asyncio
+import contextlib
+import json
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bench.fake_instances import FakeInstance
+from bench.fake_servers import FakeServer
+from bench.http_load import Connection, HttpError, post
+from contracts.instance import Role
+from contracts.messages import Work
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "services" / "local" / "demo_model"
+MODEL_NAME = "baton-demo"
+ROLES: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode")
+_START_S = 180.0
+
+
+@dataclass(slots=True)
+class Target:
+    """`process` is None where nothing stands between the load and the faked servers."""
+
+    name: str
+    port: int
+    process: psutil.Process | None = None
+    instances: list[FakeInstance] = field(default_factory=list)
+    arrived: dict[str, float] = field(default_factory=dict)
+    """When each request's work came to an instance, by the client's id."""
+
+    def cpu_s(self) -> float:
+        """Of the router's process and of all that it started."""
+        if self.process is None:
+            return 0.0
+        times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
+        return float(sum(one.user + one.system for one in times))
+
+
+def chat(text: str, *, max_tokens: int = 16, stream: bool = False, request_id: str | None = None) -> bytes:
+    body: dict[str, object] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}]}
+    body |= {"max_tokens": max_tokens, "temperature": 0, "stream": stream}
+    headers = f"x-request-id: {request_id}\r\n" if request_id else ""
+    return post("/v1/chat/completions", json.dumps(body).encode(), headers=headers)
+
+
+@asynccontextmanager
+async def baton(*, log_level: str, is_paced: bool = False) -> AsyncIterator[Target]:
+    """A router, and four instances as it knows them. Its log goes to a file."""
+    arrived: dict[str, float] = {}
+
+    def on_work(work: Work) -> None:
+        arrived.setdefault(work.request_id.split("-")[1], time.perf_counter())
+
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("ab") as log:
+        registry = f"memory://{folder}/registry"
+        command = [sys.executable, "-m", "services.cli", "router", "--model", str(MODEL), "--port", str(port)]
+        command += ["--served-model-name", MODEL_NAME, "--registry", registry, "--log-level", log_level]
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=log)
+        fakes = [
+            FakeInstance(f"{role}-{i}", role, MODEL_NAME, on_work, is_paced=is_paced) for i, role in enumerate(ROLES)
+        ]
+        try:
+            for fake in fakes:
+                await fake.start(registry)
+            await _wait_until_all_are_known(port)
+            yield Target("Baton", port, psutil.Process(process.pid), fakes, arrived)
+        finally:
+            for fake in fakes:
+                await fake.close()
+            await _stop(process)
+
+
+@asynccontextmanager
+async def others(peers: list[str]) -> AsyncIterator[list[Target]]:
+    """`direct` first; then `peers`, each `NAME=COMMAND` with `{port}`, `{servers}`, `{server_list}` (with commas) and
+    `{models}` (a name for each server, with commas) in the command."""
+    servers = [FakeServer(MODEL_NAME) for _ in ROLES]
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await server.start()
+            stack.callback(server.close)
+        urls = [f"http://127.0.0.1:{server.port}" for server in servers]
+        found = [Target("direct", servers[0].port)]
+        for peer in peers:
+            name, _, command = peer.partition("=")
+            port = free_port()
+            names = {"port": port, "servers": " ".join(urls), "server_list": ",".join(urls)}
+            filled = command.format(**names, models=",".join([MODEL_NAME] * len(urls)))
+            process = await asyncio.create_subprocess_exec(
+                *shlex.split(filled), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+            )
+            stack.push_async_callback(_stop, process)
+            await _wait_until_answered(name, port, process)
+            found.append(Target(name, port, psutil.Process(process.pid)))
+        yield found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _wait_until_all_are_known(port: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        with contextlib.suppress(OSError, HttpError):
+            connection = await Connection.open(port)
+            health = json.loads(await connection.ask(b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"))
+            connection.close()
+            if len(health["instances"]) == len(ROLES):
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the router does not serve within {_START_S:g} s")
+        await asyncio.sleep(0.1)
+
+
+async def _wait_until_answered(name: str, port: int, process: asyncio.subprocess.Process) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.returncode is None:
+        with contextlib.suppress(OSError, HttpError):
+            connection = await Connection.open(port)
+            await connection.ask(chat("Are you there?"))
+            connection.close()
+            return
+        await asyncio.sleep(0.2)
+    raise SystemExit(f"baton-bench router: {name} answers no request within {_START_S:g} s")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            async with asyncio.timeout(10):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+    await process.wait()
