@@ -11,6 +11,7 @@ import msgspec
 from contracts.events import Tier
 from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
 from contracts.instance import InstanceRecord, LinkStatus, Load
+from contracts.layout import KVLayout
 from contracts.pooling import PoolingInput, PoolingParams
 from contracts.sampling import SamplingParams
 
@@ -18,7 +19,11 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one handoff. The consumer refuses a producer of another generation, and the other way round."""
+    """Names one handoff. The consumer refuses a producer of another generation, and the other way round.
+
+    Where the source's layout is not the sink's, `source_layout` and `source_root` say how the source names the blocks
+    of the same tokens.
+    """
 
     ticket: TicketId
     source: InstanceId
@@ -29,6 +34,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     request_id: RequestId = RequestId("")
     """Whose prompt it is: for log lines alone."""
+    source_layout: KVLayout | None = None
+    source_root: BlockName = BlockName(b"")
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

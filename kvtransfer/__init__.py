@@ -5,6 +5,7 @@ The states are in docs/protocol.md, the reasons in docs/design.md.
 """
 
 from kvtransfer.context import SilentObserver, TransferObserver
+from kvtransfer.conversion.plan import Translation
 from kvtransfer.errors import (
     Corrupt,
     Incomplete,
@@ -51,6 +52,7 @@ __all__ = [
     "TransferObserver",
     "TransferSettings",
     "TransferTimeout",
+    "Translation",
     "UnknownTicket",
     "this_host",
 ]

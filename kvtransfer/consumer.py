@@ -15,7 +15,7 @@ from kvtransfer.connections import Connections
 from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.context import NodeContext
 from kvtransfer.copying import Assembly, CopyJob, CopyResult, Receipt, StopFlag, StreamLanding
-from kvtransfer.fetching import Fetching, FetchResult, OnBlocks
+from kvtransfer.fetching import ERROR_OF, Fetching, FetchOptions, FetchResult
 from kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renewed, ToConsumer
 from kvtransfer.renewals import Renewals
 from kvtransfer.session.consumer import ConsumerSession
@@ -34,17 +34,6 @@ from kvtransfer.session.steps import (
 
 logger = logging.getLogger(__name__)
 
-ERROR_OF: dict[Fault, type[errors.TransferError]] = {
-    Fault.LOST: errors.PeerLost,
-    Fault.TIMEOUT: errors.TransferTimeout,
-    Fault.REFUSED: errors.Refused,
-    Fault.SOURCE_FAILED: errors.SourceFailed,
-    Fault.INCOMPLETE: errors.Incomplete,
-    Fault.CORRUPT: errors.Corrupt,
-    Fault.CANCELLED: errors.TransferCancelled,
-    Fault.CLOSED: errors.NodeClosed,
-}
-
 
 class ConsumerSide:
     def __init__(self, context: NodeContext) -> None:
@@ -55,13 +44,11 @@ class ConsumerSide:
         self.connections = Connections(context, on_message=self._receive, on_lost=self._lost, on_broken=self._broken)
 
     async def fetch(
-        self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], *, on_blocks: OnBlocks | None, partial: bool
+        self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions
     ) -> FetchResult:
         self._check(ticket, wanted)
-        context = self._context
-        now = context.clock()
-        session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=partial)
-        fetching = Fetching(session, context.loop.create_future(), on_blocks, now)
+        fetching = self._begin(ticket, wanted, options)
+        session, context = fetching.session, self._context
         self._fetches[ticket.ticket] = fetching
         self._connect(fetching, context.settings.connect_timeout_s)
         try:
@@ -72,6 +59,8 @@ class ConsumerSide:
             raise
         finally:
             del self._fetches[ticket.ticket]
+            if fetching.landing is not None:
+                context.landings.end(fetching.landing)
             if fetching.connecting is not None:
                 fetching.connecting.cancel()
 
@@ -120,6 +109,16 @@ class ConsumerSide:
         if bad:
             raise errors.LocalTransferError(f"block {bad[0]} is not one of {context.memory.num_blocks}")
 
+    def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions) -> Fetching:
+        context, translation = self._context, options.translation
+        now, layout, landing = context.clock(), context.layout, None
+        if translation is not None and translation.layout != layout:
+            layout, landing = translation.layout, context.landings.begin(translation, wanted)
+            wanted = landing.wanted
+        session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
+        future: asyncio.Future[FetchResult] = context.loop.create_future()
+        return Fetching(session, future, options.on_blocks, now, layout=layout, landing=landing)
+
     def _connect(self, fetching: Fetching, timeout_s: float) -> None:
         """At once if a connection is ready."""
         ticket = fetching.ticket
@@ -148,7 +147,12 @@ class ConsumerSide:
         if transport is None or not link.is_up:
             self._connect(fetching, self._context.settings.relink_timeout_s)
             return
+        if link.layout != fetching.layout:
+            reason = f"layouts differ: producer {link.layout}, the fetch is for one of {fetching.layout}"
+            self._apply(fetching, fetching.session.link_failed(Fault.REFUSED, reason))
+            return
         fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
+        fetching.block_bytes = link.block_bytes
         fetching.stop = StopFlag()
         steps = fetching.session.linked(transport.name, pulls=transport.pulls, now=self._context.clock())
         self._apply(fetching, steps)
@@ -217,10 +221,11 @@ class ConsumerSide:
 
     def _report(self, fetching: Fetching, step: Arrived) -> None:
         """An error of the caller's own callback ends its fetch, not the node."""
-        if fetching.on_blocks is None:
+        names = list(step.names) if fetching.landing is None else fetching.landing.arrived(step.names)
+        if fetching.on_blocks is None or not names:
             return
         try:
-            fetching.on_blocks(list(step.names))
+            fetching.on_blocks(names)
         except Exception as exc:
             logger.exception("on_blocks failed", extra=fetching.log_fields)
             fetching.on_blocks, fetching.error = None, exc
@@ -259,7 +264,7 @@ class ConsumerSide:
         """Inline if it is little, else in a thread, or as the bytes come in."""
         context, link, inlet = self._context, fetching.link, fetching.inlet
         assert link is not None and inlet is not None
-        block_bytes = context.memory.block_bytes
+        block_bytes = fetching.block_bytes
         num_bytes = len(message.pieces) * block_bytes
         link.meter.announced(len(placements) * block_bytes, context.clock())
         report, assembly = partial(self._reported, fetching, link), Assembly(inlet, placements, block_bytes)
@@ -297,8 +302,8 @@ class ConsumerSide:
         if not message.epoch and not frames:
             link.send(Got(0, message.parcel))
         if message.epoch and (inlet := link.inlet) is not None:
-            num_bytes = len(message.pieces) * self._context.memory.block_bytes
-            assembly = Assembly(inlet, [], self._context.memory.block_bytes)
+            num_bytes = len(message.pieces) * link.block_bytes
+            assembly = Assembly(inlet, [], link.block_bytes)
             landing = StreamLanding(assembly, StopFlag(), num_bytes, self._context.workers, partial(_give_credit, link))
             self._expect(link, message, landing)
 
@@ -316,14 +321,14 @@ class ConsumerSide:
             link.send(Got(credit, parcel))
         ended = len(result.copied) + len(result.damaged) + len(result.abandoned)
         if ended:
-            link.meter.delivered(ended * self._context.memory.block_bytes, self._context.clock())
+            link.meter.delivered(ended * fetching.block_bytes, self._context.clock())
         self._copied(fetching, result)
 
     def _copied(self, fetching: Fetching, result: CopyResult) -> None:
         context, session = self._context, fetching.session
         peer, transport, now = fetching.ticket.source, session.transport, context.clock()
         if result.copied:
-            num_bytes = len(result.copied) * context.memory.block_bytes
+            num_bytes = len(result.copied) * fetching.block_bytes
             context.observer.moved(peer=peer, transport=transport, direction="received", num_bytes=num_bytes)
             self._apply(fetching, session.copied(result.copied, now))
         if result.damaged:
@@ -342,9 +347,9 @@ class ConsumerSide:
             transport=session.transport,
             seconds=now - fetching.began,
             exposed_s=min(max(now - finished_at, 0.0), now - fetching.began),
-            num_bytes=len(session.received) * self._context.memory.block_bytes,
+            num_bytes=len(session.received) * fetching.block_bytes,
             num_blocks=len(session.received),
-            names=session.received,
+            names=fetching.received,
         )
 
     def _renew(self, link: ConsumerLink, now: float) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -9,8 +10,10 @@ from typing import Any, TypeVar
 import zmq
 
 from contracts.identity import Generation, InstanceId
+from contracts.layout import KVLayout
 from contracts.wire import WireError, encode
 from kvtransfer.context import NodeContext
+from kvtransfer.conversion.plan import wire_layout
 from kvtransfer.copying import Receipt
 from kvtransfer.errors import PeerLost, Refused, TransportUnavailable
 from kvtransfer.frames import (
@@ -31,7 +34,7 @@ from kvtransfer.frames import (
 from kvtransfer.liveness import ProcessWatch, watch_process
 from kvtransfer.meter import Meter
 from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
-from kvtransfer.transports.port import Inlet, Stream, Transport
+from kvtransfer.transports.port import Converter, Inlet, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,10 @@ class ConsumerLink:
     ) -> None:
         self.address = address
         self.peer: tuple[InstanceId, Generation] | None = None
+        self.layout = context.layout
+        """The producer's, once it has said so."""
+        self.block_bytes = 0
+        """Of a block as it travels by `transport`."""
         self.transport: Transport | None = None
         self.inlet: Inlet | None = None
         self.why: list[str] = []
@@ -96,7 +103,7 @@ class ConsumerLink:
         except TimeoutError as exc:
             self.lose("no answer to hello")
             raise PeerLost(f"{self.address} did not answer within {timeout_s:g} s") from exc
-        self.peer = peer_of(welcome)
+        self.peer, self.layout = peer_of(welcome), welcome.layout
         self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
         await self.attach()
 
@@ -185,7 +192,7 @@ class ConsumerLink:
                     self.send(Detach(name, self._epoch))
                     continue
                 self.inlet, self.transport = inlet, transport
-                self.why.append(f"{name}: in use{self._dialect and f' by {self._dialect}'}")
+                self.why.append(f"{name}: in use{self._dialect and f' by {self._dialect}'}{self._difference()}")
                 logger.info("peer=%s transport=%s (%s)", welcome.instance, name, "; ".join(self.why))
                 return
             await self._unless_lost(asyncio.sleep(LAST_WORDS_S))
@@ -208,9 +215,11 @@ class ConsumerLink:
         return task.result()
 
     async def _attach_by(self, transport: Transport, welcome: Welcome) -> Inlet:
+        context, wire = self._context, wire_layout(self.layout, self._context.layout, narrows=transport.narrows)
         offer = await self._ask_for(transport)
         try:
-            inlet = await transport.attach(welcome, offer)
+            converter = None if self.layout == context.layout else _converter(context, wire)
+            inlet = await transport.attach(welcome, offer, converter)
         except TransportUnavailable:
             raise
         except Exception as exc:
@@ -219,7 +228,15 @@ class ConsumerLink:
         if not self.is_up:
             inlet.close()
             raise PeerLost(f"{self.address}: connection lost")
+        self.block_bytes = wire.block_bytes
         return inlet
+
+    def _difference(self) -> str:
+        source, sink = self.layout, self._context.layout
+        if source == sink:
+            return ""
+        ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
+        return f", converting {ends[0]} to {ends[1]}"
 
     async def _ask_for(self, transport: Transport) -> Offer:
         """Each attachment is an epoch of its own. Raises `TransportUnavailable` or `PeerLost`."""
@@ -267,3 +284,10 @@ class ConsumerLink:
                 self._on_broken(self, self.transport.name, message.reason)
         else:
             self._on_message(self, message, frames[1:])
+
+
+def _converter(context: NodeContext, wire: KVLayout) -> Converter:
+    """Loads torch, which every process that has a model has loaded."""
+    module = importlib.import_module("kvtransfer.conversion.inlets")
+    converter: Converter = module.Converter(context.landings, wire, context.layout, context.memory)
+    return converter

@@ -9,6 +9,7 @@ import zmq
 
 from contracts.identity import Generation, InstanceId
 from contracts.layout import KVLayout
+from kvtransfer.conversion.landings import Landings
 from kvtransfer.frames import Host
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import SessionLimits
@@ -55,6 +56,7 @@ class NodeContext:
     zmq: "zmq.Context[zmq.Socket[bytes]]"
     loop: asyncio.AbstractEventLoop
     workers: Workers
+    landings: Landings
 
 
 def limits_of(settings: TransferSettings) -> SessionLimits:

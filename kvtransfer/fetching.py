@@ -5,18 +5,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.identity import BlockName
+from contracts.layout import KVLayout
 from contracts.messages import Ticket
+from kvtransfer import errors
 from kvtransfer.consumer_link import ConsumerLink
+from kvtransfer.conversion.landings import Landing
+from kvtransfer.conversion.plan import Translation
 from kvtransfer.copying import StopFlag
 from kvtransfer.session.consumer import ConsumerSession
+from kvtransfer.session.steps import Fault
 from kvtransfer.transports.port import Inlet
 
 OnBlocks = Callable[[list[BlockName]], None]
 
+ERROR_OF: dict[Fault, type[errors.TransferError]] = {
+    Fault.LOST: errors.PeerLost,
+    Fault.TIMEOUT: errors.TransferTimeout,
+    Fault.REFUSED: errors.Refused,
+    Fault.SOURCE_FAILED: errors.SourceFailed,
+    Fault.INCOMPLETE: errors.Incomplete,
+    Fault.CORRUPT: errors.Corrupt,
+    Fault.CANCELLED: errors.TransferCancelled,
+    Fault.CLOSED: errors.NodeClosed,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """`names` are the blocks that travelled. `exposed_s` runs from the producer's `finish` to the end of the fetch."""
+    """`names` are the blocks that have come; `num_blocks` with `num_bytes` travelled, as the producer counts them.
+
+    `exposed_s` runs from the producer's `finish` to the end of the fetch.
+    """
 
     payload: bytes
     transport: str
@@ -27,20 +46,40 @@ class FetchResult:
     names: Sequence[BlockName]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """As `TransferNode.fetch` explains them."""
+
+    on_blocks: OnBlocks | None = None
+    partial: bool = False
+    translation: Translation | None = None
+
+
 class Fetching:
-    """One running fetch."""
+    """One running fetch. `landing`: the producer's layout is another one, `layout`."""
 
     def __init__(
-        self, session: ConsumerSession, future: "asyncio.Future[FetchResult]", on_blocks: OnBlocks | None, began: float
+        self,
+        session: ConsumerSession,
+        future: "asyncio.Future[FetchResult]",
+        on_blocks: OnBlocks | None,
+        began: float,
+        *,
+        layout: KVLayout,
+        landing: Landing | None,
     ) -> None:
         self.session = session
         self.future = future
+        self.layout = layout
+        self.landing = landing
         self.on_blocks = on_blocks
         self.began = began
         self.link: ConsumerLink | None = None
         self.inlet: Inlet | None = None
         """Of this attempt: the connection may have changed to another transport since."""
         self.is_buffered = False
+        self.block_bytes = 0
+        """Of a block as it travels in this attempt."""
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False
@@ -50,6 +89,11 @@ class Fetching:
     @property
     def ticket(self) -> Ticket:
         return self.session.ticket
+
+    @property
+    def received(self) -> Sequence[BlockName]:
+        """Blocks of this node that are here and verified."""
+        return self.session.received if self.landing is None else self.landing.received
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.wire import Decoder
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BLOCKS = 65_536
 MAX_PAYLOAD_BYTES = 256 * 1024
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
@@ -75,8 +75,11 @@ class Detach(msgspec.Struct, frozen=True, tag="detach"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The producer's layout need not be the consumer's, if blocks can be converted."""
+
     instance: InstanceField
     generation: GenerationField
+    layout: KVLayout
     host: Host
     num_blocks: Natural
     transports: Annotated[list[Id], Meta(max_length=16)]
@@ -106,7 +109,7 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Send these blocks, each as soon as it exists. A higher `attempt` replaces lower ones.
+    """Send these blocks, by the producer's names, each as soon as it exists. A higher `attempt` replaces lower ones.
 
     With `partial` the producer serves what it has; otherwise to finish without a wanted block is an error.
     """

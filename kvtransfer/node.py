@@ -17,8 +17,10 @@ from contracts.layout import KVLayout
 from contracts.messages import Ticket
 from kvtransfer.consumer import ConsumerSide
 from kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
+from kvtransfer.conversion.landings import Landings
+from kvtransfer.conversion.plan import Translation
 from kvtransfer.errors import LocalTransferError, NodeClosed
-from kvtransfer.fetching import FetchResult, OnBlocks
+from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory
 from kvtransfer.native.copyhash import copy_hash
@@ -98,6 +100,7 @@ class TransferNode:
             zmq=zmq.Context(settings.io_threads),
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
+            landings=Landings(self._layout),
         )
         await asyncio.to_thread(copy_hash)
         for transport in self._transports.values():
@@ -154,13 +157,17 @@ class TransferNode:
         *,
         on_blocks: OnBlocks | None = None,
         partial: bool = False,
+        translation: Translation | None = None,
     ) -> FetchResult:
         """Place the wanted blocks (name, place here) and return the producer's payload.
 
         `on_blocks` hears of blocks as they arrive. With `partial`, what the producer has is enough; see `names`.
+        Where the producer's layout is not this node's, `translation` says how it names the same tokens; `wanted` are
+        then the last blocks of them, in order.
         Raises `TransferError`; after that, and after a cancellation, nothing writes into the wanted places any more.
         """
-        return await self._consuming.fetch(ticket, wanted, on_blocks=on_blocks, partial=partial)
+        options = FetchOptions(on_blocks=on_blocks, partial=partial, translation=translation)
+        return await self._consuming.fetch(ticket, wanted, options)
 
     def cancel(self, ticket: TicketId) -> None:
         """On either side, at any time: before `open` or `fetch` it leaves a tombstone for them."""

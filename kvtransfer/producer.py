@@ -58,7 +58,7 @@ class Handoff:
         self.session = session
         self.transport = ""
         self.released: asyncio.Future[ReleaseReason] | None = None
-        self.served_blocks = 0
+        self.served_bytes = 0
 
 
 class ProducerSide:
@@ -304,9 +304,9 @@ class ProducerSide:
                     if link is not None:
                         link.send(step.message)
                 case Serve():
-                    handoff.served_blocks += len(step.blocks)
                     if link is not None and link.is_up:
-                        link.serve(handoff.transport, Parcel(ticket, step.attempt, list(step.blocks)))
+                        parcel = Parcel(ticket, step.attempt, list(step.blocks))
+                        handoff.served_bytes += link.serve(handoff.transport, parcel)
                 case Drain():
                     for other in self._links.values():
                         other.drop(ticket)
@@ -326,10 +326,10 @@ class ProducerSide:
         self._apply(handoff, handoff.session.quiet())
 
     def _free(self, handoff: Handoff, reason: ReleaseReason) -> None:
-        context = self._context
-        sent = handoff.served_blocks * context.memory.block_bytes
-        if sent:
-            context.observer.moved(peer=handoff.key[1], transport=handoff.transport, direction="sent", num_bytes=sent)
+        if sent := handoff.served_bytes:
+            self._context.observer.moved(
+                peer=handoff.key[1], transport=handoff.transport, direction="sent", num_bytes=sent
+            )
         self._opened.pop(handoff.key[0], None)
         if handoff.released is not None and not handoff.released.done():
             handoff.released.set_result(reason)

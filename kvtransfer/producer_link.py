@@ -9,8 +9,10 @@ from functools import partial
 import zmq
 
 from contracts.identity import TicketId
+from contracts.layout import obstacle
 from contracts.wire import encode
 from kvtransfer.context import NodeContext
+from kvtransfer.conversion.plan import wire_layout
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import (
     PROTOCOL,
@@ -44,6 +46,8 @@ class Way:
     def __init__(self, epoch: int, outlet: Outlet, block_bytes: int, *, is_stream: bool) -> None:
         self.epoch = epoch
         self.outlet = outlet
+        self.block_bytes = block_bytes
+        """Of a block as it travels."""
         self.queue = SendQueue(
             block_bytes=block_bytes,
             batch_bytes=outlet.batch_bytes,
@@ -99,12 +103,14 @@ class ProducerLink:
         if task is not None:
             task.cancel()
 
-    def serve(self, transport: str, parcel: Parcel) -> None:
-        """Queue blocks; they leave as the window allows."""
+    def serve(self, transport: str, parcel: Parcel) -> int:
+        """Queue blocks; they leave as the window allows. Returns their bytes."""
         way = self._ways.get(transport)
-        if way is not None:  # else it broke, and the consumer has been told
-            way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks)
-            self._pump(transport)
+        if way is None:  # it broke, and the consumer has been told
+            return 0
+        way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks)
+        self._pump(transport)
+        return len(parcel.blocks) * way.block_bytes
 
     def drop(self, ticket: TicketId) -> None:
         for way in self._ways.values():
@@ -118,7 +124,7 @@ class ProducerLink:
             prepared = way.parcels.pop(message.parcel, None)
             if prepared is not None:
                 way.outlet.taken(prepared)
-                num_bytes = len(prepared.sources) * self._context.memory.block_bytes
+                num_bytes = len(prepared.sources) * way.block_bytes
             if way.queue.travelling_bytes and num_bytes:
                 way.queue.credit(num_bytes)
                 self._pump(name)
@@ -149,7 +155,8 @@ class ProducerLink:
         carrier = context.transports.get(name)
         reason = f"no transport {name} here"
         if carrier is not None:
-            wish = Wish(self._hello, epoch, message.dialects)
+            wire = wire_layout(context.layout, self._hello.layout, narrows=carrier.narrows)
+            wish = Wish(self._hello, epoch, message.dialects, context.layout, wire)
             try:
                 outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
@@ -158,7 +165,7 @@ class ProducerLink:
                 logger.exception("transport %s cannot be offered", name)
                 reason = f"{type(exc).__name__}: {exc}"
             else:
-                self._ways[name] = Way(epoch, outlet, context.memory.block_bytes, is_stream=carrier.streams)
+                self._ways[name] = Way(epoch, outlet, wire.block_bytes, is_stream=carrier.streams)
                 self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
                 return
         self.send(Attached(transport=name, epoch=epoch, reason=reason))
@@ -189,7 +196,7 @@ class ProducerLink:
         context, way = self._context, self._ways[transport]
         blocks = [block for _, block in parcel.blocks]
         checked = _checked(context.settings.checksum, parcel)
-        is_little = not any(checked) or len(blocks) * context.memory.block_bytes <= context.settings.inline_bytes
+        is_little = not any(checked) or len(blocks) * way.block_bytes <= context.settings.inline_bytes
         if is_little and not way.outlet.may_wait:
             self._push(way, parcel, way.outlet.prepare(blocks, checked))
             return
@@ -239,8 +246,8 @@ class ProducerLink:
 def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
     if hello.protocol != PROTOCOL:
         return Refuse(f"this node speaks protocol {PROTOCOL}, the peer {hello.protocol}")
-    if hello.layout != context.layout:
-        return Refuse(f"layouts differ: producer {context.layout}, consumer {hello.layout}")
+    if (reason := obstacle(context.layout, hello.layout)) is not None:
+        return Refuse(f"layouts differ, {reason}: producer {context.layout}, consumer {hello.layout}")
     return None
 
 
@@ -248,6 +255,7 @@ def welcome(context: NodeContext, hello: Hello) -> Welcome:
     return Welcome(
         instance=context.instance,
         generation=context.generation,
+        layout=context.layout,
         host=context.host,
         num_blocks=context.memory.num_blocks,
         transports=[name for name, t in context.transports.items() if name in hello.transports and t.serves(hello)],

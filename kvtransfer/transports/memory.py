@@ -1,5 +1,6 @@
 """`memory`: both nodes live in one process and share an `InProcess`. Reference for the others, and test double."""
 
+import importlib
 from collections.abc import Callable, Sequence
 
 from contracts.identity import Generation, InstanceId
@@ -9,7 +10,7 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_blocks, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Intake, NodeFacts, Prepared, Wish
+from kvtransfer.transports.port import Announce, Buffer, Converter, Inlet, Intake, NodeFacts, Prepared, Wish
 
 
 class InProcess:
@@ -52,11 +53,19 @@ class HostInlet:
         self._source = None
 
 
+def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Inlet:
+    """For a consumer whose layout differs. Loads torch."""
+    module = importlib.import_module("kvtransfer.conversion.inlets")
+    inlet: Inlet = module.MappedInlet(source, converter, is_ring=is_ring)
+    return inlet
+
+
 class MemoryTransport:
     name = "memory"
     pulls = True
     buffers = False
     streams = False
+    narrows = False
     dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings, in_process: InProcess) -> None:
@@ -74,10 +83,12 @@ class MemoryTransport:
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
         return AnnounceOnly(Offer(self.name), self._facts.memory, self._settings)
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> HostInlet:
+    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))
         if memory is None:
             raise TransportUnavailable("the producer is not in this process")
+        if converter is not None:
+            return converting(host_blocks(memory), converter)
         return HostInlet(host_blocks(memory), host_blocks(self._facts.memory))
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.identity import Generation, InstanceId
+from contracts.layout import KVLayout
 from kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
@@ -35,6 +36,23 @@ class Wish:
     hello: Hello
     epoch: int
     dialects: Sequence[str]
+    layout: KVLayout
+    """Of the blocks here."""
+    wire: KVLayout
+    """As they travel to this consumer."""
+
+
+class Converter(Protocol):
+    """Where the consumer's layout differs: `kvtransfer.conversion.inlets.Converter`."""
+
+    @property
+    def wire(self) -> KVLayout:
+        """Of the blocks that arrive."""
+        ...
+
+    @property
+    def waits(self) -> bool: ...
+    def place(self, destination: int, block: memoryview) -> None: ...
 
 
 class Intake(Protocol):
@@ -178,6 +196,11 @@ class Transport(Protocol):
         """Bytes come over a channel of the pair's own, in the order of the announcements, through `Inlet.stream`."""
         ...
 
+    @property
+    def narrows(self) -> bool:
+        """It sends blocks in the consumer's dtype where that is smaller."""
+        ...
+
     async def start(self) -> None: ...
 
     @property
@@ -193,8 +216,8 @@ class Transport(Protocol):
         """For one connection. Raises `TransportUnavailable`. `on_failed`: it broke later; call it on the loop, once."""
         ...
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
-        """Raises `TransportUnavailable` with the reason."""
+    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
+        """Raises `TransportUnavailable` with the reason. With `converter`, blocks go through it into the memory."""
         ...
 
     async def close(self) -> None: ...

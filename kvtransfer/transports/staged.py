@@ -15,32 +15,25 @@ from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
 from kvtransfer.transports.port import Announce, Buffer, Prepared
 
 
-class StagedFrameOutlet:
+class StagedFrames:
+    """What was staged leaves as frames. `block_bytes` are those of a block as it travels."""
+
     may_wait = True
     stages = False
 
-    def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
+    def __init__(self, offer: Offer, settings: TransferSettings, block_bytes: int) -> None:
         self.offer = offer
         self.batch_bytes = settings.batch_bytes
         self.taper_bytes: int | None = None
         self.window_bytes: int | None = settings.window_bytes
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
-        self._blocks = DeviceBlocks(memory)
-
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        size = self._blocks.block_bytes
-        view = pinned(len(blocks) * size, self._blocks.device)
-        area = HostArea(view, size, self._blocks.device, is_pinned=True)
-        self._blocks.read(blocks, area, range(len(blocks)))
-        views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
-        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
-        return Prepared(blocks, sums, [view])
+        self._block_bytes = block_bytes
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         """ZeroMQ keeps the staged bytes alive until it has sent them."""
         (view,) = prepared.views
-        step, size = self._frame_bytes, self._blocks.block_bytes
+        step, size = self._frame_bytes, self._block_bytes
         if len(view) <= self._inline_bytes:
             announce([[view[offset : offset + size] for offset in range(0, len(view), size)]])
         else:
@@ -51,6 +44,21 @@ class StagedFrameOutlet:
 
     def close(self) -> None:
         return
+
+
+class StagedFrameOutlet(StagedFrames):
+    def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
+        super().__init__(offer, settings, memory.block_bytes)
+        self._blocks = DeviceBlocks(memory)
+
+    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+        size = self._blocks.block_bytes
+        view = pinned(len(blocks) * size, self._blocks.device)
+        area = HostArea(view, size, self._blocks.device, is_pinned=True)
+        self._blocks.read(blocks, area, range(len(blocks)))
+        views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
+        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
+        return Prepared(blocks, sums, [view])
 
 
 class StagedFrameInlet:

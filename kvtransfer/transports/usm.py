@@ -28,8 +28,8 @@ from kvtransfer.frames import Hello, Offer, Welcome
 from kvtransfer.memory import seal_size
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
-from kvtransfer.transports.memory import AnnounceOnly, HostInlet
-from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Wish
+from kvtransfer.transports.memory import AnnounceOnly, HostInlet, converting
+from kvtransfer.transports.port import Converter, Inlet, NodeFacts, Outlet, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class UsmTransport:
     pulls = True
     buffers = False
     streams = False
+    narrows = False
     dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
@@ -109,14 +110,14 @@ class UsmTransport:
         outlet: Outlet = ring_module.RingOutlet(offer, ring, self._settings, on_close=close)
         return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 fd, answer = await _ask(offer)
         except (OSError, TimeoutError) as exc:
             raise TransportUnavailable(f"the producer's memory cannot be had: {exc or 'timeout'}") from exc
         try:
-            return await asyncio.to_thread(self._map, fd, answer)
+            return await asyncio.to_thread(self._map, fd, answer, converter)
         finally:
             os.close(fd)
 
@@ -134,16 +135,19 @@ class UsmTransport:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _map(self, fd: int, answer: "Answer") -> Inlet:
+    def _map(self, fd: int, answer: "Answer", converter: Converter | None) -> Inlet:
         memory = self._facts.memory
+        block_bytes = memory.block_bytes if converter is None else converter.wire.block_bytes
         size = answer.num_blocks * answer.block_bytes
-        if answer.block_bytes != memory.block_bytes or os.fstat(fd).st_size < size:
+        if answer.block_bytes != block_bytes or os.fstat(fd).st_size < size:
             raise TransportUnavailable(
                 f"the producer's memory is not {answer.num_blocks} blocks of {answer.block_bytes}"
             )
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if answer.is_ring else 0)
         mapping = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection))
         source = HostBlocks(mapping, answer.num_blocks, answer.block_bytes)
+        if converter is not None:
+            return converting(source, converter, is_ring=answer.is_ring)
         if memory.host_view is not None:
             return HostInlet(source, host_blocks(memory), stages=answer.is_ring)
         blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)

@@ -12,7 +12,7 @@ from kvtransfer.memory import BlockMemory, keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Wish
+from kvtransfer.transports.port import Announce, Buffer, Converter, Inlet, NodeFacts, Outlet, Prepared, Wish
 
 
 class FrameOutlet(HostOutlet):
@@ -66,6 +66,7 @@ class ZeromqTransport:
     pulls = False
     buffers = True
     streams = False
+    narrows = True
     dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
@@ -79,21 +80,30 @@ class ZeromqTransport:
         return True
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+        if wish.wire != wish.layout:
+            narrowing: Outlet = _loaded("kvtransfer.conversion.outlets").NarrowingOutlet(
+                Offer(self.name), self._memory, self._settings, layout=wish.layout, wire=wish.wire
+            )
+            return narrowing
         if self._memory.host_view is not None:
             return FrameOutlet(Offer(self.name), self._memory, self._settings)
-        outlet: Outlet = _staged().StagedFrameOutlet(Offer(self.name), self._memory, self._settings)
+        staged = _loaded("kvtransfer.transports.staged")
+        outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), self._memory, self._settings)
         return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
+        if converter is not None:
+            converting: Inlet = _loaded("kvtransfer.conversion.inlets").FrameInlet(converter)
+            return converting
         if self._memory.host_view is not None:
             return FrameInlet(host_blocks(self._memory))
-        inlet: Inlet = _staged().StagedFrameInlet(self._memory)
+        inlet: Inlet = _loaded("kvtransfer.transports.staged").StagedFrameInlet(self._memory)
         return inlet
 
     async def close(self) -> None:
         return
 
 
-def _staged() -> ModuleType:
-    """Loads torch: only for memory of a device."""
-    return importlib.import_module("kvtransfer.transports.staged")
+def _loaded(module: str) -> ModuleType:
+    """With torch: only for memory of a device, or where layouts differ."""
+    return importlib.import_module(module)

@@ -8,10 +8,12 @@ import logging
 from typing import Literal
 
 from contracts.identity import BlockName
-from contracts.messages import Decode, Generate, HandoffReport, Ticket
+from contracts.messages import Decode, Generate, HandoffReport, Ticket, Work
+from contracts.naming import block_names
 from contracts.wire import WireError
+from kvtransfer import Translation
 from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
-from services.common.tracing import Attributes, Span
+from services.common.tracing import Attributes
 from services.decode.reservations import Reservations
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
@@ -81,7 +83,7 @@ class DecodeHandler:
         try:
             with request.span.child("reserve"):
                 reservation = await self._reserve(request, ticket)
-            fetched = await self._fetch(request.span, ticket, reservation, arrivals)
+            fetched = await self._fetch(request, ticket, reservation, arrivals)
             if fetched is None:
                 logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
                 request.is_admitted = True
@@ -104,12 +106,17 @@ class DecodeHandler:
             raise RequestFailed("overloaded", f"no room for the prompt within {ticket.timeout_s:g} s") from None
 
     async def _fetch(
-        self, span: Span, ticket: Ticket, reservation: Reservation, arrivals: "Arrivals"
+        self, request: Request, ticket: Ticket, reservation: Reservation, arrivals: "Arrivals"
     ) -> FetchResult | None:
         """None: the handoff failed and this instance computes what is missing itself."""
         try:
-            with span.child("transfer") as transfer:
-                fetched = await self._transfer.fetch(ticket, reservation.missing, on_blocks=arrivals.add)
+            with request.span.child("transfer") as transfer:
+                fetched = await self._transfer.fetch(
+                    ticket,
+                    reservation.missing,
+                    on_blocks=arrivals.add,
+                    translation=translation_of(ticket, request.work, reservation),
+                )
                 transfer.set(_described(ticket, reservation, fetched))
                 return fetched
         except RemoteTransferError as exc:
@@ -149,6 +156,15 @@ class DecodeHandler:
         admitted = self._engine.call(admit)
         self._router.send(request.router, report)  # while the engine begins
         await admitted
+
+
+def translation_of(ticket: Ticket, work: Work, reservation: Reservation) -> Translation | None:
+    """How the source names the blocks of the prompt, where its layout is another one."""
+    layout = ticket.source_layout
+    if layout is None:
+        return None
+    names = block_names(ticket.source_root, work.token_ids, layout.block_tokens)
+    return Translation(layout, names, first_block=reservation.reused, num_tokens=len(work.token_ids))
 
 
 class Arrivals:

@@ -13,6 +13,7 @@ from contracts.layout import KVLayout
 from contracts.messages import Ticket, ToRouter, Work
 from contracts.pooling import PoolingInput, PoolingParams
 from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from kvtransfer import Translation
 from services.common.rpc import RouterId
 
 Mode = Literal["generate", "prefill"]
@@ -91,6 +92,7 @@ class SinkPort(Protocol):
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
+        translation: Translation | None = None,
     ) -> Awaitable[FetchResult]: ...
     def cancel(self, ticket: TicketId, /) -> None: ...
 

@@ -80,7 +80,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="modules that keep their dtype, by name or last part of it: lm_head,down_proj")
     ] = ""
     kv_cache_dtype: Annotated[
-        KvCacheDtype, Meta(description="of the KV cache; auto: as the model computes. The same at all instances")
+        KvCacheDtype, Meta(description="of the KV cache; auto: as the model computes. Those of others are converted")
     ] = "auto"
     max_model_len: Annotated[
         int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from contracts.identity import RequestId, new_ticket_id
+import msgspec
+
+from contracts.identity import BlockName, RequestId, new_ticket_id
 from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Ticket, Work
+from services.router.job import PromptNames
 from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
 from services.router.sequence import TokenSequence
@@ -35,8 +38,8 @@ class Attempt:
     decode_has_blocks: bool = False
     """The handoff is over: prefill is needed no more."""
 
-    def start(self, work: Work, placement: Placement, *, handoff_timeout_s: float) -> None:
-        """Tells both instances at once."""
+    def start(self, work: Work, placement: Placement, naming: PromptNames, *, handoff_timeout_s: float) -> None:
+        """Tells both instances at once; each gets the root of its own names."""
         num_tokens = len(work.token_ids)
         if self.prefill is not None and placement.prefill is not None:
             share = self._share(placement.prefill, num_tokens, computes=True)
@@ -45,13 +48,13 @@ class Attempt:
             share = self._share(placement.decode, num_tokens, computes=self.prefill is None)
             self.decode.assign(self.request_id, share)
         if self.prefill is None and self.decode is not None:
-            self.decode.send(Generate(work))
+            self.decode.send(Generate(_named(work, naming, self.decode)))
         elif self.prefill is not None and self.decode is None:
-            self.prefill.send(Prefill(work))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill)))
         elif self.prefill is not None and self.decode is not None:
-            ticket = _ticket(self.request_id, self.prefill, self.decode, handoff_timeout_s)
-            self.prefill.send(Prefill(work, ticket))
-            self.decode.send(Decode(work, ticket))
+            ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket))
+            self.decode.send(Decode(_named(work, naming, self.decode), ticket))
 
     def members(self) -> list[Member]:
         return [member for member in (self.prefill, self.decode) if member is not None]
@@ -96,7 +99,13 @@ def indexes(sequences: Sequence[TokenSequence]) -> list[int]:
     return [sequence.index for sequence in sequences]
 
 
-def _ticket(request_id: RequestId, source: Member, sink: Member, timeout_s: float) -> Ticket:
+def _named(work: Work, naming: PromptNames, member: Member) -> Work:
+    return msgspec.structs.replace(work, root=naming.root(member.record.layout))
+
+
+def _ticket(request_id: RequestId, source: Member, sink: Member, naming: PromptNames, timeout_s: float) -> Ticket:
+    layout = source.record.layout
+    differs = layout != sink.record.layout
     return Ticket(
         ticket=new_ticket_id(),
         source=source.record.instance,
@@ -106,4 +115,6 @@ def _ticket(request_id: RequestId, source: Member, sink: Member, timeout_s: floa
         sink_generation=sink.record.generation,
         timeout_s=timeout_s,
         request_id=request_id,
+        source_layout=layout if differs else None,
+        source_root=naming.root(layout) if differs else BlockName(b""),
     )

@@ -14,7 +14,7 @@ from typing import Protocol
 from contracts.events import EventBatch
 from contracts.identity import BlockName, InstanceId
 from contracts.instance import InstanceRecord
-from contracts.layout import KVLayout
+from contracts.layout import KVLayout, obstacle
 from contracts.messages import (
     Answer,
     Batch,
@@ -253,10 +253,21 @@ class Cluster:
         if member.state == "connecting":
             member.state = "ready"
             logger.info("instance %s is ready: %s", record.instance, record.role)
+            self._tell_apart(member)
             self._subscribe(member)
             self._notify()
         if not member.shares and record.instance not in {r.instance for r in self._view.records()}:
             self._remove(member, "it has left")
+
+    def _tell_apart(self, member: Member) -> None:
+        """Says with which instances it can exchange no blocks, though their roles and models ask for it."""
+        here = member.record
+        for there in (other.record for other in self._members.values() if other.state == "ready"):
+            if {here.role, there.role} == {"prefill", "decode"} and serves(there, frozenset({here.model})):
+                source, sink = (here, there) if here.role == "prefill" else (there, here)
+                if (reason := obstacle(source.layout, sink.layout)) is not None:
+                    ends = f"{source.instance} {source.layout}, {sink.instance} {sink.layout}"
+                    logger.warning("these never hand blocks over, %s: %s", reason, ends)
 
     def _subscribe(self, member: Member) -> None:
         record = member.record

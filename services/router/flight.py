@@ -291,13 +291,14 @@ class Flight:
         self._num_attempts += 1
         self._attempts.add(attempt)
         self.timeline.placed(placement, self._clock())
-        layout = placement.computing.layout
-        work = self._work(attempt, token_ids, naming.root(layout), indexes(sequences))
-        attempt.start(work, placement, handoff_timeout_s=min(self._rules.handoff_timeout_s, work.timeout_s))
+        work = self._work(attempt, token_ids, indexes(sequences))
+        timeout_s = min(self._rules.handoff_timeout_s, work.timeout_s)
+        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s)
         until = self._clock() + self._rules.expected_blocks_ttl_s
         for member in attempt.members():
             member.circuit.tries(self._clock())
-            self._cluster.index.expect(member.record.instance, naming.names(layout), until=until)
+            names = naming.names(member.record.layout)
+            self._cluster.index.expect(member.record.instance, names, until=until)
         return None
 
     def _members_of(self, placement: Placement) -> tuple[Member | None, Member | None]:
@@ -305,7 +306,8 @@ class Flight:
         decode = self._cluster.member(placement.decode.instance) if placement.decode is not None else None
         return prefill, decode
 
-    def _work(self, attempt: Attempt, token_ids: list[int], root: BlockName, sequences: list[int]) -> Work:
+    def _work(self, attempt: Attempt, token_ids: list[int], sequences: list[int]) -> Work:
+        """Without a root: each instance names blocks in its own way."""
         sampling = self.job.sampling
         if self.prompt_logprobs is not None:
             # They have come already: a replay need not compute them again.
@@ -315,7 +317,7 @@ class Flight:
             token_ids=token_ids,
             num_prompt_tokens=len(self.job.token_ids),
             sampling=sampling,
-            root=root,
+            root=BlockName(b""),
             sequences=sequences,
             priority=self.job.priority,
             timeout_s=max(0.1, self._deadline - self._clock()),

@@ -16,7 +16,7 @@ import msgspec
 
 from contracts.identity import InstanceId
 from contracts.instance import Role
-from contracts.layout import KVLayout
+from contracts.layout import KVLayout, obstacle
 
 Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
 Reason = Literal["empty_pool", "never_fits"]
@@ -151,16 +151,20 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
     options = [
         option
         for layout in dict.fromkeys(c.layout for c in fitting)
-        if (option := _place_in_group(demand, [c for c in fitting if c.layout == layout], policy, cluster.turn))
-        is not None
+        if (option := _place_in_group(demand, _group(fitting, layout), policy, cluster.turn)) is not None
     ]
     if not options:
         return NoCapacity("empty_pool", _missing(candidates))
     return min(options, key=lambda option: option.predicted_ttft_s)
 
 
+def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:
+    """Instances of one layout, and those that could hand blocks to them."""
+    return [c for c in candidates if c.layout == layout or (c.role == "prefill" and obstacle(c.layout, layout) is None)]
+
+
 def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
-    """Instances of one layout: only these may exchange blocks."""
+    """Of instances that may exchange blocks."""
     pick_reader, pick_writer = _PICKS[policy.name]
     prefill = pick_reader(demand, [c for c in group if c.role == "prefill"], turn)
     writers = [c for c in group if c.role == "decode"]

@@ -207,12 +207,15 @@ async def pair_of(
     settings: TransferSettings,
     *,
     meddler: Meddler | None = None,
+    producer_layout: KVLayout = LAYOUT,
     consumer_layout: KVLayout = LAYOUT,
     memories: Sequence[Blocks | None] = (None, None),
 ) -> AsyncIterator[Pair]:
     shared, (source, target) = InProcess(), memories
     async with (
-        running("prefill-0", settings, generation=11, in_process=shared, memory=source) as producer,
+        running(
+            "prefill-0", settings, generation=11, in_process=shared, layout=producer_layout, memory=source
+        ) as producer,
         running(
             "decode-0",
             settings,
@@ -231,8 +234,8 @@ async def pair_of(
 def _meddled(transport: Transport, meddler: Meddler, facts: NodeFacts) -> Transport:
     attach = transport.attach
 
-    async def wrapped(welcome, offer):  # type: ignore[no-untyped-def]
-        return meddler.wrap(await attach(welcome, offer), transport.name, facts)
+    async def wrapped(welcome, offer, converter=None):  # type: ignore[no-untyped-def]
+        return meddler.wrap(await attach(welcome, offer, converter), transport.name, facts)
 
     transport.attach = wrapped  # type: ignore[method-assign]
     return transport

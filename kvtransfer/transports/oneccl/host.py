@@ -13,11 +13,11 @@ from kvtransfer.frames import Offer, Piece
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet
+from kvtransfer.transports.hostcopy import HostOutlet
 from kvtransfer.transports.oneccl.pair import Pair
 from kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Announce, Buffer, Landing, Prepared
+from kvtransfer.transports.port import Announce, Buffer, Inlet, Intake, Landing, Prepared
 
 
 class PairOutlet(HostOutlet):
@@ -49,8 +49,10 @@ class PairInlet:
 
     stages = False
 
-    def __init__(self, target: HostBlocks) -> None:
-        self._target = target
+    def __init__(self, frames: Inlet, block_bytes: int) -> None:
+        """`frames` takes the parts of each block in."""
+        self._frames = frames
+        self._block_bytes = block_bytes
         self._buffer = memoryview(mmap.mmap(-1, MESSAGE_BYTES))
         self._lock = threading.Lock()
         self._waiting: list[Landing] = []
@@ -67,11 +69,11 @@ class PairInlet:
             landing.abandon(self._reason)
             return
         self._waiting.append(landing)
-        messages = groups(pieces, self._target.block_bytes)
+        messages = groups(pieces, self._block_bytes)
         self.thread.submit(lambda pair: self._take(pair, messages, landing))
 
-    def intake(self, placement: Placement) -> BlockIntake:
-        return BlockIntake(self._target, placement.destination, placement.checksum)
+    def intake(self, placement: Placement) -> Intake:
+        return self._frames.intake(placement)
 
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
         raise TransportUnavailable("blocks of a pair come as a stream")

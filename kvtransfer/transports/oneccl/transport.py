@@ -19,7 +19,8 @@ from kvtransfer.transports.oneccl.backends import device_backends, host_backends
 from kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
 from kvtransfer.transports.oneccl.pair import Backend, Pair
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Wish
+from kvtransfer.transports.port import Converter, Inlet, NodeFacts, Outlet, Wish
+from kvtransfer.transports.zeromq import FrameInlet
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class OneCclTransport:
     """Sends read the blocks when the peer takes them: a peer that froze must not count what it got after its lease."""
     buffers = True
     streams = True
+    narrows = False
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._memory = facts.memory
@@ -78,10 +80,10 @@ class OneCclTransport:
         outlet: Outlet = _device_module().DeviceOutlet(offer, thread, self._blocks, self._settings)
         return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
         self._check_secrecy(welcome.host)
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
-        inlet = self._inlet(offer.dialect)
+        inlet = self._inlet(offer.dialect, converter)
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
         inlet.thread = thread
         try:
@@ -113,10 +115,15 @@ class OneCclTransport:
         self._blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(self._memory)
         return device_backends(self._blocks)
 
-    def _inlet(self, dialect: str) -> Any:
+    def _inlet(self, dialect: str, converter: Converter | None) -> Any:
         """Of three kinds, which the caller only hands on."""
         if self._blocks is None:
-            return PairInlet(host_blocks(self._memory))
+            if converter is None:
+                return PairInlet(FrameInlet(host_blocks(self._memory)), self._memory.block_bytes)
+            module = importlib.import_module("kvtransfer.conversion.inlets")
+            return PairInlet(module.FrameInlet(converter), converter.wire.block_bytes)
+        if converter is not None:
+            raise TransportUnavailable("blocks of a device change their layout on other transports only")
         module = _device_module()
         return (module.StagedInlet if dialect.endswith(module.STAGED) else module.DirectInlet)(self._blocks)
 

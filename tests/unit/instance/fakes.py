@@ -12,6 +12,7 @@ from contracts.layout import KVLayout
 from contracts.messages import Batch, FinishReason, Ticket, ToRouter, Work
 from contracts.sampling import SamplingParams
 from engine.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
+from kvtransfer import Translation
 from services.common.rpc import RouterId
 from services.instance.engine_thread import Turn
 from services.instance.ports import EnginePort, Mode
@@ -220,6 +221,7 @@ class FakeTransfer:
         self.release: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
         self.on_blocks: Callable[[list[BlockName]], None] | None = None
+        self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
 
     def open(self, ticket: Ticket) -> None:
@@ -246,8 +248,10 @@ class FakeTransfer:
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
+        translation: Translation | None = None,
     ) -> Fetched:
         self.asked.append(("fetch", list(wanted)))
+        self.translation = translation
         self.on_blocks = on_blocks
         try:
             return await self.fetched

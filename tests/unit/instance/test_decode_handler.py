@@ -3,7 +3,11 @@ from typing import Literal
 
 import msgspec
 
+from contracts.identity import BlockName
+from contracts.layout import KVLayout
 from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
+from contracts.naming import block_names
+from kvtransfer import Translation
 from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from services.decode.handler import DecodeHandler
 from services.instance.first_tokens import FirstToken, encode_first_tokens
@@ -51,6 +55,24 @@ def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_t
         b.turn(tokens=[output(inner, 43, position=1, finish="stop")])
         await settle()
         assert b.engine.verbs()[-1] == "admit"
+        b.check()
+
+    run(test())
+
+
+def test_a_source_of_another_layout_is_asked_by_its_own_names() -> None:
+    async def test() -> None:
+        b = bench()
+        layout = KVLayout(fingerprint="tiny", num_layers=1, num_kv_heads=1, block_tokens=2, head_dim=2, dtype="float32")
+        root = BlockName(bytes(16))
+        foreign = msgspec.structs.replace(ticket(), source_layout=layout, source_root=root)
+        b.serving.on_message(ROUTER, Decode(work(), foreign))
+        await settle()
+        tokens = work().token_ids
+        names = block_names(root, tokens, 2)
+        assert b.transfer.translation == Translation(layout, names, first_block=1, num_tokens=len(tokens))
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
         b.check()
 
     run(test())

@@ -80,6 +80,22 @@ def test_blocks_are_known_from_snapshot_and_events_until_the_instance_is_lost() 
     with_cluster(scenario)
 
 
+def test_instances_that_can_hand_nothing_over_are_named_with_their_layouts(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        codes = msgspec.structs.replace(LAYOUT, dtype="int8", block_tokens=16)
+        fakes.add(record("p", "prefill", layout=codes))
+        fakes.add(record("d", "decode", layout=msgspec.structs.replace(LAYOUT, dtype="bfloat16")))
+        await settle()
+        assert not caplog.records
+        fakes.add(record("e", "decode", layout=msgspec.structs.replace(LAYOUT, dtype="fp8_e4m3")))
+        await settle()
+        (told,) = caplog.records
+        assert "int8 would be rounded again to fp8_e4m3" in told.message
+        assert f"p {codes}" in told.message and "e KVLayout(" in told.message
+
+    with_cluster(scenario)
+
+
 def test_missed_events_are_made_up_for_by_a_snapshot() -> None:
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
         instance = fakes.add(record("d", "decode"))

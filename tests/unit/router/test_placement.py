@@ -134,12 +134,21 @@ def test_unified_instances_compete_by_predicted_time() -> None:
     assert chosen(LONG, replace(P0, queued_tokens=100), D0, U0) == ("unified", "", "u0")
 
 
-def test_only_equal_layouts_are_paired() -> None:
+def test_other_weights_are_never_paired() -> None:
     other = msgspec.structs.replace(LAYOUT, fingerprint="new weights")
     new_p, new_d = replace(P0, layout=other), replace(D0, layout=other, active_sequences=9)
     assert chosen(LONG, new_p, D1) == ("decode_only", "", "d1")
     assert chosen(LONG, new_p, D1, new_d)[1:] in (("p0", "d0"), ("", "d1"))
     assert refused(LONG, new_p, replace(P1)).reason == "empty_pool"
+
+
+def test_layouts_that_can_be_converted_are_paired_and_others_are_not() -> None:
+    large = msgspec.structs.replace(LAYOUT, block_tokens=16, dtype="int8")
+    assert chosen(LONG, P0, replace(D0, layout=large)) == ("disaggregated", "p0", "d0")
+    assert chosen(LONG, replace(P0, layout=large), D0) == ("disaggregated", "p0", "d0")
+    rounded_again = msgspec.structs.replace(LAYOUT, dtype="fp8_e4m3")
+    assert chosen(LONG, replace(P0, layout=large), replace(D0, layout=rounded_again)) == ("decode_only", "", "d0")
+    assert chosen(Demand(num_tokens=400, max_new_tokens=1), replace(P0, layout=large), D0)[0] == "prefill_only"
 
 
 def test_instances_that_failed_are_avoided_if_there_are_others() -> None:

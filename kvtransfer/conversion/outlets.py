@@ -1,0 +1,38 @@
+"""Blocks that leave in a smaller dtype than the one they lie in: the consumer would round them anyway."""
+
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from contracts.layout import KVLayout
+from kvtransfer.conversion.inlets import as_tensors
+from kvtransfer.conversion.tensors import recoded
+from kvtransfer.frames import Offer
+from kvtransfer.memory import BlockMemory
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.devicecopy import HostArea
+from kvtransfer.transports.port import Prepared
+from kvtransfer.transports.staged import StagedFrames, pinned
+
+
+class NarrowingOutlet(StagedFrames):
+    def __init__(
+        self, offer: Offer, memory: BlockMemory, settings: TransferSettings, *, layout: KVLayout, wire: KVLayout
+    ) -> None:
+        super().__init__(offer, settings, wire.block_bytes)
+        self._blocks = as_tensors(memory)
+        self._layout, self._wire = layout, wire
+
+    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+        source, size = self._blocks, self._wire.block_bytes
+        source.check(blocks)
+        view = pinned(len(blocks) * size, source.device)
+        area = HostArea(view, size, source.device, is_pinned=True)
+        with source.on_stream():
+            source.after_computing(blocks)
+            for place, block in enumerate(blocks):
+                area.fill(place, recoded(source.tensor[block : block + 1], self._layout, self._wire), source)
+        source.wait()
+        views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
+        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
+        return Prepared(blocks, sums, [view])

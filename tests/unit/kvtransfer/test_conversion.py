@@ -1,0 +1,120 @@
+"""Which tokens go where between ends of different block sizes; which layouts can be converted at all."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.layout import KVLayout, obstacle
+from kvtransfer.conversion.landings import Landings
+from kvtransfer.conversion.plan import Translation, plan, wire_layout
+from kvtransfer.errors import LocalTransferError, TransportUnavailable
+from tests.unit.kvtransfer.samples import LAYOUT, name
+
+sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 24, 32, 64])
+
+
+def sized(block_tokens: int, dtype: str = "float32") -> KVLayout:
+    return msgspec.structs.replace(LAYOUT, block_tokens=block_tokens, dtype=dtype)
+
+
+@given(source=sizes, sink=sizes, num_tokens=st.integers(0, 200), share=st.floats(0, 1))
+def test_every_token_from_the_first_wanted_block_on_is_moved_once_and_to_its_place(
+    source: int, sink: int, num_tokens: int, share: float
+) -> None:
+    first_block = int(share * (num_tokens // sink))
+    pieces = plan(sized(source), sized(sink), first_block=first_block, num_tokens=num_tokens)
+    tokens = [
+        (piece.source * source + piece.source_token + i, piece.sink * sink + piece.sink_token + i)
+        for piece in pieces
+        for i in range(piece.count)
+    ]
+    assert tokens == [(token, token) for token in range(first_block * sink, num_tokens)]
+    for piece in pieces:
+        assert piece.count > 0
+        assert piece.source_token + piece.count <= source
+        assert piece.sink_token + piece.count <= sink
+
+
+@given(source=sizes, sink=sizes, num_tokens=st.integers(1, 200), share=st.floats(0, 1), data=st.data())
+def test_a_block_is_whole_when_the_last_of_its_parts_has_come_and_not_before(
+    source: int, sink: int, num_tokens: int, share: float, data: st.DataObject
+) -> None:
+    first_block = int(share * (-(-num_tokens // sink)))
+    theirs = [name(index) for index in range(-(-num_tokens // source))]
+    ours = [(name(255 - index), 1000 + index) for index in range(first_block, -(-num_tokens // sink))]
+    landings = Landings(sized(sink))
+    landing = landings.begin(Translation(sized(source), theirs, first_block, num_tokens), ours)
+    order = data.draw(st.permutations([their_name for their_name, _ in landing.wanted]))
+    come: set[int] = set()
+    whole: list[bytes] = []
+    for their_name in order:
+        come.add(theirs.index(their_name))
+        whole += landing.arrived([their_name])
+        ready = [
+            our_name
+            for (our_name, _), index in zip(ours, range(first_block, first_block + len(ours)), strict=True)
+            if set(range(index * sink // source, -(-min((index + 1) * sink, num_tokens) // source))) <= come
+        ]
+        assert sorted(whole) == sorted(ready)
+    assert len(landing.received) == len(ours)
+    places = [place for _, place in landing.wanted]
+    assert {target.block for place in places for target in landings.targets(place)} == {block for _, block in ours}
+    landings.end(landing)
+    assert len(landings) == 0
+    for place in places:
+        with pytest.raises(TransportUnavailable):
+            landings.targets(place)
+
+
+def test_places_of_two_fetches_differ() -> None:
+    landings = Landings(sized(8))
+    made = [landings.begin(Translation(sized(4), [name(1), name(2)], 0, 8), [(name(3), 0)]) for _ in range(2)]
+    first, second = ([place for _, place in landing.wanted] for landing in made)
+    assert not set(first) & set(second)
+
+
+def test_blocks_that_are_not_those_of_the_tokens_are_an_error_of_the_caller() -> None:
+    with pytest.raises(LocalTransferError):
+        Landings(sized(8)).begin(Translation(sized(4), [name(1), name(2)], 0, 8), [])
+    with pytest.raises(LocalTransferError):
+        Landings(sized(8)).begin(Translation(sized(4), [name(1)], 0, 8), [(name(3), 0)])
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "is_possible"),
+    [
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float32", True),
+        ("bfloat16", "int8", True),
+        ("fp8_e4m3", "float16", True),
+        ("int8", "int8", True),
+        ("int8", "fp8_e4m3", False),
+        ("fp8_e4m3", "fp8_e5m2", False),
+    ],
+)
+def test_dtypes_are_converted_unless_codes_would_be_rounded_again(source: str, sink: str, is_possible: bool) -> None:
+    assert (obstacle(sized(16, source), sized(32, sink)) is None) == is_possible
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"num_layers": 3}, {"head_dim": 16}, {"num_planes": 1}])
+def test_other_weights_or_shapes_are_never_converted(change: dict[str, object]) -> None:
+    assert obstacle(LAYOUT, msgspec.structs.replace(LAYOUT, **change)) is not None
+
+
+def test_blocks_are_narrowed_before_they_travel_and_widened_after() -> None:
+    wide, narrow = sized(16, "bfloat16"), sized(32, "int8")
+    assert wire_layout(wide, narrow, narrows=True) == sized(16, "int8")
+    assert wire_layout(wide, narrow, narrows=False) == wide
+    assert wire_layout(narrow, wide, narrows=True) == narrow
+
+
+def test_names_in_one_fetch_are_in_the_order_of_their_tokens() -> None:
+    landing = Landings(sized(6)).begin(
+        Translation(sized(4), [name(i) for i in range(6)], 1, 22), [(name(9), 0), (name(8), 1), (name(7), 2)]
+    )
+    names = [their_name[0] for their_name, _ in landing.wanted]
+    assert names == [1, 2, 3, 4, 5]
+    assert all(a < b for a, b in pairwise(place for _, place in landing.wanted))
