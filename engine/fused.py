@@ -89,6 +89,7 @@ class FusedForward:
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
+        self._is_alone = model.is_whole
         self._is_head_whole = model.is_whole or module.lm_head.weight.shape[0] == model.vocab_size
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         collectives.prepare(self._final_norm.weight)
@@ -106,19 +107,25 @@ class FusedForward:
         hidden = self._kernels.rms_norm(residual, first.weight, first.eps)
         for number, layer in enumerate(self._layers):
             attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
-            output = self._kernels.linear(attended, layer.output.weight, layer.output.bias)
-            hidden = self._norm_of_sum(output, residual, layer.mlp_norm)
-            output = self._mlp(layer, hidden)
+            hidden = self._linear_norm(attended, layer.output, residual, layer.mlp_norm)
             is_last = number + 1 == len(self._layers)
             norm = self._final_norm if is_last else self._layers[number + 1].input_norm
             if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
-                output = self._collectives.all_reduce(output)[inputs.logit_rows]
+                output = self._collectives.all_reduce(self._mlp(layer, hidden))[inputs.logit_rows]
                 residual = residual[inputs.logit_rows]
                 hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+            elif layer.gate_up is not None and layer.down is not None:
+                hidden = self._linear_norm(self._gated(layer.gate_up, hidden), layer.down, residual, norm)
             else:
-                hidden = self._norm_of_sum(output, residual, norm)
+                hidden = self._norm_of_sum(self._mlp(layer, hidden), residual, norm)
         logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+
+    def _linear_norm(self, x: Tensor, product: Linear, residual: Tensor, norm: Norm) -> Tensor:
+        """Of the ranks' products of `x` and `residual`, which becomes their sum."""
+        if self._is_alone:
+            return self._kernels.linear_norm(x, product.weight, product.bias, residual, norm.weight, norm.eps)
+        return self._norm_of_sum(self._kernels.linear(x, product.weight, product.bias), residual, norm)
 
     def _norm_of_sum(self, output: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         """Of the ranks' outputs and `residual`, which becomes their sum."""
@@ -152,8 +159,11 @@ class FusedForward:
         if layer.gate_up is None or layer.down is None:
             mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
             return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
-        gate_up = self._kernels.linear(hidden, layer.gate_up.weight, layer.gate_up.bias)
-        return self._kernels.linear(self._kernels.silu_mul(gate_up), layer.down.weight, layer.down.bias)
+        gated = self._gated(layer.gate_up, hidden)
+        return self._kernels.linear(gated, layer.down.weight, layer.down.bias)
+
+    def _gated(self, gate_up: Linear, hidden: Tensor) -> Tensor:
+        return self._kernels.silu_mul(self._kernels.linear(hidden, gate_up.weight, gate_up.bias))
 
 
 def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:

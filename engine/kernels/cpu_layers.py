@@ -136,6 +136,11 @@ class CpuLayers:
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return twin.mix(x, weights, chosen, experts)
 
+    def linear_norm(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        return self.rms_norm(self.linear(x, weight, bias), norm_weight, eps, residual=residual)
+
     def rms_norm(
         self,
         x: Tensor,

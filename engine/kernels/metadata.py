@@ -111,6 +111,12 @@ class LayerKernels(Protocol):
         by 1 + weight and rounds once, as Gemma does."""
         ...
 
+    def linear_norm(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor:
+        """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[..., 2 * width] (gate, then up) -> silu(gate) * up [..., width]."""
         ...

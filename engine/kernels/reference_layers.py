@@ -9,7 +9,7 @@ from engine.kernels.metadata import Weight
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.reference_experts import mix, route
 
-__all__ = ["argmax", "embed", "linear", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = ["argmax", "embed", "linear", "linear_norm", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
 
 
 def pack(weight: QuantizedWeight) -> Weight:
@@ -48,6 +48,13 @@ def rms_norm(
     if unit_offset:
         return (normed * (1.0 + weight.float())).to(x.dtype)
     return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
+
+
+def linear_norm(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    """See triton_layers.linear_norm; `residual` is updated in place."""
+    return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

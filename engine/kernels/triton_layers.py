@@ -10,16 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import triton_split
 from engine.kernels.kv_codes import LARGEST, is_coded
+from engine.kernels.metadata import Weight
 from engine.kernels.reference_layers import embed
 from engine.kernels.triton_experts import mix, route
 from engine.kernels.triton_linear import linear, pack
 from engine.kernels.triton_store import coded, largest_of, scale_of
 from engine.kernels.triton_tiles import padded
 
-__all__ = ["embed", "linear", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = ["embed", "linear", "linear_norm", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
 
 _HEADS_PER_PROGRAM = 8
+_ADDING_ROWS = 1024
+"""From here on a norm is limited by memory, so each pass over a residual counts."""
 
 
 def rms_norm(
@@ -46,6 +50,20 @@ def rms_norm(
         num_warps=max(1, min(16, padded(hidden) // 512)),
     )
     return output.view(x.shape)
+
+
+def linear_norm(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum: of a few rows with the product's
+    parts added up by the norm, of many with the residual added by the product, which then rounds once."""
+    if isinstance(weight, Tensor) and bias is None:
+        if triton_split.fits(x, weight):
+            return triton_split.linear_norm(x, weight, residual, norm_weight, eps)
+        if x.shape[0] >= _ADDING_ROWS and x.dtype.itemsize == 2:
+            residual.addmm_(x, weight.t())
+            return rms_norm(residual, norm_weight, eps)
+    return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -36,6 +36,21 @@ class PrefillTiles:
     paired: bool  # two tiles per step where no mask is needed; with descriptors only
 
 
+@dataclass(frozen=True, slots=True)
+class SplitTiles:
+    tile: int  # outputs
+    step: int  # inputs
+    splits: int  # of the inputs
+    warps: int
+    stages: int
+
+
+def split_tiles(outputs: int, inputs: int) -> SplitTiles:
+    """Of a product of up to 16 rows whose parts somebody else adds up. Long sums are cut into more parts."""
+    splits = 8 if inputs > 2 * outputs else 4
+    return SplitTiles(tile=32, step=128, splits=splits, warps=4, stages=4)
+
+
 def padded(size: int) -> int:
     """The next power of two, which Triton's shapes must be."""
     return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,48 @@
+"""Products whose parts the norm adds up, and products that add the residual, against the twin."""
+
+import pytest
+import torch
+
+from engine.kernels import reference_layers
+
+triton_layers = pytest.importorskip("engine.kernels.triton_layers")
+triton_split = pytest.importorskip("engine.kernels.triton_split")
+
+EPS = 1e-5
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "is_split"),
+    [
+        (2, 64, 1024, True),
+        (8, 96, 1024, True),
+        (16, 32, 2048, True),
+        (1, 64, 1024, False),
+        (17, 64, 1024, False),
+        (1030, 64, 32, False),
+        (4, 40, 1024, False),
+        (4, 64, 640, False),
+    ],
+)
+def test_the_norm_of_a_product_and_a_residual(rows: int, outputs: int, inputs: int, is_split: bool) -> None:
+    x, weight = _draw(rows, inputs) / inputs**0.5, _draw(outputs, inputs)
+    residual, norm_weight = _draw(rows, outputs), _draw(outputs)
+    expected_residual = residual.clone()
+    expected = reference_layers.linear_norm(x, weight, None, expected_residual, norm_weight, EPS)
+    assert triton_split.fits(x, weight) == is_split
+    found = triton_layers.linear_norm(x, weight, None, residual, norm_weight, EPS)
+    torch.testing.assert_close(residual, expected_residual, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_bias_or_wide_numbers_go_the_plain_way() -> None:
+    x, weight, residual, norm_weight = _draw(2, 1024), _draw(64, 1024), _draw(2, 64), _draw(64)
+    bias, kept = _draw(64), residual.clone()
+    expected = reference_layers.linear_norm(x, weight, bias, kept, norm_weight, EPS)
+    found = triton_layers.linear_norm(x, weight, bias, residual, norm_weight, EPS)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert not triton_split.fits(x.float(), weight.float())
