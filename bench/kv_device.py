@@ -83,8 +83,9 @@ async def pair_of(options: argparse.Namespace, num_blocks: int, settings: Transf
         await process.wait()
 
 
-async def throughput(pair: Pair, concurrency: int, digest: Sequence[int]) -> float:
-    tickets, each = pair.tickets(concurrency), pair.memory.num_blocks // concurrency
+async def throughput(pair: Pair, concurrency: int, num_blocks: int, digest: Sequence[int]) -> float:
+    """Seconds for so many prompts of `num_blocks` at once."""
+    tickets, each = pair.tickets(concurrency), num_blocks
     order = Order(op="open", tickets=tickets, blocks_each=each)
     pair.memory.device_tensor.zero_()
     _synchronize(pair.memory)
@@ -101,11 +102,11 @@ async def throughput(pair: Pair, concurrency: int, digest: Sequence[int]) -> flo
     return seconds
 
 
-async def exposed(pair: Pair, seconds: float) -> float:
+async def exposed(pair: Pair, num_blocks: int, seconds: float) -> float:
     """Seconds from the producer's `finish` to the end of the fetch."""
-    order = Order(op="open", tickets=pair.tickets(1), blocks_each=pair.memory.num_blocks, seconds=seconds)
+    order = Order(op="open", tickets=pair.tickets(1), blocks_each=num_blocks, seconds=seconds)
     await pair.order(order)
-    fetch = asyncio.create_task(_fetch(pair, order.tickets[0], 0, pair.memory.num_blocks))
+    fetch = asyncio.create_task(_fetch(pair, order.tickets[0], 0, num_blocks))
     await asyncio.sleep(0.002)
     await pair.order(msgspec.structs.replace(order, op="prefill"))
     result = await fetch
@@ -190,14 +191,15 @@ async def _measure_one(
 ) -> list[Row]:
     rows: list[Row] = []
     prompt = options.prompt_mib * MIB
-    async with asyncio.timeout(options.timeout_s), pair_of(options, num_blocks, settings) as pair:
+    in_all = num_blocks * max(options.concurrency)
+    async with asyncio.timeout(options.timeout_s), pair_of(options, in_all, settings) as pair:
         digest = await pair.order(Order(op="digest"))
         for concurrency in options.concurrency:
             limit = await _limit(pair, options, settings)
-            seconds = min([await throughput(pair, concurrency, digest) for _ in range(options.repeats)])
-            speed, case = prompt / seconds, f"{name} x{concurrency}"
+            seconds = min([await throughput(pair, concurrency, num_blocks, digest) for _ in range(options.repeats)])
+            speed, case = concurrency * prompt / seconds, f"{name} x{concurrency}"
             rows.append(Row("kv-device", case, speed / 1e9, "GB/s", limit / 1e9, speed / limit))
-        times = [await exposed(pair, options.prefill_s) for _ in range(options.repeats + 2)]
+        times = [await exposed(pair, num_blocks, options.prefill_s) for _ in range(options.repeats + 2)]
         milliseconds = statistics.median(times) * 1e3
         case = f"{name} exposed, median (of prefill: {milliseconds / 1e3 / options.prefill_s:.2%})"
         rows.append(Row("kv-device", case, milliseconds, "ms"))
@@ -252,7 +254,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--ring-mib", type=int, default=256)
     parser.add_argument("--block-kib", type=int, default=8192)
     parser.add_argument("--scattered", action="store_true", help="a prompt's blocks are nowhere neighbours")
-    parser.add_argument("--prompt-mib", type=int, default=1024)
+    parser.add_argument("--prompt-mib", type=int, default=1024, help="of each handoff")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--checksum", nargs="+", default=["sampled", "off"], choices=["full", "sampled", "off"])
     parser.add_argument("--repeats", type=int, default=5)

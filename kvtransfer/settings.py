@@ -6,7 +6,9 @@ import msgspec
 from msgspec import Meta
 
 TransportName = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
-OneCclBackend = Literal["auto", "libccl", "gloo", "nccl", "nccl+staging", "xccl+staging", "ccl+staging", "gloo+staging"]
+OneCclBackend = Literal[
+    "auto", "libccl", "gloo", "libnccl", "nccl", "nccl+staging", "xccl+staging", "ccl+staging", "gloo+staging"
+]
 ChecksumMode = Literal["full", "sampled", "off"]
 
 LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")

@@ -27,7 +27,7 @@ def device_backends(blocks: Any) -> list[Backend]:
     kind = blocks.device.type
     name = "gloo" if kind == "cpu" else device_backend(kind)
     module = importlib.import_module("kvtransfer.transports.oneccl.device_pair")
-    dialects = ("nccl", "nccl+staging") if name == "nccl" else (f"{name}+staging",)
+    dialects = ("libnccl", "nccl", "nccl+staging") if name == "nccl" else (f"{name}+staging",)
     return [module.DeviceBackend(dialect, blocks) for dialect in dialects]
 
 

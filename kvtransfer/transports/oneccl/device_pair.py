@@ -1,14 +1,18 @@
-"""Pairs for memory of a device, through torch.distributed: what is named is sent and received where it lies."""
+"""Pairs for memory of a device: what is named is sent and received where it lies.
+
+A pair's channel is torch.distributed's, or a library's own.
+"""
 
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvtransfer.transports.devicecopy import DeviceBlocks
+from kvtransfer.transports.oneccl.nccl import NcclChannel, load_api
 from kvtransfer.transports.oneccl.pair import PairBrokenError
 from kvtransfer.transports.oneccl.torch_pair import Group, TorchMeeting, join_store, make_group, translated
 
@@ -23,8 +27,42 @@ ENVIRONMENT = {
 """Only what the user has not set."""
 
 
+NCCL = "libnccl"
+"""Of a dialect: NCCL's own API."""
+
+
+class Channel(Protocol):
+    """Two ranks. The peer must exchange the same sizes in the same order."""
+
+    def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> Sequence[Any] | None:
+        """Work to wait for, of the CPU; a device's is on the stream, which is the current one."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class TorchChannel:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> Sequence[Any] | None:
+        call, peer = (self._group.send, 1) if is_send else (self._group.recv, 0)
+        if stream is None:
+            return [call([part], peer, 0) for part in parts]
+        self._group._start_coalescing()
+        for part in parts:
+            call([part], peer, 0)
+        work = self._group._end_coalescing()
+        if work is not None:
+            work.wait()
+        return None
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
 class DeviceBackend:
-    """`name` is a dialect: nccl, xccl, ccl, or gloo for tensors of the CPU, perhaps with a suffix."""
+    """`name` is a dialect: libnccl, nccl, xccl, ccl, or gloo for tensors of the CPU, perhaps with a suffix."""
 
     def __init__(self, name: str, blocks: DeviceBlocks) -> None:
         self.name = name
@@ -35,7 +73,9 @@ class DeviceBackend:
             libc.setenv(variable.encode(), value.encode(), 0)
 
     def load(self) -> None:
-        """Importing this module has done it."""
+        """Importing this module has loaded torch's."""
+        if self._library == NCCL:
+            load_api()
 
     def meet(self, host: str) -> TorchMeeting:
         return TorchMeeting(host, lambda store, timeout_s: self._pair(store, 0, host, timeout_s))
@@ -47,7 +87,12 @@ class DeviceBackend:
     def _pair(self, store: Any, rank: int, host: str, timeout_s: float) -> "DevicePair":
         with translated():
             self._blocks.stream()  # makes this the thread's device
-            pair = DevicePair(make_group(self._library, store, rank, host, timeout_s), self._blocks, store)
+            channel: Channel
+            if self._library == NCCL:
+                channel = NcclChannel(store, rank)
+            else:
+                channel = TorchChannel(make_group(self._library, store, rank, host, timeout_s))
+            pair = DevicePair(channel, self._blocks, store)
         probe = torch.full((WARM_UP_BYTES,), 7 - 6 * rank, dtype=torch.uint8, device=self._blocks.device)
         pair.post([probe], is_send=rank == 0)()
         if rank == 1 and not bool((probe == 7).all()):
@@ -56,10 +101,10 @@ class DeviceBackend:
 
 
 class DevicePair:
-    def __init__(self, group: Group, blocks: DeviceBlocks, store: Any) -> None:
-        self._group = group
+    def __init__(self, channel: Channel, blocks: DeviceBlocks, store: Any) -> None:
+        self._channel = channel
         self._blocks = blocks
-        self._store = store  # lives as long as the group
+        self._store = store  # lives as long as the channel
         self._is_abandoned = threading.Event()
 
     def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any = None) -> "Wait":
@@ -69,17 +114,11 @@ class DevicePair:
         """
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")
-        group, is_device = self._group, self._blocks.device.type != "cpu"
         with translated(), self._blocks.on_stream(stream):
-            call = group.send if is_send else group.recv
-            if not is_device:
-                return Wait([call([part], 1 if is_send else 0, 0) for part in parts], None, self._is_abandoned)
-            group._start_coalescing()
-            for part in parts:
-                call([part], 1 if is_send else 0, 0)
-            work = group._end_coalescing()
-            if work is not None:
-                work.wait()
+            if self._blocks.device.type == "cpu":
+                works = self._channel.exchange(parts, is_send=is_send, stream=None) or ()
+                return Wait(works, None, self._is_abandoned)
+            self._channel.exchange(parts, is_send=is_send, stream=stream or self._blocks.stream())
             return Wait([], self._blocks.mark(stream), self._is_abandoned)
 
     def abandon(self) -> None:
@@ -90,7 +129,7 @@ class DevicePair:
 
     def _abort(self) -> None:
         with translated():
-            self._group.abort()
+            self._channel.abort()
 
     def send(self, parts: Sequence[memoryview]) -> None:
         raise PairBrokenError("a device's pair carries tensors")
