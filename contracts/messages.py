@@ -59,6 +59,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """The W3C trace context (`traceparent`, `tracestate`) under which an instance's spans belong; may be empty."""
 
 
+class Pull(msgspec.Struct, frozen=True, kw_only=True):
+    """Before computing, fetch the first `num_blocks` full blocks of the prompt, as far as they are missing here, from
+    `ticket.source`. It may have fewer by now, or none: what does not come is computed."""
+
+    ticket: Ticket
+    num_blocks: int
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the prompt, sample the first token of each sequence and hand the blocks to `ticket.sink`.
 
@@ -67,6 +75,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
 
     work: Work
     ticket: Ticket | None = None
+    pull: Pull | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -80,6 +89,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """Do all of it on this instance."""
 
     work: Work
+    pull: Pull | None = None
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
@@ -157,6 +167,10 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
     queue_s: float
     prefill_s: float
     cached_tokens: dict[Tier, int] = {}
+    """Those that were pulled are among the device's."""
+    pulled_tokens: int = 0
+    pulled_from: InstanceId | None = None
+    pull_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 

@@ -6,7 +6,7 @@ accelerators the next step is scheduled and launched while the device computes t
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,14 +20,15 @@ from engine.block_pool import BlockPool
 from engine.cache_making import CacheMaker
 from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
+from engine.engine_stats import stats_of
 from engine.errors import RequestError, UsageError
 from engine.executor import LocalExecutor
 from engine.grammar import Grammars
-from engine.host_tier import HostTier
+from engine.imports import Imports
 from engine.masks import Masking
 from engine.meter import Meter
 from engine.model import Progress
-from engine.outputs import EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
+from engine.outputs import CompletedBlocks, EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
 from engine.parallel.leading import lead, lead_copies
 from engine.parallel.ranks import OnLost, Ranks
 from engine.reservations import Reservations
@@ -108,6 +109,8 @@ class Engine:
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster)
         self._reservations = Reservations(self._roster)
+        self._imports = Imports(self._roster)
+        self._pins: dict[RequestId, list[BlockName]] = {}
         self._travel = Travel(self._blocks)
         self._ahead: _Launched | None = None
         self._last_finish = 0.0
@@ -167,15 +170,33 @@ class Engine:
         self._roster.end_request(request)
         self._travel.end(request_id)
 
-    def pin(self, names: Iterable[BlockName]) -> list[NamedBlock]:
-        """The longest cached prefix of `names`, kept in place until `unpin`."""
+    def pin(self, pin_id: RequestId, names: Iterable[BlockName]) -> list[NamedBlock]:
+        """The longest cached prefix of `names`, where transports read it, kept in place until `unpin`."""
         pinned = self._reservations.pin(names)
+        self._pins[pin_id] = [name for name, _ in pinned]
         self._host.move()
         self.kv.mark(block for _, block in pinned)
+        self._travel.publish([CompletedBlocks(pin_id, pinned)])
         return pinned
 
-    def unpin(self, names: Iterable[BlockName]) -> None:
-        self._reservations.unpin(names)
+    def unpin(self, pin_id: RequestId) -> None:
+        self._reservations.unpin(self._pins.pop(pin_id, []))
+        self._travel.end(pin_id)
+
+    def begin_import(self, import_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]:
+        """Memory for those of `names` that are not cached here, in their order and as far as there is room; another
+        instance has them. Kept until `end_import`; empty: there is nothing to bring or no room, and nothing to end."""
+        if self._scheduler.is_short_of_blocks:
+            return []
+        missing = self._imports.begin(import_id, names)
+        self._host.move()
+        self.kv.mark(block for _, block in missing)
+        return missing
+
+    def end_import(self, import_id: RequestId, received: Iterable[BlockName]) -> None:
+        """What was received holds its verified content and is cached from now on; nothing writes to the rest."""
+        self._travel.arrived(self._imports.receive(import_id, received))
+        self._travel.give_back(self._imports.end(import_id))
 
     def has_work(self) -> bool:
         """Whether `step` could advance anything now."""
@@ -262,35 +283,7 @@ class Engine:
         return self._host.tier.names() if self._host.tier is not None else []
 
     def stats(self) -> EngineStats:
-        roster, meter = self._roster, self._meter
-        waiting = [*roster.waiting(), *roster.loading]
-        host = self._host.tier or HostTier(0)
-        sequences = [s for request in roster.requests.values() for s in request.sequences]
-        held = [s for s in sequences if s.state is State.HELD]
-        return EngineStats(
-            free_blocks=self._pool.num_free,
-            total_blocks=self._pool.num_total,
-            cached_blocks=self._pool.num_cached,
-            held_blocks=sum(len(s.blocks) for s in held),
-            running=len(roster.running),
-            waiting=len(waiting) + len(roster.ready),
-            held=len(held),
-            reserved=sum(s.state is State.RESERVED for s in sequences),
-            queued_tokens=sum(s.num_remaining for s in [*waiting, *roster.running] if s.num_remaining > 1),
-            prefill_tokens_per_s=meter.prefill_tokens_per_s,
-            decode_step_s=meter.decode_step_s,
-            preemptions=roster.num_preemptions,
-            prompt_tokens=meter.prompt_tokens,
-            generated_tokens=meter.generated_tokens,
-            prefix_query_tokens=self._scheduler.num_prefix_query_tokens,
-            prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
-            steps=meter.steps,
-            host_used_blocks=host.num_used,
-            host_total_blocks=host.num_slots,
-            host_hit_tokens=self._scheduler.num_host_hit_tokens,
-            host_stored_blocks=host.num_stored,
-            host_loaded_blocks=host.num_loaded,
-        )
+        return stats_of(self._roster, self._scheduler, self._meter)
 
     def check_invariants(self) -> None:
         self._roster.check_invariants()

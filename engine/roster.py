@@ -38,6 +38,7 @@ class Roster:
         self.ready: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.pins: dict[BlockName, int] = {}
+        self.imports: dict[RequestId, list[int]] = {}
         self.num_preemptions = 0
         self._eos_ids = eos_ids
         self._waiting: list[tuple[SortKey, int, Sequence]] = []
@@ -223,7 +224,8 @@ class Roster:
         sequences = [s for request in self.requests.values() for s in request.sequences]
         pinned = [b for name, n in self.pins.items() for b in [self.pool.block_of(name)] * n if b is not None]
         owners = [*sequences, *self._lingering]
-        self.pool.check_invariants([block for s in owners for block in s.blocks] + pinned)
+        imported = [block for blocks in self.imports.values() for block in blocks]
+        self.pool.check_invariants([block for s in owners for block in s.blocks] + pinned + imported)
         assert all(s.num_launched for s in self._lingering), "blocks were not freed"
         assert all(self.pool.block_of(name) is not None for name in self.pins), "a pinned block was evicted"
         by_state = {state: {id(s) for s in sequences if s.state is state} for state in State}

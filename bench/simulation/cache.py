@@ -91,6 +91,12 @@ class BlockCache:
         self._num_owned -= holding.nameless
         holding.names, holding.nameless = [], 0
 
+    def adopt(self, names: Sequence[BlockName]) -> None:
+        """Blocks with this content have come from elsewhere, as many as fit; nobody owns them."""
+        holding = self.take([], min(len(names), self.num_free))
+        self.name(holding, names[: holding.num_blocks])
+        self.release(holding)
+
     def names(self) -> list[BlockName]:
         return list(self._owners)
 

@@ -93,7 +93,7 @@ class SimulatedCluster:
             transfer_address="",
             events_address="",
             http_address="",
-            host="",
+            host=name,
             load=Load(free_blocks=total, total_blocks=total),
         )
         self.instances[name] = SimulatedInstance(record, self._cost, self._fabric, self._gaps)

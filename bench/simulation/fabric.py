@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bench.simulation.cache import BlockCache
 from contracts.identity import InstanceId, TicketId
 from contracts.messages import Ticket
+from services.router.pulls import LATENCY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Fabric:
         self._seconds_per_token = bytes_per_token / bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._handoffs: dict[TicketId, _Handoff] = {}
+        self.caches: dict[InstanceId, BlockCache] = {}
+        """Of all instances: what can be pulled from them."""
         self._sending_until: dict[InstanceId, float] = {}
         self._receiving_until: dict[InstanceId, float] = {}
 
@@ -64,6 +68,15 @@ class Fabric:
         handoff.sent, handoff.reserved_at, handoff.on_arrived = num_cached, self._loop.time(), on_arrived
         self._send(ticket, handoff)
         self._end(ticket, handoff)
+
+    def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
+        """Tokens that the source has cached go to the sink."""
+        begins = max(
+            self._loop.time(), self._sending_until.get(ticket.source, 0.0), self._receiving_until.get(ticket.sink, 0.0)
+        )
+        ends_at = begins + LATENCY_S + num_tokens * self._seconds_per_token
+        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = ends_at
+        self._loop.call_at(ends_at, on_arrived)
 
     def forget(self, ticket: Ticket) -> None:
         """The sink wants it no more: the source's blocks are free."""

@@ -20,6 +20,7 @@ from contracts.messages import (
     LoadReport,
     Prefill,
     PrefillReport,
+    Pull,
     Snapshot,
     SnapshotRequest,
     Ticket,
@@ -50,12 +51,14 @@ class SimulatedInstance:
         self._tickets: dict[RequestId, Ticket] = {}
         self._held: dict[RequestId, Stream] = {}
         """Streams whose blocks wait to be fetched."""
+        self._num_pulls = 0
+        self._fabric.caches[record.instance] = self.engine.cache
         self._sequence = 0
         self._reported: Load | None = None
 
     @property
     def is_idle(self) -> bool:
-        return self.engine.is_idle and not self._held
+        return self.engine.is_idle and not self._held and not self._num_pulls
 
     def load(self) -> Load:
         engine = self.engine
@@ -87,12 +90,12 @@ class SimulatedInstance:
 
     def on_message(self, message: ToInstance) -> None:
         match message:
-            case Prefill(work=work, ticket=ticket):
-                self._begin(work, "prefill", ticket)
+            case Prefill(work=work, ticket=ticket, pull=pull):
+                self._begin(work, "prefill", ticket, pull)
             case Decode(work=work, ticket=ticket):
                 self._begin(work, "decode", ticket)
-            case Generate(work=work):
-                self._begin(work, "generate", None)
+            case Generate(work=work, pull=pull):
+                self._begin(work, "generate", None, pull)
             case Cancel(request_id=request_id):
                 self._cancel(request_id)
             case SnapshotRequest():
@@ -137,7 +140,7 @@ class SimulatedInstance:
     def on_step(self) -> None:
         self._publish()
 
-    def _begin(self, work: Work, mode: str, ticket: Ticket | None) -> None:
+    def _begin(self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None) -> None:
         block_tokens = self.record.layout.block_tokens
         num_full = len(work.token_ids) // block_tokens
         num_tokens = work.sampling.max_tokens - self._offset(work)
@@ -152,7 +155,25 @@ class SimulatedInstance:
         self._works[work.request_id] = work
         if ticket is not None:
             self._tickets[work.request_id] = ticket
-        self.engine.add(stream)
+        if pull is None:
+            self.engine.add(stream)
+        else:
+            self._pull(stream, pull)
+
+    def _pull(self, stream: Stream, pull: Pull) -> None:
+        """What the source has by now comes first; the prompt is added then."""
+        own, source = self.engine.cache, self._fabric.caches[pull.ticket.source]
+        names = list(stream.names[: pull.num_blocks])
+        missing = names[own.match(names) : source.match(names)]
+        self._num_pulls += 1
+
+        def arrived() -> None:
+            self._num_pulls -= 1
+            if stream.request_id in self._works:
+                own.adopt(missing)
+                self.engine.add(stream)
+
+        self._fabric.pull(pull.ticket, len(missing) * self.record.layout.block_tokens, arrived)
 
     def _hold(self, stream: Stream) -> None:
         """Until the blocks have been fetched, or at once where nobody will."""

@@ -10,6 +10,7 @@ from bench.simulation.run import Scenario
 from bench.simulation.summary import Objective
 from bench.traces import Trace, load_trace
 from services.router.placement import PolicyName
+from services.router.pulls import PullPolicy
 
 DEFAULT_BLOCK_TOKENS = 64
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -41,6 +42,7 @@ def add_cost(made: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, default=2048)
     group.add_argument("--block-size", type=int, help="default: the tokens of a hash of the trace, or 64")
     group.add_argument("--disaggregation-min-tokens", type=int, default=32)
+    group.add_argument("--kv-pull", choices=get_args(PullPolicy), default="auto", help="as the router's")
     group.add_argument("--dispatch-ahead-s", type=float, default=1.0, help="as the router's; inf: nothing waits in it")
     group.add_argument("--seed", type=int, default=0, help="where policies that take turns begin")
 
@@ -106,6 +108,7 @@ def scenario(
         policy=policy,
         block_tokens=options.block_size or trace.hash_tokens or DEFAULT_BLOCK_TOKENS,
         disaggregation_min_tokens=options.disaggregation_min_tokens,
+        pull=options.kv_pull,
         dispatch_ahead_s=options.dispatch_ahead_s,
         seed=options.seed,
         scaling=scaling,

@@ -22,6 +22,7 @@ from services.router.main import admission_of, flight_rules
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
 from services.router.placement import PolicyName
+from services.router.pulls import PullPolicy
 from services.router.settings import RouterSettings
 
 _UNSHARED = 1 << 30
@@ -38,6 +39,7 @@ class Scenario:
     policy: PolicyName = "prefix"
     block_tokens: int
     disaggregation_min_tokens: int = 32
+    pull: PullPolicy = "auto"
     dispatch_ahead_s: float = 1.0
     """As the router's setting: what is more waits in the router. inf: nothing does."""
     seed: int = 0
@@ -127,6 +129,7 @@ def _settings(scenario: Scenario) -> RouterSettings:
         model="simulated",
         placement_policy=scenario.policy,
         disaggregation_min_tokens=scenario.disaggregation_min_tokens,
+        kv_pull=scenario.pull,
         dispatch_ahead_s=scenario.dispatch_ahead_s,
         request_timeout_s=1e6,
         handoff_timeout_s=1e6,

@@ -28,6 +28,7 @@ from services.instance.ports import (
     RouterPort,
     SinkPort,
 )
+from services.instance.pulling import PullPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment
 
@@ -48,6 +49,7 @@ class DecodeHandler:
         engine: EngineCalls,
         transfer: SinkPort,
         router: RouterPort,
+        puller: PullPort,
         *,
         counter: HandoffCounter,
         fallback: Literal["fail", "local"],
@@ -56,6 +58,7 @@ class DecodeHandler:
         self._engine = engine
         self._transfer = transfer
         self._router = router
+        self._puller = puller
         self._counter = counter
         self._fallback = fallback
         self._reservations = Reservations(engine, max_waiting=max_waiting)
@@ -67,7 +70,8 @@ class DecodeHandler:
         if isinstance(message, Decode):
             await self._decode(request, message.ticket)
         else:
-            await generate(self._engine, request)
+            assert isinstance(message, Generate)
+            await generate(self._engine, request, self._puller, message.pull)
 
     def on_turn(self, stats: EngineStats) -> None:
         self._reservations.on_free_blocks(stats.free_blocks)

@@ -29,6 +29,7 @@ def main(argv: list[str]) -> None:
             parts.engine,
             parts.transfer,
             parts.router,
+            parts.puller,
             counter=parts.counter,
             fallback=settings.handoff_fallback,
             max_waiting=settings.max_waiting,

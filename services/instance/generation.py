@@ -2,10 +2,11 @@
 
 import asyncio
 
-from contracts.messages import ErrorCode
+from contracts.messages import ErrorCode, Pull
 from engine.outputs import CompletedBlocks, SequenceOutput
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
+from services.instance.pulling import PullPort
 from services.instance.requests import Request
 
 
@@ -41,9 +42,10 @@ class Writing:
         await self._end
 
 
-async def generate(engine: EngineCalls, request: Request) -> None:
+async def generate(engine: EngineCalls, request: Request, puller: PullPort, pull: Pull | None) -> None:
     """Computes the prompt and writes the answer. Raises `engine.errors.RequestError` when it never can."""
     work = request.work
+    await puller.pull(request, pull)
     writing = Writing()
     request.progress = writing
     request.is_admitted = True

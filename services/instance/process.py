@@ -40,8 +40,10 @@ from services.instance.membership import Membership
 from services.instance.metrics import EngineCollector, TransferMetrics
 from services.instance.observed import ObservedRole
 from services.instance.pooling_serving import PoolingServing
+from services.instance.pulling import Puller
 from services.instance.serving import Identity, RoleHandler, Serving
 from services.instance.settings import InstanceSettings, instance_id, model_names
+from services.instance.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Parts:
     transfer: TransferNode
     router: InstanceServer
     counter: TransferMetrics
+    puller: Puller
 
 
 MakeHandler = Callable[[Parts], RoleHandler]
@@ -163,11 +166,14 @@ class InstanceProcess:
             ports=NodePorts(observer=self._counter),
         )
         await transfer.start()
-        lifecycle.on_stop("transfer", transfer.close)
         thread = cast("EngineThread[Engine]", self._engine_thread)  # it is the one that has just built `engine`
+        lifecycle.on_stop("sharing", Sharing(thread, transfer).close)
+        lifecycle.on_stop("transfer", transfer.close)
+        puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=self._counter)
+        parts = Parts(thread, transfer, self._rpc, self._counter, puller)
         return Serving(
             identity,
-            role=ObservedRole(self._make_handler(Parts(thread, transfer, self._rpc, self._counter)), self._tracing),
+            role=ObservedRole(self._make_handler(parts), self._tracing),
             engine=thread,
             stats=engine.stats(),
             router=self._rpc,

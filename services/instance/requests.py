@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from contracts.events import Tier
-from contracts.identity import RequestId
+from contracts.identity import InstanceId, RequestId
 from contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
 from engine.outputs import CompletedBlocks, FirstTokenInfo, SequenceOutput
 from services.common.rpc import RouterId
@@ -32,6 +32,15 @@ class Progress(Protocol):
     def failed(self, code: ErrorCode, message: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Blocks of the prompt that came from another instance's cache."""
+
+    source: InstanceId
+    num_tokens: int
+    seconds: float
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One attempt at a request. `work.request_id` is the id inside this process."""
@@ -45,6 +54,7 @@ class Request:
     is_admitted: bool = False
     """The engine runs its sequences, so that one of them can be cancelled."""
     span: Span = NO_SPAN
+    pulled: Pulled | None = None
 
     def __post_init__(self) -> None:
         self.live = set(self.work.sequences)
@@ -159,6 +169,9 @@ def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:
         queue_s=info.queue_s,
         prefill_s=info.prefill_s,
         cached_tokens=cached,
+        pulled_tokens=request.pulled.num_tokens if request.pulled is not None else 0,
+        pulled_from=request.pulled.source if request.pulled is not None else None,
+        pull_s=request.pulled.seconds if request.pulled is not None else 0.0,
         prompt_logprobs=info.prompt_logprobs,
     )
 

@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from contracts.messages import Prefill, Ticket
+from contracts.messages import Prefill, Pull, Ticket
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.ports import EngineStats, HandoffCounter, SourcePort
+from services.instance.pulling import PullPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment, to_the_end
 from services.prefill.reading import HandedReading, Reading
@@ -23,10 +24,17 @@ class PrefillHandler:
     """`services.instance.serving.RoleHandler`."""
 
     def __init__(
-        self, engine: EngineCalls, transfer: SourcePort, *, counter: HandoffCounter, clock: Callable[[], float]
+        self,
+        engine: EngineCalls,
+        transfer: SourcePort,
+        puller: PullPort,
+        *,
+        counter: HandoffCounter,
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._transfer = transfer
+        self._puller = puller
         self._counter = counter
         self._clock = clock
 
@@ -36,9 +44,9 @@ class PrefillHandler:
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Prefill)
         if message.ticket is None:
-            await self._read(request)
+            await self._read(request, message.pull)
         else:
-            await self._hand_off(request, message.ticket)
+            await self._hand_off(request, message.ticket, message.pull)
 
     def on_turn(self, stats: EngineStats) -> None:
         """Nothing waits for it."""
@@ -46,21 +54,23 @@ class PrefillHandler:
     def num_queued(self) -> int:
         return 0
 
-    async def _read(self, request: Request) -> None:
+    async def _read(self, request: Request, pull: Pull | None) -> None:
         reading = Reading()
         request.progress = reading
         try:
+            await self._puller.pull(request, pull)
             await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
             await reading.end
         finally:
             self._free(request, reading)
 
-    async def _hand_off(self, request: Request, ticket: Ticket) -> None:
+    async def _hand_off(self, request: Request, ticket: Ticket, pull: Pull | None) -> None:
         reading = HandedReading(self._transfer, ticket, clock=self._clock)
         request.progress = reading
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
         try:
+            await self._puller.pull(request, pull)
             await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
             ends: list[asyncio.Future[Any]] = [reading.end, released]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -26,7 +26,9 @@ def main(argv: list[str]) -> None:
     status = run_instance(
         settings,
         "prefill",
-        lambda parts: PrefillHandler(parts.engine, parts.transfer, counter=parts.counter, clock=time.monotonic),
+        lambda parts: PrefillHandler(
+            parts.engine, parts.transfer, parts.puller, counter=parts.counter, clock=time.monotonic
+        ),
     )
     sys.exit(status)
 

@@ -8,11 +8,15 @@ from typing import Protocol
 import msgspec
 
 from contracts.identity import BlockName, RequestId, new_ticket_id
-from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Ticket, Work
+from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Work
 from services.router.job import PromptNames
 from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
 from services.router.sequence import TokenSequence
+
+PULL_PATIENCE = 4.0
+PULL_TIMEOUT_S = 1.0
+"""A fetch of a cached prefix is given up after so many times its predicted duration, and this; then it is computed."""
 
 
 class Owner(Protocol):
@@ -38,8 +42,17 @@ class Attempt:
     decode_has_blocks: bool = False
     """The handoff is over: prefill is needed no more."""
 
-    def start(self, work: Work, placement: Placement, naming: PromptNames, *, handoff_timeout_s: float) -> None:
-        """Tells both instances at once; each gets the root of its own names."""
+    def start(
+        self,
+        work: Work,
+        placement: Placement,
+        naming: PromptNames,
+        *,
+        handoff_timeout_s: float,
+        pull_from: Member | None = None,
+    ) -> None:
+        """Tells both instances at once; each gets the root of its own names. `pull_from` is the source of what the
+        placement's reader fetches first."""
         num_tokens = len(work.token_ids)
         if self.prefill is not None and placement.prefill is not None:
             share = self._share(placement.prefill, num_tokens, computes=True)
@@ -48,12 +61,15 @@ class Attempt:
             share = self._share(placement.decode, num_tokens, computes=self.prefill is None)
             self.decode.assign(self.request_id, share)
         if self.prefill is None and self.decode is not None:
-            self.decode.send(Generate(_named(work, naming, self.decode)))
-        elif self.prefill is not None and self.decode is None:
-            self.prefill.send(Prefill(_named(work, naming, self.prefill)))
-        elif self.prefill is not None and self.decode is not None:
+            pull = _pull(self.request_id, placement, pull_from, self.decode, naming)
+            self.decode.send(Generate(_named(work, naming, self.decode), pull))
+        elif self.prefill is not None:
+            pull = _pull(self.request_id, placement, pull_from, self.prefill, naming)
+            if self.decode is None:
+                self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull))
+                return
             ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull))
             self.decode.send(Decode(_named(work, naming, self.decode), ticket))
 
     def members(self) -> list[Member]:
@@ -101,6 +117,18 @@ def indexes(sequences: Sequence[TokenSequence]) -> list[int]:
 
 def _named(work: Work, naming: PromptNames, member: Member) -> Work:
     return msgspec.structs.replace(work, root=naming.root(member.record.layout))
+
+
+def _pull(
+    request_id: RequestId, placement: Placement, source: Member | None, sink: Member, naming: PromptNames
+) -> Pull | None:
+    plan = placement.computing.pull
+    if plan is None or source is None:
+        return None
+    block_tokens = sink.record.layout.block_tokens
+    timeout_s = PULL_PATIENCE * plan.seconds + PULL_TIMEOUT_S
+    ticket = _ticket(request_id, source, sink, naming, timeout_s)
+    return Pull(ticket=ticket, num_blocks=plan.num_tokens // block_tokens)
 
 
 def _ticket(request_id: RequestId, source: Member, sink: Member, naming: PromptNames, timeout_s: float) -> Ticket:

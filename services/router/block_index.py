@@ -139,6 +139,10 @@ class BlockIndex:
         total = self._walk(names, (self._device, self._expected, self._host))
         return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
 
+    def held(self, names: Sequence[BlockName]) -> dict[InstanceId, int]:
+        """As `match`, of blocks that were reported alone: in any tier, without guesses."""
+        return self._walk(names, (self._device, self._host))
+
     def check_invariants(self) -> None:
         known = 0
         for source in self._sources.values():

@@ -8,7 +8,7 @@ assignments to decide; the link is tried again for as long as the registry knows
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from contracts.events import EventBatch
@@ -30,7 +30,7 @@ from contracts.messages import (
 )
 from services.router.block_index import BlockIndex, Match
 from services.router.member import Link, Member
-from services.router.placement import UNMEASURED_TOKENS_PER_S, ClusterView
+from services.router.placement import UNMEASURED_TOKENS_PER_S, Candidate, ClusterView
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +141,18 @@ class Cluster:
             # An instance whose circuit is open is better than none: the others of its role decide.
             sound = {member.record.role for member in takers if member.circuit.allows(now)}
             takers = [m for m in takers if m.circuit.allows(now) or m.record.role not in sound]
-        matches = {layout: self.index.match(names(layout)) for layout in {m.record.layout for m in takers}}
+        layouts = {m.record.layout for m in takers}
+        matches = {layout: self.index.match(names(layout)) for layout in layouts}
+        held = {layout: self._held(matches[layout], names(layout), takers) for layout in layouts}
         self._turn += 1
-        return ClusterView(
-            [m.candidate(matches[m.record.layout].get(m.record.instance, _NO_MATCH), now) for m in takers], self._turn
-        )
+        return ClusterView([_candidate(m, matches, held, now) for m in takers], self._turn)
+
+    def _held(
+        self, match: Mapping[InstanceId, Match], names: Sequence[BlockName], takers: Sequence[Member]
+    ) -> Mapping[InstanceId, int]:
+        """What instances could fetch from each other; nothing where all have the same."""
+        lengths = {match.get(member.record.instance, _NO_MATCH).total for member in takers}
+        return self.index.held(names) if len(lengths) > 1 else {}
 
     def _refresh(self) -> None:
         if self.is_closed:
@@ -311,6 +318,16 @@ class Cluster:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a connection failed", exc_info=error)
+
+
+def _candidate(
+    member: Member,
+    matches: Mapping[KVLayout, Mapping[InstanceId, Match]],
+    held: Mapping[KVLayout, Mapping[InstanceId, int]],
+    now: float,
+) -> Candidate:
+    layout, instance = member.record.layout, member.record.instance
+    return member.candidate(matches[layout].get(instance, _NO_MATCH), now, held_blocks=held[layout].get(instance, 0))
 
 
 def serves(record: InstanceRecord, names: frozenset[str]) -> bool:

@@ -16,6 +16,7 @@ def ended_line(flight: Flight, now: float) -> dict[str, object]:
         "prompt_tokens": len(flight.job.token_ids),
         "generated_tokens": sum(len(sequence.token_ids) for sequence in flight.sequences),
         "cached_tokens": sum(timeline.cached_tokens.values()),
+        "pulled_tokens": report.pulled_tokens if report is not None else None,
         "predicted_ttft_s": _rounded(timeline.predicted_ttft_s),
         "ttft_s": _rounded(timeline.ttft_s),
         "predicted_itl_s": _rounded(timeline.predicted_itl_s),

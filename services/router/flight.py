@@ -292,8 +292,9 @@ class Flight:
         self._attempts.add(attempt)
         self.timeline.placed(placement, self._clock())
         work = self._work(attempt, token_ids, indexes(sequences))
-        timeout_s = min(self._rules.handoff_timeout_s, work.timeout_s)
-        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s)
+        timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.computing.pull
+        source = self._cluster.member(plan.source) if plan is not None else None
+        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source)
         until = self._clock() + self._rules.expected_blocks_ttl_s
         for member in attempt.members():
             member.circuit.tries(self._clock())

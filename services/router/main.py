@@ -118,7 +118,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
 def flight_rules(settings: RouterSettings) -> FlightRules:
     return FlightRules(
         policy=PlacementPolicy(
-            disaggregation_min_tokens=settings.disaggregation_min_tokens, name=settings.placement_policy
+            disaggregation_min_tokens=settings.disaggregation_min_tokens,
+            name=settings.placement_policy,
+            pull=settings.kv_pull,
         ),
         request_timeout_s=settings.request_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,

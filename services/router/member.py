@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from contracts.identity import RequestId
+from contracts.identity import InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus
 from contracts.messages import Answer, LoadReport, ToInstance
 from services.router.block_index import Match
@@ -53,6 +53,7 @@ class Member:
     state: State = "connecting"
     link: Link | None = None
     links: list[LinkStatus] = field(default_factory=list)
+    link_speeds: dict[InstanceId, float] = field(default_factory=dict)
     draining: bool = False
     shares: dict[RequestId, Share] = field(default_factory=dict)
     reported_at: float = 0.0
@@ -100,6 +101,7 @@ class Member:
         load = report.load
         self.record = msgspec.structs.replace(self.record, load=load)
         self.links = report.links
+        self.link_speeds = {link.peer: link.bytes_per_second for link in report.links}
         self.draining = report.draining
         self.reported_at = now
         self.steps.observe(load.running, load.decode_step_s)
@@ -109,7 +111,8 @@ class Member:
         for share in self.shares.values():
             share.is_reported = True
 
-    def candidate(self, match: Match, now: float) -> Candidate:
+    def candidate(self, match: Match, now: float, *, held_blocks: int = 0) -> Candidate:
+        """`held_blocks`: of the same prompt, as far as they are known to be there."""
         load = self.record.load
         done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
         block_tokens = self.record.layout.block_tokens
@@ -127,6 +130,9 @@ class Member:
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
+            machine=self.record.host,
+            held_tokens=held_blocks * block_tokens,
+            link_speeds=self.link_speeds,
             next_step_s=self.steps.predict(self.own_sequences + self.foreign_sequences + 1),
         )
 

@@ -4,10 +4,11 @@ The prefill instance is the one with the smallest predicted time to first token:
 cached there, over its measured rate. Under load, tokens to compute weigh more than tokens queued: those who come next
 wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
 decode instance is the least busy one with room; blocks that it already has count only as bytes
-not moved. That is the policy `prefix`; the others are there to compare with.
+not moved. A prefix that another instance has is fetched from there where that is cheaper (`pulls`).
+That is the policy `prefix`; the others are there to compare with.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -17,6 +18,7 @@ import msgspec
 from contracts.identity import InstanceId
 from contracts.instance import Role
 from contracts.layout import KVLayout, obstacle
+from services.router.pulls import PullPlan, PullPolicy, best_holders, plan_pull
 
 Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
 Reason = Literal["empty_pool", "never_fits"]
@@ -61,25 +63,39 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     host_cached_tokens: int = 0
     turnover: float = 0.0
     """Tokens computed there of late, in sizes of its cache: what is cached there lives the shorter the greater."""
+    machine: str = ""
+    """Equal for instances that can share memory."""
+    held_tokens: int = 0
+    """Of this request's, in any tier and known to be there: what others can fetch."""
+    link_speeds: Mapping[InstanceId, float] = {}
+    """Bytes a second that this instance measured when it fetched from others."""
+    pull: PullPlan | None = None
+    """What it fetches before it computes."""
     next_step_s: float = 0.0
     """Predicted time of a decode step with one sequence more; 0: not measured."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""
         cached = self.cached_tokens + HOST_TIER_CREDIT * self.host_cached_tokens
-        return max(1.0, num_tokens - cached)
+        pulled = self.pull.brings if self.pull is not None else 0
+        return max(1.0, num_tokens - cached - pulled)
 
     @property
     def queue_s(self) -> float:
-        return self.queued_tokens / self._rate
+        return self.queued_tokens / self.tokens_per_s
 
     @property
-    def _rate(self) -> float:
+    def own_tokens(self) -> int:
+        return self.cached_tokens + self.host_cached_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
         return self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
 
     def time_to_first_token_s(self, num_tokens: int, *, harm: float = 0.0) -> float:
         """With `harm`: plus what later prompts lose, in times that this one takes."""
-        return (self.queued_tokens + (1.0 + harm) * self.uncached(num_tokens)) / self._rate
+        pull_s = self.pull.seconds if self.pull is not None else 0.0  # while those before it are computed
+        return max(pull_s, self.queue_s) + (1.0 + harm) * self.uncached(num_tokens) / self.tokens_per_s
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -95,6 +111,7 @@ class PlacementPolicy:
 
     disaggregation_min_tokens: int = 32
     name: PolicyName = "prefix"
+    pull: PullPolicy = "auto"
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +183,7 @@ def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]
 def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
     """Of instances that may exchange blocks."""
     pick_reader, pick_writer = _PICKS[policy.name]
+    group = _with_pulls(demand, group, policy)
     prefill = pick_reader(demand, [c for c in group if c.role == "prefill"], turn)
     writers = [c for c in group if c.role == "decode"]
     decode = next((c for c in writers if c.instance == demand.keep_decode), None) or pick_writer(demand, writers, turn)
@@ -179,6 +197,17 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
         return None
     shortest_s = min(c.queue_s for c in group if c.role == option.computing.role)
     return msgspec.structs.replace(option, shortest_queue_s=shortest_s)
+
+
+def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Sequence[Candidate]:
+    """Those that read prompts, with what each had better fetch from another one before it computes."""
+    if policy.name != "prefix" or policy.pull == "never" or not (holders := best_holders(group)):
+        return group
+    tokens = demand.num_tokens
+    plans = [
+        plan_pull(c, holders, num_tokens=tokens, policy=policy.pull) if c.role != "decode" else None for c in group
+    ]
+    return [c if plan is None else msgspec.structs.replace(c, pull=plan) for c, plan in zip(group, plans, strict=True)]
 
 
 def _split(

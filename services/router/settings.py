@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from services.router.placement import PolicyName
+from services.router.pulls import PullPolicy
 
 ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]
@@ -147,6 +148,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"group": "placement"},
         ),
     ] = "prefix"
+    kv_pull: Annotated[
+        PullPolicy,
+        Meta(
+            description="whether an instance fetches a cached prefix from another one before it computes: auto where "
+            "that is predicted to be quicker, always where there is one, or never"
+        ),
+    ] = "auto"
     disaggregation_min_tokens: Annotated[
         int,
         Meta(

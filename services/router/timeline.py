@@ -19,6 +19,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill: str | None
     decode: str | None
     cached_tokens: Mapping[str, int]
+    pulled_tokens: int = 0
+    """Cached ones that the instance fetched from another one, `pulled_from`, first."""
+    pulled_from: str | None = None
+    pull_s: float = 0.0
     predicted_ttft_s: float
     predicted_itl_s: float
     itl_s: float | None
@@ -103,6 +107,9 @@ class Timeline:
             decision=self.decision,
             prefill=self.prefill,
             decode=self.decode,
+            pulled_tokens=report.pulled_tokens if report is not None else 0,
+            pulled_from=report.pulled_from if report is not None else None,
+            pull_s=report.pull_s if report is not None else 0.0,
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
             predicted_itl_s=self.predicted_itl_s,

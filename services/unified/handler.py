@@ -4,6 +4,7 @@ from contracts.messages import Generate
 from services.instance.engine_thread import EngineCalls
 from services.instance.generation import generate
 from services.instance.ports import EngineStats
+from services.instance.pulling import PullPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment
 
@@ -11,14 +12,16 @@ from services.instance.serving import Assignment
 class UnifiedHandler:
     """`services.instance.serving.RoleHandler`."""
 
-    def __init__(self, engine: EngineCalls) -> None:
+    def __init__(self, engine: EngineCalls, puller: PullPort) -> None:
         self._engine = engine
+        self._puller = puller
 
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Generate)
 
     async def serve(self, request: Request, message: Assignment) -> None:
-        await generate(self._engine, request)
+        assert isinstance(message, Generate)
+        await generate(self._engine, request, self._puller, message.pull)
 
     def on_turn(self, stats: EngineStats) -> None:
         """Nothing waits outside the engine."""

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     status = run_instance(
         settings,
         "unified",
-        lambda parts: UnifiedHandler(parts.engine),
+        lambda parts: UnifiedHandler(parts.engine, parts.puller),
     )
     sys.exit(status)
 

@@ -32,17 +32,23 @@ Wrap = Callable[[Role, RoleHandler], RoleHandler]
 
 
 def _prefill(parts: Parts) -> RoleHandler:
-    return PrefillHandler(parts.engine, parts.transfer, counter=parts.counter, clock=time.monotonic)
+    return PrefillHandler(parts.engine, parts.transfer, parts.puller, counter=parts.counter, clock=time.monotonic)
 
 
 def _decode(parts: Parts) -> RoleHandler:
     return DecodeHandler(
-        parts.engine, parts.transfer, parts.router, counter=parts.counter, fallback="fail", max_waiting=16
+        parts.engine,
+        parts.transfer,
+        parts.router,
+        parts.puller,
+        counter=parts.counter,
+        fallback="fail",
+        max_waiting=16,
     )
 
 
 def _unified(parts: Parts) -> RoleHandler:
-    return UnifiedHandler(parts.engine)
+    return UnifiedHandler(parts.engine, parts.puller)
 
 
 _HANDLERS: dict[Role, Callable[[Parts], RoleHandler]] = {"prefill": _prefill, "decode": _decode, "unified": _unified}

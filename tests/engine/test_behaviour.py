@@ -82,9 +82,9 @@ def test_a_lost_block_changes_the_answer(engine: Engine, reference: Reference) -
     engine.add(make_work(engine, "a", prompt))
     run(engine)
     names = block_names(make_work(engine, "b", prompt).root, prompt, engine.layout.block_tokens)
-    pinned = engine.pin(names)
+    pinned = engine.pin(RequestId("pin"), names)
     engine.kv.tensor[pinned[2].block] = 0
-    engine.unpin(block.name for block in pinned)
+    engine.unpin(RequestId("pin"))
     engine.add(make_work(engine, "c", prompt))
     assert run(engine)["c", 0] != answer
 

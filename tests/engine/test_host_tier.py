@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from contracts.identity import RequestId
 from contracts.naming import block_names
 from engine import Engine, KVCache
 from engine.errors import ConfigError
@@ -113,15 +114,15 @@ def test_a_pin_brings_blocks_back_from_the_host_tier(references: References) -> 
         engine.add(work)
         run(engine)
         names = block_names(work.root, prompt, 8)[: len(prompt) // 8]
-        before = [_bytes(engine, block) for _, block in engine.pin(names)]
-        engine.unpin(names)
+        before = [_bytes(engine, block) for _, block in engine.pin(RequestId("pin"), names)]
+        engine.unpin(RequestId("pin"))
         evict(engine)
         assert len(set(names) - set(engine.cached_names())) > 3
-        pinned = engine.pin(names)
+        pinned = engine.pin(RequestId("pin"), names)
         assert [name for name, _ in pinned] == names
         assert [_bytes(engine, block) for _, block in pinned] == before
         engine.check_invariants()
-        engine.unpin(names)
+        engine.unpin(RequestId("pin"))
 
 
 def test_a_device_whose_memory_the_host_cannot_address(references: References, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contracts.events import BlocksStored
 from contracts.identity import BlockName, RequestId
+from contracts.naming import block_names
+from engine.imports import Imports
 from engine.outputs import StepResult
 from engine.reservations import Reservations
 from engine.scheduler import Scheduler
 from engine.sequence import Mode
-from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
+from tests.unit.engine.work import BLOCK_TOKENS, ROOT, AheadSteps, add, made_up_token, make_roster, make_work, step
 
 NUM_BLOCKS = 9
 LONGEST_PROMPT = 18
@@ -30,6 +32,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.held: list[RequestId] = []
         self.reserved: dict[RequestId, list[BlockName]] = {}
         self.pinned: list[BlockName] = []
+        self.imports = Imports(self.roster)
+        self.imported: dict[RequestId, list[BlockName]] = {}
         self.cached: set[BlockName] = set()
 
     @initialize(caching=st.booleans())
@@ -37,6 +41,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching)
         self.scheduler = Scheduler(self.roster)
         self.reservations = Reservations(self.roster)
+        self.imports = Imports(self.roster)
 
     def new_id(self) -> str:
         self.count += 1
@@ -118,6 +123,22 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.reservations.unpin(self.pinned)
         self.pinned = []
 
+    @rule(length=st.integers(1, LONGEST_PROMPT), prefix=st.integers(0, 2))
+    def begin_import(self, length: int, prefix: int) -> None:
+        import_id = RequestId(self.new_id())
+        names = block_names(ROOT, [prefix] * length, BLOCK_TOKENS)[: length // BLOCK_TOKENS]
+        if missing := self.imports.begin(import_id, names):
+            self.imported[import_id] = [name for name, _ in missing]
+
+    @precondition(lambda self: self.imported)
+    @rule(data=st.data())
+    def end_import(self, data: st.DataObject) -> None:
+        import_id = data.draw(st.sampled_from(sorted(self.imported)))
+        names = self.imported.pop(import_id)
+        received = data.draw(st.lists(st.sampled_from(names), unique=True))
+        assert len(self.imports.receive(import_id, received)) == len(received)
+        assert len(self.imports.end(import_id)) == len(names) - len(received)
+
     @rule(count=st.integers(1, 4))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -169,6 +190,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         for request_id in list(self.reserved):
             self.reservations.admit_locally(request_id)
         self.unpin()
+        for import_id in self.imported:
+            self.imports.end(import_id)
         for _ in range(2000):
             while self.held:
                 self.release()
@@ -202,6 +225,7 @@ class HostTierMachine(SchedulingMachine):
         self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching, host_slots=host_slots)
         self.scheduler = Scheduler(self.roster)
         self.reservations = Reservations(self.roster)
+        self.imports = Imports(self.roster)
 
     @precondition(lambda self: self.roster.loading)
     @rule(data=st.data())

@@ -9,13 +9,14 @@ from contracts.events import BlockEvent
 from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
 from contracts.instance import LinkStatus
 from contracts.layout import KVLayout
-from contracts.messages import Batch, FinishReason, Ticket, ToRouter, Work
+from contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from contracts.sampling import SamplingParams
 from engine.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
 from kvtransfer import Translation
 from services.common.rpc import RouterId
 from services.instance.engine_thread import Turn
 from services.instance.ports import EnginePort, Mode
+from services.instance.requests import Request
 from services.instance.serving import Identity, RoleHandler, Serving
 
 T = TypeVar("T")
@@ -91,6 +92,8 @@ class FakeEngine:
         self.results: list[StepResult] = []
         self.num_steps = 0
         self.is_closed = False
+        self.num_pinned = 2
+        self.num_imported = 2
 
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
@@ -129,6 +132,20 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self.results)
+
+    def pin(self, pin_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]:
+        self._ask("pin", pin_id, list(names))
+        return [NamedBlock(one, 2 + number) for number, one in enumerate(names[: self.num_pinned])]
+
+    def unpin(self, pin_id: RequestId) -> None:
+        self._ask("unpin", pin_id)
+
+    def begin_import(self, import_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]:
+        self._ask("begin_import", import_id, list(names))
+        return [NamedBlock(one, 6 + number) for number, one in enumerate(names[: self.num_imported])]
+
+    def end_import(self, import_id: RequestId, received: Sequence[BlockName]) -> None:
+        self._ask("end_import", import_id, list(received))
 
     def host_names(self) -> list[BlockName]:
         return [BlockName(b"h" * 16)]
@@ -212,6 +229,13 @@ class Fetched:
     num_blocks: int = 2
 
 
+class NoPulls:
+    """`PullPort` where nothing is to be had."""
+
+    async def pull(self, request: Request, pull: Pull | None) -> None:
+        assert pull is None
+
+
 class FakeTransfer:
     """Both ends. The test settles `release` (a reason) and `fetched` (a result or an error)."""
 
@@ -223,6 +247,9 @@ class FakeTransfer:
         self.on_blocks: Callable[[list[BlockName]], None] | None = None
         self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
+
+    def on_fetch(self, handler: Callable[[Ticket, list[BlockName]], None]) -> None:
+        self.ask = handler
 
     def open(self, ticket: Ticket) -> None:
         self.asked.append(("open", ticket.ticket))
@@ -249,6 +276,7 @@ class FakeTransfer:
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
         translation: Translation | None = None,
+        partial: bool = False,
     ) -> Fetched:
         self.asked.append(("fetch", list(wanted)))
         self.translation = translation

@@ -11,13 +11,13 @@ from kvtransfer import Translation
 from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from services.decode.handler import DecodeHandler
 from services.instance.first_tokens import FirstToken, encode_first_tokens
-from tests.unit.instance.fakes import ROUTER, Bench, Fetched, name, output, run, settle, ticket, work
+from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
 
 
 def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) -> Bench:
     return Bench(
         lambda b: DecodeHandler(
-            b.calls, b.transfer, b.router, counter=b.transfer, fallback=fallback, max_waiting=max_waiting
+            b.calls, b.transfer, b.router, NoPulls(), counter=b.transfer, fallback=fallback, max_waiting=max_waiting
         ),
     )
 

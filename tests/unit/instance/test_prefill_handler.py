@@ -3,11 +3,11 @@ from engine.errors import RequestError
 from engine.outputs import CompletedBlocks, NamedBlock
 from services.instance.first_tokens import FirstToken, decode_first_tokens
 from services.prefill.handler import PrefillHandler
-from tests.unit.instance.fakes import ROUTER, Bench, name, output, run, settle, ticket, work
+from tests.unit.instance.fakes import ROUTER, Bench, NoPulls, name, output, run, settle, ticket, work
 
 
 def bench() -> Bench:
-    return Bench(lambda b: PrefillHandler(b.calls, b.transfer, counter=b.transfer, clock=lambda: 1.25))
+    return Bench(lambda b: PrefillHandler(b.calls, b.transfer, NoPulls(), counter=b.transfer, clock=lambda: 1.25))
 
 
 def test_blocks_are_handed_on_as_they_complete_and_first_tokens_with_the_last() -> None:

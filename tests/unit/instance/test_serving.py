@@ -16,11 +16,11 @@ from contracts.messages import (
 from engine.errors import RequestError
 from engine.outputs import FailedRequest
 from services.unified.handler import UnifiedHandler
-from tests.unit.instance.fakes import OTHER_ROUTER, ROUTER, Bench, name, output, run, settle, work
+from tests.unit.instance.fakes import OTHER_ROUTER, ROUTER, Bench, NoPulls, name, output, run, settle, work
 
 
 def bench() -> Bench:
-    return Bench(lambda b: UnifiedHandler(b.calls))
+    return Bench(lambda b: UnifiedHandler(b.calls, NoPulls()))
 
 
 def test_an_answer_is_streamed_and_ends() -> None:

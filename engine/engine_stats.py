@@ -1,0 +1,40 @@
+"""The engine's state in numbers, as it tells its owner."""
+
+from engine.host_tier import HostTier
+from engine.meter import Meter
+from engine.outputs import EngineStats
+from engine.roster import Roster
+from engine.scheduler import Scheduler
+from engine.sequence import State
+
+
+def stats_of(roster: Roster, scheduler: Scheduler, meter: Meter) -> EngineStats:
+    pool = roster.pool
+    waiting = [*roster.waiting(), *roster.loading]
+    host = pool.host or HostTier(0)
+    sequences = [s for request in roster.requests.values() for s in request.sequences]
+    held = [s for s in sequences if s.state is State.HELD]
+    return EngineStats(
+        free_blocks=pool.num_free,
+        total_blocks=pool.num_total,
+        cached_blocks=pool.num_cached,
+        held_blocks=sum(len(s.blocks) for s in held),
+        running=len(roster.running),
+        waiting=len(waiting) + len(roster.ready),
+        held=len(held),
+        reserved=sum(s.state is State.RESERVED for s in sequences),
+        queued_tokens=sum(s.num_remaining for s in [*waiting, *roster.running] if s.num_remaining > 1),
+        prefill_tokens_per_s=meter.prefill_tokens_per_s,
+        decode_step_s=meter.decode_step_s,
+        preemptions=roster.num_preemptions,
+        prompt_tokens=meter.prompt_tokens,
+        generated_tokens=meter.generated_tokens,
+        prefix_query_tokens=scheduler.num_prefix_query_tokens,
+        prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        steps=meter.steps,
+        host_used_blocks=host.num_used,
+        host_total_blocks=host.num_slots,
+        host_hit_tokens=scheduler.num_host_hit_tokens,
+        host_stored_blocks=host.num_stored,
+        host_loaded_blocks=host.num_loaded,
+    )

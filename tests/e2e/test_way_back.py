@@ -1,0 +1,125 @@
+"""The next turn of a conversation finds the answer's blocks at the decode instance that wrote it; evicted blocks come
+back from host memory. Real processes; tokens equal those of a prompt that nobody has cached.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import Cluster, wait_until
+
+pytestmark = pytest.mark.slow
+# 40 blocks a card: an answer evicts what came two conversations before it.
+SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "40", "--max-model-len", "600", "--host-kv-gb", "0.01")
+FLAGS = ("--dtype", "float32", "--disaggregation-min-tokens", "0", "--kv-pull", "always", *SMALL)
+TRIES = 5
+"""Of conversations: events may reach the router after a client has asked again."""
+
+
+@pytest.fixture(scope="module")
+def serving(llama: Path) -> Iterator[Cluster]:
+    with Cluster(llama, prefill=1, decode=2, args=FLAGS) as cluster:
+        yield cluster
+
+
+def prompt_of(number: int, length: int = 150) -> list[int]:
+    return [7 + (13 * i + 31 * number * i + number) % 200 for i in range(length)]
+
+
+def ask(cluster: Cluster, prompt: list[int], **params: Any) -> tuple[list[int], dict[str, Any]]:
+    """Tokens of the answer, and what became of the request."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": 60,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_tokens_as_token_ids": True,
+        **params,
+    }
+    answer = cluster.client.post("/v1/completions", json=body, headers={"x-baton-explain": "1"})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    tokens = [int(token.removeprefix("token_id:")) for token in found["choices"][0]["logprobs"]["tokens"]]
+    return tokens, {**found["baton"], "usage": found["usage"]}
+
+
+def next_turn(number: int, answer: list[int]) -> list[int]:
+    return prompt_of(number) + answer + prompt_of(number + 50, 40)
+
+
+def test_the_next_turn_fetches_the_answer_from_decode(serving: Cluster) -> None:
+    pulled: list[dict[str, Any]] = []
+    for number in range(TRIES):
+        answer, _ = ask(serving, prompt_of(number))
+        again, told = ask(serving, next_turn(number, answer))
+        assert again == ask(serving, next_turn(number, answer), cache_salt="somebody else's")[0]
+        if told.get("pulled_tokens"):
+            pulled.append(told)
+            break
+    assert pulled, "no turn found the answer of the one before"
+    assert pulled[0]["pulled_from"].startswith("decode-")
+    assert pulled[0]["pulled_tokens"] >= 48  # full blocks of the answer that prefill has never seen
+    assert pulled[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > len(prompt_of(0)) + 32
+    serving.wait_idle()
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory(serving: Cluster) -> None:
+    """And its tier is told by explanation, health and metrics."""
+    tiers: list[dict[str, int]] = []
+    for number in range(100, 100 + TRIES):
+        # Nobody else has the prefix any more, nor is asked for it: host memory is the nearest.
+        first, _ = ask(serving, prompt_of(number, 300), max_tokens=2)
+        for other in range(3):
+            ask(serving, prompt_of(number + 1000 + other, 300), max_tokens=2)
+        again, told = ask(serving, prompt_of(number, 300), max_tokens=2)
+        assert again == first
+        tiers.append(told["cached_tokens"])
+        if told["cached_tokens"].get("host"):
+            break
+    assert tiers[-1].get("host", 0) > 100, tiers
+    (prefill,) = serving.instances("prefill")
+    assert 0 < prefill["host_used_blocks"] <= prefill["host_total_blocks"]
+    metrics = serving.metrics(prefill["http_address"])
+    assert metrics["baton:host_loaded_blocks_total"] > 0
+    assert 0 < metrics["vllm:cpu_cache_usage_perc"] <= 1
+    serving.wait_idle()
+
+
+def test_a_source_that_is_killed_while_it_is_asked_fails_nothing(serving: Cluster) -> None:
+    """It is frozen first, so that the fetch cannot have ended."""
+    decodes = serving.instances("decode")
+    pids = {one["instance"]: serving.pid("decode", index) for index, one in enumerate(decodes)}
+    (prefill,) = serving.instances("prefill")
+    expected, _ = ask(serving, prompt_of(7), cache_salt="s")
+    turn = next_turn(7, expected)
+    undisturbed, _ = ask(serving, turn, cache_salt="t")
+    _, told = ask(serving, prompt_of(7))
+    source = told["decode"]
+    found: list[tuple[list[int], dict[str, Any]]] = []
+    before = serving.metrics(prefill["http_address"]).get("baton:transfer_errors_total", 0.0)
+    os.kill(pids[source], signal.SIGSTOP)
+    asking = threading.Thread(target=lambda: found.append(ask(serving, turn)))
+    asking.start()
+    try:
+        wait_until(
+            lambda: _requests(serving, prefill["http_address"]) > 0 or bool(found),
+            timeout_s=20,
+            what="a prefill at work",
+        )
+    finally:
+        os.kill(pids[source], signal.SIGKILL)
+    asking.join(60)
+    assert found and found[0][0] == undisturbed
+    assert serving.metrics(prefill["http_address"])["baton:transfer_errors_total"] > before
+    serving.wait_idle()
+
+
+def _requests(cluster: Cluster, address: str) -> int:
+    return int(httpx.get(f"http://{address}/health").json()["requests"])

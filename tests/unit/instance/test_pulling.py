@@ -1,0 +1,106 @@
+import asyncio
+
+import msgspec
+
+from contracts.identity import RequestId
+from contracts.messages import Pull
+from contracts.naming import block_names
+from kvtransfer.errors import PeerLost
+from services.instance.pulling import Puller
+from services.instance.requests import Request, RequestTable
+from services.instance.sharing import Sharing
+from services.unified.handler import UnifiedHandler
+from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
+
+
+def bench() -> Bench:
+    return Bench(lambda b: UnifiedHandler(b.calls, NoPulls()))
+
+
+def puller_of(b: Bench) -> Puller:
+    return Puller(b.calls, b.transfer, block_tokens=4, counter=b.transfer, clock=lambda: 1.0)
+
+
+def request(tokens: int = 12) -> Request:
+    return RequestTable().add(ROUTER, msgspec.structs.replace(work(), token_ids=list(range(tokens))))
+
+
+def test_full_blocks_before_the_last_token_are_asked_for_and_those_that_came_are_told() -> None:
+    async def test() -> None:
+        b, asking = bench(), request()
+        pulling = asyncio.create_task(puller_of(b).pull(asking, Pull(ticket=ticket(), num_blocks=3)))
+        await settle()
+        names = block_names(asking.work.root, asking.work.token_ids[:8], 4)
+        assert b.engine.asked[0] == ("begin_import", RequestId("import:t"), names)
+        assert b.transfer.asked == [("fetch", [(names[0], 6), (names[1], 7)])]
+        assert b.transfer.on_blocks is not None
+        b.transfer.on_blocks(names[:1])
+        b.transfer.fetched.set_result(Fetched(b""))
+        await pulling
+        assert b.engine.asked[1] == ("end_import", RequestId("import:t"), names[:1])
+        assert asking.pulled is not None
+        assert (asking.pulled.source, asking.pulled.num_tokens) == (ticket().source, 4)
+
+    run(test())
+
+
+def test_a_source_that_dies_leaves_what_has_come_and_fails_nothing() -> None:
+    async def test() -> None:
+        b, asking = bench(), request()
+        pulling = asyncio.create_task(puller_of(b).pull(asking, Pull(ticket=ticket(), num_blocks=3)))
+        await settle()
+        b.transfer.fetched.set_exception(PeerLost("it died"))
+        await pulling
+        assert b.engine.asked[1] == ("end_import", RequestId("import:t"), [])
+        assert b.transfer.failures == ["PeerLost"]
+
+    run(test())
+
+
+def test_a_cancelled_request_gives_its_blocks_back() -> None:
+    async def test() -> None:
+        b, asking = bench(), request()
+        pulling = asyncio.create_task(puller_of(b).pull(asking, Pull(ticket=ticket(), num_blocks=3)))
+        await settle()
+        pulling.cancel()
+        await asyncio.wait([pulling])
+        assert b.engine.asked[1] == ("end_import", RequestId("import:t"), [])
+
+    run(test())
+
+
+def test_nothing_is_fetched_where_nothing_is_missing() -> None:
+    async def test() -> None:
+        b, asking = bench(), request()
+        b.engine.num_imported = 0
+        await puller_of(b).pull(asking, Pull(ticket=ticket(), num_blocks=3))
+        await puller_of(b).pull(asking, None)
+        assert b.transfer.asked == []
+        assert len(b.engine.asked) == 1
+
+    run(test())
+
+
+def test_what_is_cached_is_shared_until_it_was_read() -> None:
+    async def test() -> None:
+        b = bench()
+        sharing = Sharing(b.calls, b.transfer)
+        b.transfer.ask(ticket(), [name(1), name(2), name(3)])
+        await settle()
+        assert b.transfer.asked == [("open", "t"), ("publish", [(name(1), 2), (name(2), 3)]), ("finish", b"")]
+        assert [asked[0] for asked in b.engine.asked] == ["pin"]
+        b.transfer.release.set_result("received")
+        await sharing.close()
+        assert b.engine.asked[-1] == ("unpin", RequestId("share:t"))
+
+    run(test())
+
+
+def test_more_shares_than_allowed_are_refused() -> None:
+    async def test() -> None:
+        b = bench()
+        Sharing(b.calls, b.transfer, max_shares=0)
+        b.transfer.ask(ticket(), [name(1)])
+        assert [asked[0] for asked in b.transfer.asked] == ["open", "fail"]
+
+    run(test())
