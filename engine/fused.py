@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.inputs import StepInputs
-from engine.kernels import AttentionBackend, LayerKernels, Weight
+from engine.kernels import Activations, AttentionBackend, LayerKernels, Linear, Norm, Weight
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
 from engine.parallel.collectives import Collectives
@@ -30,18 +30,6 @@ LAYERS = {
     "Qwen3MoeDecoderLayer",
 }
 """Read and compared with transformers by name: a layer that merely looks alike may differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    weight: Weight
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +91,33 @@ class FusedForward:
         rotation = cos[0], sin[0]
         if self._has_half_rotations:
             rotation = torch.cat([cos[0], cos[0]], dim=-1), torch.cat([sin[0], sin[0]], dim=-1)
-        first = self._layers[0].input_norm
-        hidden = self._kernels.rms_norm(residual, first.weight, first.eps)
+        first = self._layers[0]
+        hidden = self._kernels.norm_for(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
             attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
-            hidden = self._linear_norm(attended, layer.output, residual, layer.mlp_norm)
+            then = None if layer.gate_up is None else layer.gate_up.weight
+            hidden = self._linear_norm(attended, layer.output, residual, layer.mlp_norm, then)
             is_last = number + 1 == len(self._layers)
             norm = self._final_norm if is_last else self._layers[number + 1].input_norm
+            then = (self._head if is_last else self._layers[number + 1].qkv).weight
             if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
                 output = self._collectives.all_reduce(self._mlp(layer, hidden))[inputs.logit_rows]
                 residual = residual[inputs.logit_rows]
-                hidden = self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+                hidden = self._kernels.norm_for(output, norm, then, residual=residual)
             elif layer.gate_up is not None and layer.down is not None:
-                hidden = self._linear_norm(self._gated(layer.gate_up, hidden), layer.down, residual, norm)
+                gated = self._gated(layer.gate_up, hidden, layer.down)
+                hidden = self._linear_norm(gated, layer.down, residual, norm, then)
             else:
                 hidden = self._norm_of_sum(self._mlp(layer, hidden), residual, norm)
         logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
 
-    def _linear_norm(self, x: Tensor, product: Linear, residual: Tensor, norm: Norm) -> Tensor:
-        """Of the ranks' products of `x` and `residual`, which becomes their sum."""
+    def _linear_norm(
+        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None
+    ) -> Activations:
+        """Of the ranks' products of `x` and `residual`, which becomes their sum. `then` is the next product's."""
         if self._is_alone:
-            return self._kernels.linear_norm(x, product.weight, product.bias, residual, norm.weight, norm.eps)
+            return self._kernels.linear_norm(x, product, residual, norm, then)
         return self._norm_of_sum(self._kernels.linear(x, product.weight, product.bias), residual, norm)
 
     def _norm_of_sum(self, output: Tensor, residual: Tensor, norm: Norm) -> Tensor:
@@ -139,12 +132,13 @@ class FusedForward:
         self,
         layer: Layer,
         number: int,
-        hidden: Tensor,
+        hidden: Activations,
         rotation: tuple[Tensor, Tensor],
         cache: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
-        heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias).view(len(hidden), -1, self._head_dim)
+        heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
+        heads = heads.view(len(heads), -1, self._head_dim)
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -153,17 +147,18 @@ class FusedForward:
         self._kernels.rotary_store(query, key, value, rotation, cache, inputs.meta.slots)
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
 
-    def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, hidden: Activations) -> Tensor:
+        if layer.gate_up is not None and layer.down is not None:
+            gated = self._gated(layer.gate_up, hidden, layer.down)
+            return self._kernels.linear(gated, layer.down.weight, layer.down.bias)
+        assert isinstance(hidden, Tensor)  # nothing was asked to prepare it
         if layer.mixture is not None:
             return layer.mixture(hidden, self._kernels)
-        if layer.gate_up is None or layer.down is None:
-            mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
-            return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
-        gated = self._gated(layer.gate_up, hidden)
-        return self._kernels.linear(gated, layer.down.weight, layer.down.bias)
+        mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
+        return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
 
-    def _gated(self, gate_up: Linear, hidden: Tensor) -> Tensor:
-        return self._kernels.silu_mul(self._kernels.linear(hidden, gate_up.weight, gate_up.bias))
+    def _gated(self, gate_up: Linear, hidden: Activations, down: Linear) -> Activations:
+        return self._kernels.silu_for(self._kernels.linear(hidden, gate_up.weight, gate_up.bias), down.weight)
 
 
 def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:

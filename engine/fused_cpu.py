@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine import fused
 from engine.inputs import StepInputs
-from engine.kernels import AttentionSpec, reference_layers
+from engine.kernels import AttentionSpec, Linear, reference_layers
 from engine.kernels.cpu_decoder import CpuDecoder, DecoderLayer
 from engine.kernels.cpu_layers import CpuLayers
 from engine.kernels.cpu_linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
@@ -98,7 +98,7 @@ def _take_head(module: Any, kernels: CpuLayers) -> Matrix:
     return matrix
 
 
-def _with_turns(linear: fused.Linear) -> fused.Linear:
+def _with_turns(linear: Linear) -> Linear:
     bias = None if linear.bias is None else gated(linear.bias)
     if isinstance(linear.weight, QuantizedWeight):
         order = gated(torch.arange(linear.weight.outputs))
@@ -109,12 +109,12 @@ def _with_turns(linear: fused.Linear) -> fused.Linear:
             scales=linear.weight.scales[order],
             zeros=None if zeros is None else zeros[order],
         )
-        return fused.Linear(turned, bias)
+        return Linear(turned, bias)
     assert isinstance(linear.weight, Tensor)
-    return fused.Linear(gated(linear.weight.data), bias)
+    return Linear(gated(linear.weight.data), bias)
 
 
-def _packed(linear: fused.Linear) -> Matrix:
+def _packed(linear: Linear) -> Matrix:
     if isinstance(linear.weight, QuantizedWeight):
         return pack_codes(linear.weight, linear.bias)
     assert isinstance(linear.weight, Tensor)

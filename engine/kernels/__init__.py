@@ -1,22 +1,28 @@
 """The engine's kernels: one port each, one backend per device, a plain-torch twin that says what is right."""
 
 from engine.kernels.metadata import (
+    Activations,
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
     Experts,
     LayerKernels,
+    Linear,
+    Norm,
     Weight,
 )
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.selection import argmax_kernel, attention_backend, layer_kernels
 
 __all__ = [
+    "Activations",
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionSpec",
     "Experts",
     "LayerKernels",
+    "Linear",
+    "Norm",
     "QuantizedWeight",
     "Weight",
     "argmax_kernel",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels import reference_layers as twin
 from engine.kernels.cpu_linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack_codes
-from engine.kernels.metadata import Experts, Weight
+from engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight
 from engine.kernels.quantized import QuantizedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -124,7 +124,8 @@ class CpuLayers:
             return twin.embed(token_ids, weight, dtype)
         return embed(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
         if not isinstance(weight, Matrix):
             return twin.linear(x, weight, bias)
         product = self._packed_linear(x, weight)
@@ -136,10 +137,14 @@ class CpuLayers:
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return twin.mix(x, weights, chosen, experts)
 
+    def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
+        return self.rms_norm(x, norm.weight, norm.eps, residual=residual)
+
     def linear_norm(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> Tensor:
-        return self.rms_norm(self.linear(x, weight, bias), norm_weight, eps, residual=residual)
+        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+    ) -> Activations:
+        output = self.linear(x, product.weight, product.bias)
+        return self.rms_norm(output, norm.weight, norm.eps, residual=residual)
 
     def rms_norm(
         self,
@@ -193,6 +198,9 @@ class CpuLayers:
             num_threads=torch.get_num_threads(),
         )
         return output if self._gate(arguments) == 0 else twin.silu_mul(gate_up)
+
+    def silu_for(self, gate_up: Tensor, then: Weight) -> Activations:
+        return self.silu_mul(gate_up)
 
     def rotary_store(
         self,

@@ -82,6 +82,32 @@ Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
 """The right operand of a product, [outputs, inputs] or what stands for it."""
 
 
+class PreparedActivations(Protocol):
+    """Rows in the form in which one device's kernels multiply them by one kind of weight. Only they look inside."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def inputs(self) -> int: ...
+
+
+Activations: TypeAlias = Tensor | PreparedActivations
+"""The left operand of a product, [num_tokens, inputs] or what stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: Weight
+    bias: Tensor | None
+
+
 class LayerKernels(Protocol):
     """A layer's matrix products, and the steps between them in one pass over memory. Modules and objects fit."""
 
@@ -89,8 +115,8 @@ class LayerKernels(Protocol):
         """The same weight as `linear` reads it fastest; the caller gives up the given one."""
         ...
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x [num_tokens, inputs], weight [outputs, inputs] -> [num_tokens, outputs]."""
+    def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        """x [num_tokens, inputs], or made for this weight; weight [outputs, inputs] -> [num_tokens, outputs]."""
         ...
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -111,10 +137,18 @@ class LayerKernels(Protocol):
         by 1 + weight and rounds once, as Gemma does."""
         ...
 
+    def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
+        """`rms_norm` of x [num_tokens, hidden], as `linear` of `then` reads it fastest."""
+        ...
+
     def linear_norm(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
-    ) -> Tensor:
-        """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum."""
+        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+    ) -> Activations:
+        """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum; with `then` as `norm_for`."""
+        ...
+
+    def silu_for(self, gate_up: Tensor, then: Weight) -> Activations:
+        """`silu_mul` of gate_up [num_tokens, 2 * width], as `linear` of `then` reads it fastest."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

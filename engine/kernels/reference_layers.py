@@ -5,11 +5,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import kv_codes, quantized
-from engine.kernels.metadata import Weight
+from engine.kernels.metadata import Activations, Linear, Norm, Weight
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.reference_experts import mix, route
 
-__all__ = ["argmax", "embed", "linear", "linear_norm", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = [
+    "argmax",
+    "embed",
+    "linear",
+    "linear_norm",
+    "mix",
+    "norm_for",
+    "pack",
+    "rms_norm",
+    "rotary_store",
+    "route",
+    "silu_for",
+    "silu_mul",
+]
 
 
 def pack(weight: QuantizedWeight) -> Weight:
@@ -23,8 +36,9 @@ def embed(token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     return quantized.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
     """See triton_linear.linear."""
+    assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         return quantized.linear(x, weight, bias)
     assert isinstance(weight, Tensor)
@@ -50,11 +64,21 @@ def rms_norm(
     return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
 
 
+def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
+    """See triton_layers.norm_for; `residual` is updated in place."""
+    return rms_norm(x, norm.weight, norm.eps, residual=residual)
+
+
 def linear_norm(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
-) -> Tensor:
+    x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+) -> Activations:
     """See triton_layers.linear_norm; `residual` is updated in place."""
-    return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
+    return rms_norm(linear(x, product.weight, product.bias), norm.weight, norm.eps, residual=residual)
+
+
+def silu_for(gate_up: Tensor, then: Weight) -> Activations:
+    """See triton_layers.silu_for."""
+    return silu_mul(gate_up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Paged attention in Triton, for any device that has it: chooses tiles and launches; holds no device code.
 
 Nothing here waits for the device or reads a tensor's value, so everything may be captured in a graph. Sequences
-with one new token always take the decode kernel, whatever shares their batch: a result depends on its own sequence.
+with one new token always take the decode kernel, whatever shares their batch: how a context is cut depends on itself.
 """
 
 import torch
@@ -48,7 +48,7 @@ class TritonAttention:
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM:
             return self._twin.attend(query, cache, meta, spec)
-        decoding, prefilling = self.tiles(query, cache)
+        decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]
         has_singles = meta.max_query_len == 1 or num_tokens != num_seqs * meta.max_query_len
@@ -58,11 +58,17 @@ class TritonAttention:
             decode(output, query, cache, meta, spec, decoding)
         return output
 
-    def tiles(self, query: Tensor, cache: Tensor) -> tuple[DecodeTiles, PrefillTiles]:
+    def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
         """What this device gets for these shapes."""
         head_bytes = padded(query.shape[2]) * query.element_size()
         return (
-            decode_tiles(self._limits, head_bytes=head_bytes, block_tokens=cache.shape[3], is_coded=is_coded(cache)),
+            decode_tiles(
+                self._limits,
+                head_bytes=head_bytes,
+                block_tokens=cache.shape[3],
+                is_coded=is_coded(cache),
+                num_heads=num_seqs * cache.shape[2],
+            ),
             prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
         )
 

@@ -25,7 +25,7 @@ from engine.kernels.triton_softmax import (
     load_rows,
     tile_rows,
 )
-from engine.kernels.triton_tiles import DecodeTiles, padded
+from engine.kernels.triton_tiles import DecodeTiles, narrowest_columns, padded
 
 
 def decode(
@@ -70,7 +70,7 @@ def decode(
         group=group,
         head_dim=head_dim,
         dims=max(32, padded(head_dim)) if scaled else padded(head_dim),
-        rows=max(16, padded(group)),
+        rows=max(narrowest_columns(query.device) if scaled else 16, padded(group)),
         tile=min(tiles.tile, tiles.min_split),
         block_tokens=block_tokens,
         head_rows=cache.stride(2) // head_dim,
@@ -81,7 +81,7 @@ def decode(
         window=window,
         capped=spec.softcap is not None,
         sunk=spec.sinks is not None,
-        seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
+        seqs=next((size for size in (16, 64, 256) if num_seqs <= size), padded(num_seqs)),
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -1,10 +1,11 @@
 """Decode attention over K and V in one byte: one split of a sequence's context. Device code; see triton_decode.
 
-Keys are read as codes, whose neighbours share a register as they are; of values, whose tokens must share one, pairs of
-codes are read, and their first and second codes are operands of their own (triton_codes). Operands are float16, which
-devices turn codes into fastest. A token's scale of K multiplies its score. The exponent of that of V is
-added to the exponent of its weight before the running peak is taken, so that no weight leaves float16's range; the sum
-of weights takes it off again.
+Keys and values are left operands, and a head's few queries the right one, which may be narrow. Keys are read as codes,
+whose neighbours share a register as they are; of values, whose tokens must share one, pairs of codes are read, and
+their first and second codes are operands of their own (triton_codes). Operands are float16, which devices turn codes
+into fastest. A token's scale of K multiplies its score. The exponent of that of V is added to the exponent of its
+weight before the running peak is taken, so that no weight leaves float16's range; the sum of weights takes it off
+again.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -46,9 +47,9 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     dims: tl.constexpr = asked.shape[1]
     dtype: tl.constexpr = tl.float32 if asked.dtype == tl.float32 else tl.float16
     size = _power_of_two(tl.max(tl.abs(asked.to(tl.float32)), 1))
-    asked = (asked.to(tl.float32) / size[:, None]).to(dtype)
-    first_acc = tl.zeros([rows, dims // 2], tl.float32)
-    second_acc = tl.zeros([rows, dims // 2], tl.float32)
+    columns = tl.trans((asked.to(tl.float32) / size[:, None]).to(dtype))
+    first_acc = tl.zeros([dims // 2, rows], tl.float32)
+    second_acc = tl.zeros([dims // 2, rows], tl.float32)
     total = tl.zeros([rows], tl.float32)
     peak = tl.full([rows], LOWEST, tl.float32)
     step, dim, pair = tl.arange(0, tile), tl.arange(0, dims), tl.arange(0, dims // 2)
@@ -56,7 +57,7 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     half: tl.constexpr = head_dim // 2
     factor = factor_of(scale, softcap, capped)
     if not capped:  # the queries' sizes join the factor; a cap must see whole scores
-        factor = factor * size
+        factor = factor * size[None, :]
     # The block number of the next tile is read one tile ahead, so that no load waits for another.
     blocks = tl.load(table + (begin + (step if tile > block_tokens else 0)) // block_tokens)
     for start in range(begin, end, tile):
@@ -69,7 +70,7 @@ def attend_codes(  # noqa: PLR0913, PLR0915
         else:
             at = tile_rows(blocks, start, kv_head, block_rows, head_rows, block_tokens) + step
         keys = code_half(load_rows(codes, at, seen, dim, head_dim), dtype)
-        values = load_rows(pairs, at + plane, seen, pair, half)
+        values = tl.trans(load_rows(pairs, at + plane, seen, pair, half))
         key_scales = load_scales(scales, blocks, position, kv_head, seen, block_rows, head_rows, block_tokens, head_dim)
         worths = load_scales(
             scales + plane * half,
@@ -82,30 +83,31 @@ def attend_codes(  # noqa: PLR0913, PLR0915
             block_tokens,
             head_dim,
         )
-        raw = tl.dot(asked, tl.trans(keys), input_precision=precision) * key_scales[None, :]
+        raw = tl.dot(keys, columns, input_precision=precision) * key_scales[:, None]
         if capped:
-            raw = raw * size[:, None]
+            raw = raw * size[None, :]
         scores = capped_scores(raw, scale, softcap, capped)
         if window > 0:
             seen = seen & (position >= lowest)
-        scores = tl.where(seen[None, :], scores, HIDDEN)
+        scores = tl.where(seen[:, None], scores, HIDDEN)
         bits = tl.maximum(worths, SMALLEST).to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
         mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         inverse = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)  # of two to the exponent
-        exponents = scores * (factor if capped else factor[:, None]) + exponent[None, :]
-        new_peak = tl.maximum(peak, tl.max(exponents, 1))
+        exponents = scores * factor + exponent[:, None]
+        new_peak = tl.maximum(peak, tl.max(exponents, 0))
         shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(exponents - new_peak[:, None])
-        total = total * shrink + tl.sum(weights * inverse[None, :], 1)
-        weights = (weights * mantissa[None, :]).to(dtype)
+        weights = tl.exp2(exponents - new_peak[None, :])
+        total = total * shrink + tl.sum(weights * inverse[:, None], 0)
+        weights = (weights * mantissa[:, None]).to(dtype)
         first_values = code_numbers(values, False, kind, dtype)
         second_values = code_numbers(values, True, kind, dtype)
-        first_acc = tl.dot(weights, first_values, first_acc * shrink[:, None], input_precision=precision)
-        second_acc = tl.dot(weights, second_values, second_acc * shrink[:, None], input_precision=precision)
+        first_acc = tl.dot(first_values, weights, first_acc * shrink[None, :], input_precision=precision)
+        second_acc = tl.dot(second_values, weights, second_acc * shrink[None, :], input_precision=precision)
         peak = new_peak
         blocks = next_blocks
-    return tl.reshape(tl.join(first_acc, second_acc), [rows, dims]), total, peak
+    acc = tl.reshape(tl.join(tl.trans(first_acc), tl.trans(second_acc)), [rows, dims])
+    return acc, total, peak
 
 
 @triton.jit

@@ -12,14 +12,29 @@ from torch import Tensor
 
 from engine.kernels import triton_split
 from engine.kernels.kv_codes import LARGEST, is_coded
-from engine.kernels.metadata import Weight
+from engine.kernels.metadata import Activations, Linear, Norm, Weight
+from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.reference_layers import embed
+from engine.kernels.triton_digits import norm_split, silu_split
 from engine.kernels.triton_experts import mix, route
 from engine.kernels.triton_linear import linear, pack
+from engine.kernels.triton_quant_digits import has_nibbles, takes_digits
 from engine.kernels.triton_store import coded, largest_of, scale_of
 from engine.kernels.triton_tiles import padded
 
-__all__ = ["embed", "linear", "linear_norm", "mix", "pack", "rms_norm", "rotary_store", "route", "silu_mul"]
+__all__ = [
+    "embed",
+    "linear",
+    "linear_norm",
+    "mix",
+    "norm_for",
+    "pack",
+    "rms_norm",
+    "rotary_store",
+    "route",
+    "silu_for",
+    "silu_mul",
+]
 
 _HEADS_PER_PROGRAM = 8
 _ADDING_ROWS = 1024
@@ -52,18 +67,36 @@ def rms_norm(
     return output.view(x.shape)
 
 
+def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
+    """`rms_norm` of x [num_tokens, hidden], in two bytes where the product with `then` goes over integers."""
+    if isinstance(then, QuantizedWeight) and takes_digits(then, x.shape[0], x.dtype):
+        return norm_split(x, norm.weight, norm.eps, residual=residual, nibbles=has_nibbles(then))
+    return rms_norm(x, norm.weight, norm.eps, residual=residual)
+
+
 def linear_norm(
-    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
-) -> Tensor:
+    x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+) -> Activations:
     """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum: of a few rows with the product's
     parts added up by the norm, of many with the residual added by the product, which then rounds once."""
-    if isinstance(weight, Tensor) and bias is None:
+    weight = product.weight
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and product.bias is None:
         if triton_split.fits(x, weight):
-            return triton_split.linear_norm(x, weight, residual, norm_weight, eps)
+            return triton_split.linear_norm(x, weight, residual, norm.weight, norm.eps)
         if x.shape[0] >= _ADDING_ROWS and x.dtype.itemsize == 2:
             residual.addmm_(x, weight.t())
-            return rms_norm(residual, norm_weight, eps)
-    return rms_norm(linear(x, weight, bias), norm_weight, eps, residual=residual)
+            return rms_norm(residual, norm.weight, norm.eps)
+    output = linear(x, weight, product.bias)
+    if then is not None:
+        return norm_for(output, norm, then, residual=residual)
+    return rms_norm(output, norm.weight, norm.eps, residual=residual)
+
+
+def silu_for(gate_up: Tensor, then: Weight) -> Activations:
+    """`silu_mul` of gate_up [num_tokens, 2 * width], in two bytes where the product with `then` goes over integers."""
+    if isinstance(then, QuantizedWeight) and takes_digits(then, gate_up.shape[0], gate_up.dtype):
+        return silu_split(gate_up, nibbles=has_nibbles(then))
+    return silu_mul(gate_up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

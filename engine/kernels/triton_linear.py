@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import triton_quant
-from engine.kernels.metadata import Weight
+from engine.kernels.metadata import Activations, Weight
 from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.triton_digits import Digits
+from engine.kernels.triton_quant_digits import digit_product
 
 
 def pack(weight: QuantizedWeight) -> Weight:
@@ -20,8 +22,12 @@ def pack(weight: QuantizedWeight) -> Weight:
     return weight
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [num_tokens, inputs], weight [outputs, inputs] -> [num_tokens, outputs]."""
+    if isinstance(x, Digits):
+        assert isinstance(weight, QuantizedWeight)
+        return digit_product(x, weight, bias)
+    assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         return triton_quant.linear(x, weight, bias)
     assert isinstance(weight, Tensor)

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.triton_digits import split
 from engine.kernels.triton_quant_dense import dense
+from engine.kernels.triton_quant_digits import digit_product, has_nibbles, takes_digits
 from engine.kernels.triton_quant_row import row_product
 from engine.kernels.triton_quant_tile import is_paired, tile_product
 
@@ -20,6 +22,8 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [num_tokens, inputs] -> [num_tokens, outputs]."""
     if x.stride(-1) != 1:
         x = x.contiguous()
+    if takes_digits(weight, x.shape[0], x.dtype):
+        return digit_product(split(x, nibbles=has_nibbles(weight)), weight, bias)
     if x.shape[0] == 1 and not (weight.inputs > LONG_ROW and is_paired(weight, x.dtype)):
         return row_product(x, weight, bias)
     if x.shape[0] < DENSE_TOKENS:

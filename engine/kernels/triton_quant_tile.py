@@ -8,7 +8,6 @@ Twin: quantized.linear.
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -18,17 +17,11 @@ from torch import Tensor
 from engine.kernels.quantized import STRETCH, QuantizedWeight
 from engine.kernels.triton_codes import code_operand
 from engine.kernels.triton_quant_codes import KINDS, both_values, offset_of, table_of, values, word_arguments
+from engine.kernels.triton_quant_counters import COUNTERS, counters_of
 from engine.kernels.triton_tiles import padded
 
-COUNTERS = 1 << 16
 MANY_OUTPUTS = 16384
 """From here on wide tiles occupy the whole device."""
-
-
-@lru_cache(maxsize=16)
-def counters_of(device: torch.device) -> Tensor:
-    """int32 zeros, one per tile of a product. A device computes one product after the other."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +118,7 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
 
 
 @triton.jit
-def _write(  # noqa: PLR0913
+def write_sums(  # noqa: PLR0913
     result,
     sums,
     counters,
@@ -296,7 +289,7 @@ def _word_product_kernel(  # noqa: PLR0913
                     asked = _inputs(reader + k[:, None], inputs - k, 0, asking, inputs % 128 == 0, single)
                     part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
                 acc += part * tl.load(scales + index).to(tl.float32)[:, None]
-    _write(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
+    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -351,4 +344,4 @@ def _byte_product_kernel(  # noqa: PLR0913
             acc = tl.dot(code_operand(number, asked.dtype), asked, acc, input_precision=precision)
     if groups == 1 and not has_zeros:
         acc *= tl.load(scales + row).to(tl.float32)[:, None]
-    _write(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
+    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)

@@ -5,8 +5,12 @@ smaller tiles, never a failure to launch.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 import triton
+import triton.language
+from triton.compiler import make_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,30 @@ def device_limits(index: int) -> DeviceLimits:
     )
 
 
-def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False) -> DecodeTiles:
+@lru_cache(maxsize=16)
+def narrowest_columns(device: torch.device) -> int:
+    """The fewest columns of a matrix product's right operand, but at least 8: what Triton's backend says of itself."""
+    if device.type == "cpu":  # Triton's interpreter
+        return 8
+    backend = make_backend(triton.runtime.driver.active.get_current_target())
+    smallest = backend.get_codegen_implementation(backend.parse_options({})).get("min_dot_size")
+    if smallest is None:
+        return 16
+    half = triton.language.block_type(triton.language.float16, [16, 16])
+    return max(8, int(smallest(half, half)[1]))
+
+
+def decode_tiles(
+    limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False, num_heads: int = 0
+) -> DecodeTiles:
     """`head_bytes`: one token's K of one head, padded, as multiplied. A lone sequence is cut finely enough to fill the
-    device; of K and V in one byte (`is_coded`) a split's merge weighs more against its reading."""
+    device; of K and V in one byte (`is_coded`) a split's merge weighs more against its reading, and where sequences
+    have `num_heads` KV heads together that fill the device, narrow programs decode fastest."""
     room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
+    is_narrow = is_coded and num_heads >= limits.processors
+    if is_narrow:
+        candidates = candidates[1:]
     tile, stages = next(
         (fit for fit in candidates if 2 * fit[0] * max(fit[1] - 1, 1) * head_bytes <= room), candidates[-1]
     )
@@ -81,7 +104,7 @@ def decode_tiles(limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is
         min_split=max(512 if is_coded else 256, block_tokens),
         max_splits=max(4, min(32, padded(limits.processors // 8))),
         programs=limits.processors * 32,
-        warps=4,
+        warps=1 if is_narrow else 4,
         stages=stages,
     )
 

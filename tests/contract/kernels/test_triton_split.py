@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels import reference_layers
+from engine.kernels import Linear, Norm, reference_layers
 
 triton_layers = pytest.importorskip("engine.kernels.triton_layers")
 triton_split = pytest.importorskip("engine.kernels.triton_split")
@@ -32,9 +32,9 @@ def test_the_norm_of_a_product_and_a_residual(rows: int, outputs: int, inputs: i
     x, weight = _draw(rows, inputs) / inputs**0.5, _draw(outputs, inputs)
     residual, norm_weight = _draw(rows, outputs), _draw(outputs)
     expected_residual = residual.clone()
-    expected = reference_layers.linear_norm(x, weight, None, expected_residual, norm_weight, EPS)
+    expected = reference_layers.linear_norm(x, Linear(weight, None), expected_residual, Norm(norm_weight, EPS))
     assert triton_split.fits(x, weight) == is_split
-    found = triton_layers.linear_norm(x, weight, None, residual, norm_weight, EPS)
+    found = triton_layers.linear_norm(x, Linear(weight, None), residual, Norm(norm_weight, EPS))
     torch.testing.assert_close(residual, expected_residual, rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
@@ -42,7 +42,7 @@ def test_the_norm_of_a_product_and_a_residual(rows: int, outputs: int, inputs: i
 def test_a_bias_or_wide_numbers_go_the_plain_way() -> None:
     x, weight, residual, norm_weight = _draw(2, 1024), _draw(64, 1024), _draw(2, 64), _draw(64)
     bias, kept = _draw(64), residual.clone()
-    expected = reference_layers.linear_norm(x, weight, bias, kept, norm_weight, EPS)
-    found = triton_layers.linear_norm(x, weight, bias, residual, norm_weight, EPS)
+    expected = reference_layers.linear_norm(x, Linear(weight, bias), kept, Norm(norm_weight, EPS))
+    found = triton_layers.linear_norm(x, Linear(weight, bias), residual, Norm(norm_weight, EPS))
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert not triton_split.fits(x.float(), weight.float())

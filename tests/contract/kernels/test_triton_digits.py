@@ -1,0 +1,121 @@
+"""Products over integers: activations as two bytes, codes as they are stored, against the plain twins."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import Quantization
+from engine.kernels import (
+    Activations,
+    LayerKernels,
+    Linear,
+    Norm,
+    QuantizedWeight,
+    reference_layers,
+    triton_layers,
+)
+from engine.kernels.quantized import dequantize
+from engine.kernels.triton_digits import norm_split, silu_split, split, values_of
+from engine.kernels.triton_quant_digits import DigitTiles, digit_product, has_nibbles, takes_digits
+from engine.quantization.formats import quantize, scheme
+from tests.contract.kernels.triton_batches import DEVICE
+
+OUTPUTS, INPUTS = 40, 1024
+STEP = 1 / 64000  # of a group's largest: half a unit of 32,512
+
+
+def draw(*shape: int) -> Tensor:
+    """Numbers of 16 bits whose groups differ in size."""
+    rows = torch.randn(*shape, device=DEVICE)
+    return (rows * torch.logspace(-2, 1, shape[-1] // 128, device=DEVICE).repeat_interleave(128)).half()
+
+
+def weight_of(name: Quantization) -> QuantizedWeight:
+    torch.manual_seed(0)
+    made = quantize(torch.randn(OUTPUTS, INPUTS, device=DEVICE), scheme(name, fp8_dtype="e4m3", group_size=128))
+    assert made is not None
+    return made
+
+
+def assert_split(values: Tensor, wanted: Tensor) -> None:
+    largest = wanted.float().view(len(wanted), -1, 128).abs().amax(2).repeat_interleave(128, dim=1)
+    assert bool(((values - wanted.float()).abs() <= STEP * largest + 1e-12).all())
+
+
+@pytest.mark.parametrize("nibbles", [False, True])
+def test_activations_become_two_bytes_to_their_groups_precision(nibbles: bool) -> None:
+    torch.manual_seed(1)
+    x, weight, residual = draw(3, 384), torch.rand(384, device=DEVICE).half(), draw(3, 384)
+    assert_split(values_of(split(x, nibbles=nibbles)), x)
+    twins = residual.clone()
+    wanted = reference_layers.rms_norm(x, weight, 1e-5, residual=twins)
+    values = values_of(norm_split(x, weight, 1e-5, residual=residual, nibbles=nibbles))
+    torch.testing.assert_close(values, wanted.float(), rtol=2e-3, atol=1e-3)  # one step of 16 bits
+    assert torch.equal(residual, twins)
+    gate_up = draw(3, 768)
+    values = values_of(silu_split(gate_up, nibbles=nibbles))
+    torch.testing.assert_close(values, reference_layers.silu_mul(gate_up).float(), rtol=2e-3, atol=1e-3)
+
+
+def test_a_group_whose_halves_round_up_together_stays_within_two_bytes() -> None:
+    x = torch.arange(128, device=DEVICE, dtype=torch.float32).mul(256).add(128).div(32768).half()[None]
+    assert_split(values_of(split(x, nibbles=False)), x)
+    assert_split(values_of(split(-x, nibbles=True)), -x)
+
+
+@pytest.mark.parametrize("name", ["sym_int4", "asym_int4", "int8"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+def test_products_equal_the_twins(name: Quantization, num_tokens: int) -> None:
+    weight, bias = weight_of(name), torch.randn(OUTPUTS, device=DEVICE).half()
+    x = draw(num_tokens, INPUTS)
+    assert takes_digits(weight, num_tokens, x.dtype)
+    digits = split(x, nibbles=has_nibbles(weight))
+    wanted = torch.nn.functional.linear(values_of(digits), dequantize(weight), bias.float())
+    allowed = 1e-3 * float(wanted.abs().max())  # the result's own rounding
+    torch.testing.assert_close(digit_product(digits, weight, bias).float(), wanted, rtol=1e-3, atol=allowed)
+    for unroll in (1, 2):  # twice by parts, which find their counters as they were
+        result = digit_product(digits, weight, bias, DigitTiles(32, splits=4, unroll=unroll, warps=4, stages=2))
+        torch.testing.assert_close(result.float(), wanted, rtol=1e-3, atol=allowed)
+
+
+@pytest.mark.parametrize("name", ["sym_int4", "int8"])
+def test_wide_groups_and_zeros_of_a_checkpoint(name: Quantization) -> None:
+    weight = weight_of(name)
+    scales = torch.rand(OUTPUTS, 4, device=DEVICE)
+    zeros = torch.randint(0, 12, (OUTPUTS, 4), device=DEVICE).float()
+    if weight.codebook == "int4":
+        weight = replace(weight, codebook="uint4")
+    weight = replace(weight, group=256, scales=scales, zeros=zeros)
+    digits = split(draw(2, INPUTS), nibbles=has_nibbles(weight))
+    wanted = torch.nn.functional.linear(values_of(digits), dequantize(weight))
+    result = digit_product(digits, weight, None).float()
+    torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["sym_int4", "fp8_e4m3"])
+def test_norms_and_gates_make_what_the_next_product_reads(name: Quantization) -> None:
+    first, second = weight_of(name), Linear(weight_of(name).rows(0, OUTPUTS), None)
+    norm = Norm(torch.rand(INPUTS, device=DEVICE).half(), 1e-5)
+    x, residual = draw(2, INPUTS), draw(2, INPUTS)
+    twins = residual.clone()
+
+    def product(kernels: LayerKernels, activations: Activations) -> Tensor:
+        return kernels.linear(activations, second.weight, None).float()
+
+    wanted = product(reference_layers, reference_layers.norm_for(x, norm, first, residual=twins))
+    made = triton_layers.norm_for(x, norm, first, residual=residual)
+    assert isinstance(made, Tensor) == (name == "fp8_e4m3")
+    torch.testing.assert_close(product(triton_layers, made), wanted, rtol=4e-3, atol=4e-3 * float(wanted.abs().max()))
+    assert torch.equal(residual, twins)
+    gate_up = draw(2, 2 * INPUTS)
+    wanted = product(reference_layers, reference_layers.silu_for(gate_up, first))
+    result = product(triton_layers, triton_layers.silu_for(gate_up, first))
+    torch.testing.assert_close(result, wanted, rtol=4e-3, atol=4e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp6", "mxfp4"])
+def test_codes_that_are_no_integers_take_no_digits(name: Quantization) -> None:
+    assert not takes_digits(weight_of(name), 1, torch.float16)
+    assert not takes_digits(weight_of("int8"), 1, torch.float32)
