@@ -1,13 +1,15 @@
 """Several processes that send one load together: the measuring must not be what is measured."""
 
-import argparse
 import asyncio
+import json
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from bench.serve import Outcome, drive
+from bench.http_load import Connection, HttpError, post
+from bench.serve import Outcome
 from bench.workload import Request
 
 LEAD_S = 3.0
@@ -34,14 +36,84 @@ def send_all(requests: list[Request], target: Target, *, processes: int) -> list
 
 
 def _send(requests: list[Request], target: Target, start: float) -> list[Outcome]:
-    options = argparse.Namespace(
-        base_url=target.url,
-        model=target.model,
-        api_key=None,
-        max_concurrency=None,
-        ignore_eos=True,
-        timeout_s=target.timeout_s,
-    )
+    bodies = [_body(request, target.model) for request in requests]
     time.sleep(max(0.0, start - time.time()))
-    outcomes, _ = asyncio.run(drive(requests, options))
-    return outcomes
+    seen = asyncio.run(_drive(requests, bodies, target))
+    return [read_stream(each) for each in seen]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one request saw: pieces of the answer and when they came. They are read when all requests have ended, so
+    that reading one answer never delays the clock of another."""
+
+    started: float
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    error: str | None = None
+
+
+async def _drive(requests: list[Request], bodies: list[bytes], target: Target) -> list[Seen]:
+    port = urlsplit(target.url).port or 80
+    idle: list[Connection] = []
+    begun = time.perf_counter()
+
+    async def one(request: Request, body: bytes) -> Seen:
+        await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - begun)))
+        seen = Seen(time.perf_counter())
+        try:
+            async with asyncio.timeout(target.timeout_s):
+                connection = idle.pop() if idle else await Connection.open(port)
+                await connection.ask(body, lambda data, at: seen.pieces.append((at, data)))
+            idle.append(connection)
+        except (HttpError, OSError, TimeoutError) as exc:
+            seen.error = repr(exc)
+        return seen
+
+    found = await asyncio.gather(*map(one, requests, bodies))
+    for connection in idle:
+        connection.close()
+    return found
+
+
+def _body(request: Request, model: str) -> bytes:
+    asked = {
+        "model": model,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    return post("/v1/completions", json.dumps(asked).encode())
+
+
+def read_stream(seen: Seen) -> Outcome:
+    """Each event that brings text is one token's arrival, when its last byte came. A stream without its end, or with an
+    error in it, has failed."""
+    outcome = Outcome(error=seen.error)
+    last, rest, has_ended = seen.started, b"", False
+    for at, data in seen.pieces:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                has_ended = True
+                continue
+            event = json.loads(line[6:])
+            if usage := event.get("usage"):
+                outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            if "error" in event:
+                outcome.error = str(event["error"])
+            if not event.get("choices"):
+                continue
+            if outcome.ttft_s == 0.0:
+                outcome.ttft_s = at - seen.started
+            else:
+                outcome.itls_s.append(at - last)
+            last = at
+    outcome.latency_s = last - seen.started
+    if outcome.error is None and not has_ended:
+        outcome.error = "the stream broke off"
+    return outcome

@@ -91,16 +91,16 @@ class Engine:
         num_blocks = usable + 1
         self.kv = maker.make(num_blocks)
         self._host = maker.make_host_tier(self.kv)
-        executor = lead(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
+        self._executor = lead(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
         self._blocks = lead_copies(self.kv, self._ranks)
-        self._runner = Runner(executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async)
+        self._runner = Runner(self._executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async)
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
         if not device.is_host(self._device):
             compile_kernels(self._runner, num_blocks, self.limits)
         if maker.captures_graphs:
             report("capturing graphs", 0.0)
-            executor.capture_graphs(lambda: device.Capturing(self._device))
+            self._executor.capture_graphs(lambda: device.Capturing(self._device))
         self._meter = Meter()
         measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
         self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
@@ -291,6 +291,7 @@ class Engine:
 
     def close(self) -> None:
         self._masking.close()
+        self._executor.close()
         self._ranks.close()
         self._host.close()
         self.kv.close()

@@ -44,6 +44,10 @@ class Executor(Protocol):
         """From now on decode steps are replayed. If that cannot be, they are computed as before."""
         ...
 
+    def close(self) -> None:
+        """Gives up the graphs: a collective library does not end as long as one holds its calls."""
+        ...
+
 
 class LocalExecutor:
     """On this process's device."""
@@ -80,3 +84,6 @@ class LocalExecutor:
             self._graphs.capture(capturing())
         except RuntimeError as error:
             logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
+
+    def close(self) -> None:
+        self._graphs.release()

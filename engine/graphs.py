@@ -118,6 +118,10 @@ class DecodeGraphs:
         self._graphs = graphs
         self._bucket_of = [next(s for s in sizes if s >= n) for n in range(self._limits.max_num_seqs + 1)]
 
+    def release(self) -> None:
+        """There are none any more."""
+        self._graphs = {}
+
     @property
     def are_captured(self) -> bool:
         return bool(self._graphs)

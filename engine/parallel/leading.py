@@ -54,6 +54,10 @@ class LeadingExecutor:
 
         self._ranks.capture(capture_here)
 
+    def close(self) -> None:
+        """The other ranks' end with their processes."""
+        self._own.close()
+
 
 class BlockCopies(Protocol):
     """`KVCache`, as far as blocks are copied; on all ranks."""

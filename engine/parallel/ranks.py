@@ -131,7 +131,12 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
-        self.group.close()
+        # A library that waits for something that will not come must not keep this process.
+        ending = threading.Thread(target=self.group.close, name="ranks-end", daemon=True)
+        ending.start()
+        ending.join(END_TIMEOUT_S)
+        if ending.is_alive():
+            logger.warning("the collective library did not end within %g s", END_TIMEOUT_S)
         os.close(self._woken)
         self._watcher.join()
         shutil.rmtree(self._folder, ignore_errors=True)
