@@ -35,8 +35,12 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     peer: InstanceId
     transport: str
     bytes_per_second: float
+    probed_bytes_per_second: float = 0.0
+    """In the last probe; 0: there was none."""
+    choice: str = ""
+    """How the transport was chosen: `rule`, `proved` by a probe, `forced`, or `fallback` for a better one."""
     reason: str = ""
-    """Why this transport: what became of each that was tried, in order."""
+    """Why this transport: what became of each that was tried, best first."""
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,11 +22,13 @@ from kvtransfer.errors import (
     UnknownTicket,
 )
 from kvtransfer.fetching import FetchResult
+from kvtransfer.ladder import Verdict
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory, HostMemory
 from kvtransfer.node import NodePorts, TransferNode
+from kvtransfer.probing.here import probe_here
 from kvtransfer.session.steps import ReleaseReason
-from kvtransfer.settings import TransferSettings
+from kvtransfer.settings import PeerAccess, TransferSettings
 from kvtransfer.transports.memory import InProcess
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "LocalTransferError",
     "NodeClosed",
     "NodePorts",
+    "PeerAccess",
     "PeerLost",
     "Refused",
     "ReleaseReason",
@@ -54,5 +57,7 @@ __all__ = [
     "TransferTimeout",
     "Translation",
     "UnknownTicket",
+    "Verdict",
+    "probe_here",
     "this_host",
 ]

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import zmq
@@ -13,6 +13,9 @@ from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.context import NodeContext
 from kvtransfer.errors import PeerLost, Refused, TransportUnavailable
 from kvtransfer.frames import ToConsumer
+from kvtransfer.ladder import Rung
+from kvtransfer.probing.consumer import Prober
+from kvtransfer.sockets import FAREWELL_MS
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +37,22 @@ class Connections:
         self._on_broken = on_broken
         self._links: dict[str, ConsumerLink] = {}
         self._opening: dict[str, asyncio.Task[ConsumerLink]] = {}
+        self._outgrown: list[ConsumerLink] = []
+        """Replaced by faster ones; fetches that began on them end there."""
+        self._prober = Prober(context, self.promote)
 
     def __iter__(self) -> Iterator[ConsumerLink]:
-        return iter(list(self._links.values()))
+        return iter([*self._links.values(), *self._outgrown])
+
+    def current(self) -> list[ConsumerLink]:
+        """One for each peer: where new fetches go."""
+        return list(self._links.values())
+
+    def tick(self, now: float, in_use: Collection[ConsumerLink]) -> None:
+        for link in [link for link in self._outgrown if link not in in_use]:
+            self._outgrown.remove(link)
+            link.lose("outgrown", linger_ms=FAREWELL_MS)
+        self._prober.tick(now, self.current())
 
     def ready(self, address: str, generation: Generation) -> ConsumerLink | None:
         """A connection that can carry a fetch right now."""
@@ -82,7 +98,28 @@ class Connections:
                     raise
                 await asyncio.sleep(RETRY_S)
 
+    async def promote(self, old: ConsumerLink, rung: Rung) -> bool:
+        """A second connection, by a better transport; it takes over once it stands. False: it never did."""
+        link = self._new_link(old.address, rung)
+        try:
+            await link.open(self._context.settings.connect_timeout_s)
+            if link.peer != old.peer:
+                raise PeerLost(f"another generation answers at {old.address}")
+        except (PeerLost, Refused, TransportUnavailable) as exc:
+            logger.warning("peer=%s stays where it is, %s cannot be had: %s", old.name, rung, exc)
+            await link.close()
+            return False
+        except asyncio.CancelledError:
+            await link.close()
+            raise
+        replaced = self._links.get(old.address)
+        self._links[old.address] = link
+        if replaced is not None:
+            self._outgrown.append(replaced)
+        return True
+
     async def close(self) -> None:
+        await self._prober.close()
         for task in list(self._opening.values()):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, PeerLost, Refused, TransportUnavailable):
@@ -94,12 +131,20 @@ class Connections:
         old = self._links.pop(address, None)
         if old is not None:
             await old.close()
-        link = ConsumerLink(
-            self._context, address, on_message=self._on_message, on_lost=self._lost, on_broken=self._on_broken
-        )
+        link = self._new_link(address)
         self._links[address] = link
         await link.open(timeout_s)
         return link
+
+    def _new_link(self, address: str, only: Rung | None = None) -> ConsumerLink:
+        return ConsumerLink(
+            self._context,
+            address,
+            on_message=self._on_message,
+            on_lost=self._lost,
+            on_broken=self._on_broken,
+            only=only,
+        )
 
     def _opened(self, address: str, task: "asyncio.Task[ConsumerLink]") -> None:
         self._opening.pop(address, None)
@@ -109,4 +154,6 @@ class Connections:
     def _lost(self, link: ConsumerLink, reason: str, dead: bool) -> None:
         if self._links.get(link.address) is link:
             del self._links[link.address]
+        if link in self._outgrown:
+            self._outgrown.remove(link)
         self._on_lost(link, reason, dead)

@@ -76,6 +76,7 @@ class ConsumerSide:
     def tick(self, now: float) -> None:
         for fetching in list(self._fetches.values()):
             self._apply(fetching, fetching.session.tick(now))
+        self.connections.tick(now, {fetching.link for fetching in self._fetches.values() if fetching.link is not None})
         if self._renewals.is_due(now):
             for link in self.connections:
                 self._renew(link, now)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -24,6 +24,8 @@ from kvtransfer.frames import (
     Detached,
     Hello,
     Offer,
+    Probe,
+    Probing,
     Refuse,
     ToConsumer,
     ToProducer,
@@ -31,6 +33,7 @@ from kvtransfer.frames import (
     consumer_decoder,
     peer_of,
 )
+from kvtransfer.ladder import Ladder, Rung
 from kvtransfer.liveness import ProcessWatch, watch_process
 from kvtransfer.meter import Meter
 from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
@@ -44,7 +47,7 @@ LAST_WORDS_S = 0.25
 
 
 class ConsumerLink:
-    """`open()` it once; then `inlet` is the best transport that works."""
+    """`open()` it once; then `inlet` is the best transport that works, or `only`."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class ConsumerLink:
         on_message: Callable[["ConsumerLink", ToConsumer, list[zmq.Frame]], None],
         on_lost: Callable[["ConsumerLink", str, bool], None],
         on_broken: Callable[["ConsumerLink", str, str], None],
+        only: Rung | None = None,
     ) -> None:
         self.address = address
         self.peer: tuple[InstanceId, Generation] | None = None
@@ -63,7 +67,8 @@ class ConsumerLink:
         """Of a block as it travels by `transport`."""
         self.transport: Transport | None = None
         self.inlet: Inlet | None = None
-        self.why: list[str] = []
+        self.ladder: Ladder | None = None
+        """Known once the producer has answered."""
         self.is_up = True
         self.receipts: dict[int, Receipt] = {}
         self.meter = Meter()
@@ -71,11 +76,12 @@ class ConsumerLink:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_broken = on_broken
+        self._only = only
+        self._rung: Rung | None = None
         self._epoch = 0
-        self._dialect = ""
+        self._probing: asyncio.Future[Probing] | None = None
         self._answers: dict[int, asyncio.Future[Attached]] = {}
         self._welcome: asyncio.Future[Welcome] = context.loop.create_future()
-        self._demoted: set[str] = set()
         self._attaching: asyncio.Task[None] | None = None
         self._gone: asyncio.Future[None] = context.loop.create_future()
         self._watch: ProcessWatch | None = None
@@ -104,11 +110,30 @@ class ConsumerLink:
             self.lose("no answer to hello")
             raise PeerLost(f"{self.address} did not answer within {timeout_s:g} s") from exc
         self.peer, self.layout = peer_of(welcome), welcome.layout
+        self.ladder = context.ladders.of(self.address, welcome)
         self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
         await self.attach()
 
+    @property
+    def name(self) -> InstanceId:
+        """Of the instance at the other end; its address until that is known."""
+        return self.peer[0] if self.peer is not None else InstanceId(self.address)
+
+    @property
+    def is_attaching(self) -> bool:
+        return self._attaching is not None
+
     def is_ready(self) -> bool:
         return self.is_up and self.inlet is not None and self._attaching is None
+
+    async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
+        """The producer's answer once its process serves. Raises `PeerLost` or TimeoutError."""
+        self._probing = self._context.loop.create_future()
+        self.send(Probe(number, list(rungs)))
+        async with asyncio.timeout(2 * timeout_s):
+            while (answer := await self._unless_lost(_result_of(self._probing))).number != number:
+                self._probing = self._context.loop.create_future()
+            return answer
 
     async def attach(self) -> None:
         """Wait for the best transport that is left. Raises `TransportUnavailable` or `PeerLost`."""
@@ -118,12 +143,14 @@ class ConsumerLink:
             await asyncio.shield(self._attaching)
 
     def demote(self, name: str, reason: str) -> bool:
-        """Never use this transport on this connection again. False: it is not in use."""
+        """Use this transport no more until a probe has proved it again. False: it is not in use."""
         if self.transport is None or self.transport.name != name:
             return False
-        logger.warning("peer=%s transport %s demoted: %s", self.peer and self.peer[0], name, reason)
-        self._demoted.add(name)
-        self.why.append(f"{name}: demoted, {reason}")
+        logger.warning("peer=%s transport %s demoted: %s", self.name, name, reason)
+        if self.ladder is not None and self._rung is not None:
+            self.ladder.demoted(self._rung, reason, self._context.clock())
+        self._context.observer.switched(peer=self.name, transport=name, change="demoted")
+        self._only = None
         inlet, self.inlet, self.transport = self.inlet, None, None
         if inlet is not None:
             inlet.close()
@@ -176,27 +203,23 @@ class ConsumerLink:
                 await self._attaching
 
     async def _climb(self) -> None:
-        welcome = self._welcome.result()
+        context, welcome, ladder = self._context, self._welcome.result(), self.ladder
+        assert ladder is not None
         try:
-            for name, transport in self._context.transports.items():
-                if name in self._demoted:
-                    continue
-                if name not in welcome.transports:
-                    self.why.append(f"{name}: not offered by the producer")
-                    continue
+            for rung in ladder.order(context.clock()) if self._only is None else [self._only]:
                 try:
-                    self._dialect = ""
-                    inlet = await self._unless_lost(self._attach_by(transport, welcome))
+                    inlet = await self._unless_lost(self._attach_by(rung, welcome))
                 except TransportUnavailable as exc:
-                    self.why.append(f"{name}: {exc}")
-                    self.send(Detach(name, self._epoch))
+                    ladder.missing(rung, str(exc), context.clock())
+                    self.send(Detach(rung.transport, self._epoch))
                     continue
-                self.inlet, self.transport = inlet, transport
-                self.why.append(f"{name}: in use{self._dialect and f' by {self._dialect}'}{self._difference()}")
-                logger.info("peer=%s transport=%s (%s)", welcome.instance, name, "; ".join(self.why))
+                self.inlet, self.transport, self._rung = inlet, context.transports[rung.transport], rung
+                ladder.attached(rung, context.clock(), self._difference())
+                why = "; ".join(ladder.why())
+                logger.info("peer=%s transport=%s chosen by %s (%s)", self.name, rung, ladder.choice(), why)
                 return
             await self._unless_lost(asyncio.sleep(LAST_WORDS_S))
-            raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(self.why)}")
+            raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(ladder.why())}")
         finally:
             self._attaching = None
 
@@ -214,9 +237,10 @@ class ConsumerLink:
             raise PeerLost(f"{self.address}: connection lost")
         return task.result()
 
-    async def _attach_by(self, transport: Transport, welcome: Welcome) -> Inlet:
-        context, wire = self._context, wire_layout(self.layout, self._context.layout, narrows=transport.narrows)
-        offer = await self._ask_for(transport)
+    async def _attach_by(self, rung: Rung, welcome: Welcome) -> Inlet:
+        context, transport = self._context, self._context.transports[rung.transport]
+        wire = wire_layout(self.layout, context.layout, narrows=transport.narrows)
+        offer = await self._ask_for(rung)
         try:
             converter = None if self.layout == context.layout else _converter(context, wire)
             inlet = await transport.attach(welcome, offer, converter)
@@ -238,13 +262,14 @@ class ConsumerLink:
         ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
         return f", converting {ends[0]} to {ends[1]}"
 
-    async def _ask_for(self, transport: Transport) -> Offer:
+    async def _ask_for(self, rung: Rung) -> Offer:
         """Each attachment is an epoch of its own. Raises `TransportUnavailable` or `PeerLost`."""
         self._epoch += 1
         epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s
         answer: asyncio.Future[Attached] = self._context.loop.create_future()
         self._answers[epoch] = answer
-        self.send(Attach(transport=transport.name, epoch=epoch, dialects=list(transport.dialects)))
+        dialects = [rung.dialect] if rung.dialect else []
+        self.send(Attach(transport=rung.transport, epoch=epoch, dialects=dialects))
         try:
             attached = await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as exc:
@@ -253,7 +278,6 @@ class ConsumerLink:
             del self._answers[epoch]
         if attached.offer is None:
             raise TransportUnavailable(attached.reason)
-        self._dialect = attached.offer.dialect
         return attached.offer
 
     def _on_down(self, _: int) -> None:
@@ -267,23 +291,27 @@ class ConsumerLink:
             logger.warning("undecodable message of %s: %s", self.address, exc)
             self.lose("it sent an undecodable message")
             return
-        if isinstance(message, Welcome):
-            if not self._welcome.done():
-                self._welcome.set_result(message)
-        elif isinstance(message, Refuse):
+        if isinstance(message, Refuse):
             if not self._welcome.done():
                 self._welcome.set_exception(Refused(message.reason))
                 self._welcome.exception()
             self.lose(message.reason)
-        elif isinstance(message, Attached):
-            answer = self._answers.get(message.epoch)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+        elif isinstance(message, Welcome | Attached | Probing):
+            self._answered(message)
         elif isinstance(message, Detached):
             if message.epoch == self._epoch and self.transport is not None:
                 self._on_broken(self, self.transport.name, message.reason)
         else:
             self._on_message(self, message, frames[1:])
+
+    def _answered(self, message: Welcome | Attached | Probing) -> None:
+        match message:
+            case Welcome():
+                _resolve(self._welcome, message)
+            case Attached():
+                _resolve(self._answers.get(message.epoch), message)
+            case Probing():
+                _resolve(self._probing, message)
 
 
 def _converter(context: NodeContext, wire: KVLayout) -> Converter:
@@ -291,3 +319,13 @@ def _converter(context: NodeContext, wire: KVLayout) -> Converter:
     module = importlib.import_module("kvtransfer.conversion.inlets")
     converter: Converter = module.Converter(context.landings, wire, context.layout, context.memory)
     return converter
+
+
+def _resolve(future: "asyncio.Future[T] | None", value: T) -> None:
+    """Answers that nobody waits for, or that come twice, change nothing."""
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+async def _result_of(future: "asyncio.Future[T]") -> T:
+    return await future

@@ -1,7 +1,7 @@
 """What both sides of a node share. Values and ports only."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,6 +11,8 @@ from contracts.identity import Generation, InstanceId
 from contracts.layout import KVLayout
 from kvtransfer.conversion.landings import Landings
 from kvtransfer.frames import Host
+from kvtransfer.ladder import ProbeOutcome
+from kvtransfer.ladders import Ladders
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import SessionLimits
 from kvtransfer.settings import TransferSettings
@@ -26,6 +28,8 @@ class TransferObserver(Protocol):
     ) -> None: ...
     def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None: ...
     def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None: ...
+    def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None: ...
+    def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None: ...
 
 
 class SilentObserver:
@@ -38,6 +42,12 @@ class SilentObserver:
         return
 
     def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
+        return
+
+    def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None:
+        return
+
+    def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None:
         return
 
 
@@ -53,10 +63,12 @@ class NodeContext:
     clock: Callable[[], float]
     observer: TransferObserver
     transports: dict[str, Transport]
+    ladders: Ladders
     zmq: "zmq.Context[zmq.Socket[bytes]]"
     loop: asyncio.AbstractEventLoop
     workers: Workers
     landings: Landings
+    probe_command: Sequence[str]
 
 
 def limits_of(settings: TransferSettings) -> SessionLimits:

@@ -12,8 +12,9 @@ from msgspec import Meta
 from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.wire import Decoder
+from kvtransfer.ladder import ProbeOutcome, Rung
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_BLOCKS = 65_536
 MAX_PAYLOAD_BYTES = 256 * 1024
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
@@ -221,8 +222,31 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     outcome: Outcome
 
 
-ToProducer = Hello | Attach | Detach | Fetch | Got | Again | Renew | Release
-ToConsumer = Welcome | Refuse | Attached | Detached | Ready | Blocks | Bytes | Done | Fail | Renewed
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Start a throw-away process that serves known bytes by these transports."""
+
+    number: Natural
+    rungs: Annotated[list[Rung], Meta(min_length=1, max_length=16)]
+
+
+class Probing(msgspec.Struct, frozen=True, kw_only=True, tag="probing"):
+    """The answer to `Probe`: where that process serves, and what its bytes are made of; or why there is none."""
+
+    number: Natural
+    address: Annotated[str, Meta(max_length=512)] = ""
+    seed: Natural = 0
+    outcome: ProbeOutcome = "skipped"
+    reason: Text = ""
+
+
+class Probed(msgspec.Struct, frozen=True, tag="probed"):
+    """The process of this probe is needed no more."""
+
+    number: Natural
+
+
+ToProducer = Hello | Attach | Detach | Fetch | Got | Again | Renew | Release | Probe | Probed
+ToConsumer = Welcome | Refuse | Attached | Detached | Ready | Blocks | Bytes | Done | Fail | Renewed | Probing
 
 producer_decoder = Decoder[ToProducer](ToProducer, max_bytes=MAX_CONTROL_BYTES)
 consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)

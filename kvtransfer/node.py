@@ -21,9 +21,11 @@ from kvtransfer.conversion.landings import Landings
 from kvtransfer.conversion.plan import Translation
 from kvtransfer.errors import LocalTransferError, NodeClosed
 from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks
+from kvtransfer.ladders import Ladders
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory
 from kvtransfer.native.copyhash import copy_hash
+from kvtransfer.probing.running import COMMAND
 from kvtransfer.producer import FetchHandler, ProducerSide
 from kvtransfer.session.steps import ReleaseReason
 from kvtransfer.settings import TransferSettings
@@ -44,11 +46,13 @@ TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dic
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """What a node may be given. `transports` replaces those that the settings name; `in_process` enables `memory`."""
+    """What a node may be given. `transports` replaces those that the settings name; `in_process` enables `memory`.
+    `probe_command` is the throw-away process of probes."""
 
     observer: TransferObserver = field(default_factory=SilentObserver)
     in_process: InProcess | None = None
     transports: TransportFactory | None = None
+    probe_command: Sequence[str] = COMMAND
 
 
 class TransferNode:
@@ -70,7 +74,7 @@ class TransferNode:
         self._instance, self._generation, self._layout = instance, generation, layout
         self._memory, self._settings, self._clock = memory, settings, clock
         ports = ports or NodePorts()
-        self._observer = ports.observer
+        self._ports = ports
         host = this_host()
         facts = NodeFacts(instance, generation, memory, host)
         self._host = host
@@ -95,12 +99,14 @@ class TransferNode:
             limits=limits_of(settings),
             host=self._host,
             clock=self._clock,
-            observer=self._observer,
+            observer=self._ports.observer,
             transports=self._transports,
+            ladders=Ladders(settings, self._transports),
             zmq=zmq.Context(settings.io_threads),
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
             landings=Landings(self._layout),
+            probe_command=self._ports.probe_command,
         )
         await asyncio.to_thread(copy_hash)
         for transport in self._transports.values():
@@ -185,18 +191,21 @@ class TransferNode:
         """Connections to producers: how fast each was measured to be, and why it goes that way."""
         return [
             LinkStatus(
-                peer=link.peer[0],
+                peer=link.name,
                 transport=link.transport.name,
                 bytes_per_second=link.meter.bytes_per_second,
-                reason="; ".join(link.why)[:MAX_REASON],
+                probed_bytes_per_second=link.ladder.speed(),
+                choice=link.ladder.choice(),
+                reason="; ".join(link.ladder.why())[:MAX_REASON],
             )
-            for link in self._consuming.connections
-            if link.is_ready() and link.peer is not None and link.transport is not None
+            for link in self._consuming.connections.current()
+            if link.is_ready() and link.transport is not None and link.ladder is not None
         ]
 
     def explain_links(self) -> dict[InstanceId, list[str]]:
         """Why each peer is reached the way it is: one line per transport tried."""
-        return {link.peer[0]: list(link.why) for link in self._consuming.connections if link.peer is not None}
+        links = self._consuming.connections.current()
+        return {link.name: link.ladder.why() for link in links if link.ladder is not None}
 
     def num_sessions(self) -> int:
         """Transfers in progress, both directions."""

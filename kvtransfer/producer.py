@@ -25,6 +25,8 @@ from kvtransfer.frames import (
     Fetch,
     Got,
     Hello,
+    Probe,
+    Probed,
     Refuse,
     Release,
     Renew,
@@ -32,6 +34,7 @@ from kvtransfer.frames import (
     ToProducer,
     producer_decoder,
 )
+from kvtransfer.probing.producer import ProbeHost
 from kvtransfer.producer_link import ProducerLink, refusal, welcome
 from kvtransfer.session.producer import CODE_OF, ProducerSession
 from kvtransfer.session.steps import Drain, ProducerStep, Released, ReleaseReason, Serve, Tell
@@ -73,6 +76,7 @@ class ProducerSide:
         self._tombstones: OrderedDict[SinkKey, ReleaseReason] = OrderedDict()
         self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
         self.on_fetch: FetchHandler | None = None
+        self._probes = ProbeHost(context)
         settings = context.settings
         socket = context.zmq.socket(zmq.ROUTER)
         configure(socket, settings)
@@ -155,6 +159,7 @@ class ProducerSide:
         waiting = [future for future in self._outcomes.values() if not future.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
+        await self._probes.close()
         self._socket.close(linger_ms=FAREWELL_MS)
         for link in self._links.values():
             link.close()
@@ -237,8 +242,10 @@ class ProducerSide:
                 link.attach(message)
             case Detach():
                 link.detach(message.transport, message.epoch)
-            case Hello():
-                return
+            case Probe() | Probed():
+                self._probes.handle(link, message)
+            case _:
+                return  # hello again
 
     def _fetch(self, link: ProducerLink, fetch: Fetch, now: float) -> None:
         context, key = self._context, (fetch.ticket, *link.peer)
@@ -364,6 +371,7 @@ class ProducerSide:
         if link.is_up:
             logger.info("peer=%s disconnected dead=%s", link.peer[0], dead)
             link.lose()
+            self._probes.lost(link)
             self._by_identity.pop(link.identity, None)
         for handoff in list(self._handoffs.values()):
             if handoff.session.link == link.number or (dead and handoff.key[1:] == link.peer):

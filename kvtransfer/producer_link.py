@@ -77,7 +77,7 @@ class ProducerLink:
         self._context = context
         self._socket = socket
         self._on_lost = on_lost
-        self._hello = hello
+        self.hello = hello
         self._ways: dict[str, Way] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
@@ -155,8 +155,8 @@ class ProducerLink:
         carrier = context.transports.get(name)
         reason = f"no transport {name} here"
         if carrier is not None:
-            wire = wire_layout(context.layout, self._hello.layout, narrows=carrier.narrows)
-            wish = Wish(self._hello, epoch, message.dialects, context.layout, wire)
+            wire = wire_layout(context.layout, self.hello.layout, narrows=carrier.narrows)
+            wish = Wish(self.hello, epoch, message.dialects, context.layout, wire)
             try:
                 outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:

@@ -11,8 +11,12 @@ OneCclBackend = Literal[
 ]
 ChecksumMode = Literal["full", "sampled", "off"]
 
+PeerAccess = Literal["", "0", "1"]
+
 LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")
-"""What `auto` tries, best first."""
+"""What `auto` uses without a proof, best first."""
+PROBED = "oneccl"
+"""What `auto` uses between devices once a probe has proved it."""
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -28,6 +32,14 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         OneCclBackend, Meta(description="of oneccl; auto: the device's, on hosts oneCCL's own library or gloo")
     ] = "auto"
     oneccl_library: Annotated[str, Meta(description="folder of libccl.so.2; empty: this Python's lib")] = ""
+    peer_access: Annotated[
+        PeerAccess, Meta(description="CCL_TOPO_P2P_ACCESS, for auto: 1 takes oneccl unproved, 0 leaves it out")
+    ] = ""
+    probe: Annotated[bool, Meta(description="try what needs a proof, and what was demoted, between two processes")] = (
+        True
+    )
+    probe_timeout_s: Annotated[float, Meta(gt=0, description="longest life of such a process")] = 40.0
+    probe_retry_s: Annotated[float, Meta(gt=0, description="first interval until what failed is tried again")] = 30.0
     stall_timeout_s: Annotated[float, Meta(gt=0, description="an oneccl pair that stands still is given up")] = 10.0
     run_dir: Annotated[
         str,
@@ -67,6 +79,20 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     copy_threads: Count = 2
     io_threads: Count = 1
 
-    def ladder(self) -> tuple[str, ...]:
-        """Transport names in order of preference."""
-        return LADDER if "auto" in self.transports else self.transports
+    def ladder(self, *, is_device: bool) -> tuple[str, ...]:
+        """Transport names in order of preference. On hosts nothing beats shared memory, and no probe need tell."""
+        if "auto" not in self.transports:
+            return self.transports
+        if not is_device or self.peer_access == "0":
+            return LADDER
+        return (LADDER[0], PROBED, *LADDER[1:]) if self.peer_access == "1" else (*LADDER, PROBED)
+
+    def unproved(self) -> tuple[str, ...]:
+        """Of these, what needs a proof."""
+        return (PROBED,) if "auto" in self.transports and self.peer_access != "1" else ()
+
+    def forced(self) -> dict[str, str]:
+        """What told to use a transport, by its name."""
+        if "auto" in self.transports:
+            return {PROBED: "CCL_TOPO_P2P_ACCESS=1"} if self.peer_access == "1" else {}
+        return {name: f"--kv-transport {name}" for name in self.transports} if len(self.transports) == 1 else {}

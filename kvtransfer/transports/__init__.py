@@ -11,7 +11,7 @@ from kvtransfer.transports.zeromq import ZeromqTransport
 def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | None) -> dict[str, Transport]:
     """In order of preference. `memory` is left out where nobody shares an `InProcess`."""
     made: dict[str, Transport] = {}
-    for name in settings.ladder():
+    for name in settings.ladder(is_device=facts.memory.host_view is None):
         match name:
             case "memory":
                 if in_process is not None:

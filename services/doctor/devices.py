@@ -15,25 +15,31 @@ PROBE = (sys.executable, "-m", "services.doctor.device_probe")
 
 
 def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
+    facts = ask_devices(timeout_s, command)
+    if isinstance(facts, Finding):
+        yield facts
+    else:
+        yield from judge(facts)
+
+
+def ask_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Facts | Finding:
+    """What torch says, or why it says nothing."""
     if _version("torch") is None:
-        yield note("torch", "not installed: this machine can run a router", "instances need: pip install .[worker]")
-        return
+        return note("torch", "not installed: this machine can run a router", "instances need: pip install .[worker]")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        yield problem(
+        return problem(
             "devices",
             f"the driver did not answer within {timeout_s:g} s",
             "reboot or reload the kernel module; see `dmesg`; show one card alone with ZE_AFFINITY_MASK=0",
         )
-        return
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield problem(
+        return problem(
             "devices", f"torch cannot use this machine: {last}", "see `python -m services.doctor.device_probe`"
         )
-        return
-    yield from judge(msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Facts))
+    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Facts)
 
 
 def judge(facts: Facts) -> Iterator[Finding]:

@@ -10,11 +10,13 @@ import msgspec
 from services.common.configuration import environment, load_settings
 from services.common.version import VERSION
 from services.doctor.cards import check_cards, check_visible
-from services.doctor.devices import check_devices
+from services.doctor.device_probe import Facts
+from services.doctor.devices import ask_devices, judge
 from services.doctor.findings import Finding, Report
 from services.doctor.limits import check_limits
 from services.doctor.network import check_network
 from services.doctor.settings import DoctorSettings
+from services.doctor.transports import check_transports
 
 MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
 
@@ -35,8 +37,13 @@ def main(argv: Sequence[str]) -> int:
 
 async def examine(settings: DoctorSettings, root: Path) -> list[Finding]:
     findings = [*check_cards(root), *check_visible(root, environment()), *check_limits(root)]
+    facts: Facts | Finding | None = None
     if settings.device:
-        findings += await asyncio.to_thread(lambda: list(check_devices(settings.probe_timeout_s)))
+        facts = await asyncio.to_thread(ask_devices, settings.probe_timeout_s)
+        findings += [facts] if isinstance(facts, Finding) else judge(facts)
+    if settings.probe:
+        found = facts if isinstance(facts, Facts) else None
+        findings += [finding async for finding in check_transports(found, settings.probe_timeout_s)]
     findings += [finding async for finding in check_network(settings.registry, settings.peer)]
     return findings
 

@@ -60,7 +60,7 @@ class EngineCollector(Collector):
         yield self._gauge("baton:prefill_tokens_per_second", "Measured speed", stats.prefill_tokens_per_s)
         yield self._gauge("baton:decode_step_seconds", "Measured duration of a step", stats.decode_step_s)
         yield self._counter("baton:engine_steps", "Steps of the engine", stats.steps)
-        yield self._link_speeds()
+        yield from self._link_speeds()
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, documentation, labels=["model_name"])
@@ -72,12 +72,22 @@ class EngineCollector(Collector):
         metric.add_metric([self._model], value)
         return metric
 
-    def _link_speeds(self) -> Metric:
-        documentation = "Speed of the last transfers from a peer, as their consumer measured it"
-        metric = GaugeMetricFamily("baton:kv_link_bytes_per_second", documentation, labels=["peer", "transport"])
+    def _link_speeds(self) -> Iterator[Metric]:
+        labels = ["peer", "transport", "choice"]
+        used = GaugeMetricFamily(
+            "baton:kv_link_bytes_per_second",
+            "Speed of the last transfers from a peer, as their consumer measured it",
+            labels=labels,
+        )
+        probed = GaugeMetricFamily(
+            "baton:kv_link_probed_bytes_per_second", "Speed of the transport in use, in the last probe", labels=labels
+        )
         for link in self._links():
-            metric.add_metric([link.peer, link.transport], link.bytes_per_second)
-        return metric
+            used.add_metric([link.peer, link.transport, link.choice], link.bytes_per_second)
+            if link.probed_bytes_per_second:
+                probed.add_metric([link.peer, link.transport, link.choice], link.probed_bytes_per_second)
+        yield used
+        yield probed
 
 
 class TransferMetrics:
@@ -90,6 +100,18 @@ class TransferMetrics:
         self._mismatches = Counter(
             "baton:checksum_mismatches", "Blocks that arrived with other bytes", ["transport"], registry=registry
         )
+        self._probes = Counter(
+            "baton:kv_probes",
+            "Transports tried between two throw-away processes",
+            ["transport", "outcome"],
+            registry=registry,
+        )
+        self._changes = Counter(
+            "baton:kv_transport_changes",
+            "Links that gave a transport up (demoted) or moved to one that a probe proved (promoted)",
+            ["transport", "change"],
+            registry=registry,
+        )
 
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
@@ -101,6 +123,12 @@ class TransferMetrics:
 
     def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
         self._mismatches.labels(transport).inc(blocks)
+
+    def probed(self, *, peer: InstanceId, transport: str, outcome: str) -> None:
+        self._probes.labels(transport, outcome.replace(" ", "_")).inc()
+
+    def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None:
+        self._changes.labels(transport, change).inc()
 
     def handoff_failed(self, reason: str) -> None:
         self._errors.labels(reason).inc()

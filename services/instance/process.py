@@ -20,9 +20,9 @@ from contracts.instance import InstanceRecord, LinkStatus, Load, Role
 from contracts.messages import ToInstance
 from engine import Engine, EngineError, EngineStats
 from engine.pooling.engine import PoolingEngine
-from kvtransfer import NodePorts, TransferError, TransferNode, TransferSettings
+from kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
 from services.common.cluster_key import ClusterKey, read_cluster_key
-from services.common.configuration import stop
+from services.common.configuration import environment, stop
 from services.common.events import EventPublisher
 from services.common.http_server import HttpServer
 from services.common.lifecycle import Lifecycle, run
@@ -42,7 +42,7 @@ from services.instance.observed import ObservedRole
 from services.instance.pooling_serving import PoolingServing
 from services.instance.pulling import Puller
 from services.instance.serving import Identity, RoleHandler, Serving
-from services.instance.settings import InstanceSettings, instance_id, model_names
+from services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
 from services.instance.sharing import Sharing
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class InstanceProcess:
             generation=identity.generation,
             layout=engine.layout,
             memory=engine.kv,
-            settings=transfer_settings(settings, self._key),
+            settings=transfer_settings(settings, self._key, peer_access(environment())),
             ports=NodePorts(observer=self._counter),
         )
         await transfer.start()
@@ -327,11 +327,14 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
     return EngineThread(lambda: build_pooling_engine(settings, kind))
 
 
-def transfer_settings(settings: InstanceSettings, key: ClusterKey | None = None) -> TransferSettings:
+def transfer_settings(
+    settings: InstanceSettings, key: ClusterKey | None = None, access: PeerAccess = ""
+) -> TransferSettings:
     return TransferSettings(
         bind=tcp(settings, settings.transfer_port, any_port="*"),
         advertise_host=settings.advertise_host,
         transports=(settings.kv_transport,),
+        peer_access=access,
         run_dir=settings.kv_run_dir,
         checksum=settings.kv_checksum,
         lease_s=settings.kv_lease_s,

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from contracts.identity import InstanceId
 from contracts.instance import Role
+from services.instance.errors import StartFailed
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -159,7 +160,8 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="how blocks travel: usm in shared memory of one machine, zeromq over TCP, oneccl from device to"
             " device (xccl, nccl; gloo or oneCCL on CPUs), memory inside one process: only where nothing is handed"
-            " off (unified instances); auto takes the fastest that works for a pair",
+            " off (unified instances); auto: host memory's first, oneccl between devices once a probe has proved it"
+            " faster (CCL_TOPO_P2P_ACCESS=1 without one, =0 never)",
             extra={"group": "handoff"},
         ),
     ] = "auto"
@@ -234,3 +236,15 @@ def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
     is imported, and gives way to what the operator has set.
     """
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": "2000"}
+
+
+def peer_access(environ: Mapping[str, str]) -> Literal["", "0", "1"]:
+    """oneCCL's own variable, which forces the choice of `--kv-transport auto` too. Raises `StartFailed`."""
+    match environ.get("CCL_TOPO_P2P_ACCESS", ""):
+        case "" | "0" | "1" as said:
+            return said
+        case said:
+            raise StartFailed(
+                f"CCL_TOPO_P2P_ACCESS={said}: 1 takes oneccl between devices without a probe, 0 never does,"
+                " unset lets a probe decide"
+            )

@@ -28,8 +28,10 @@ class LinkHealth(msgspec.Struct, frozen=True):
     peer: str
     transport: str
     gigabytes_per_second: float
+    choice: str
+    """`rule`, `proved` by a probe, `forced`, or `fallback`: what comes first was demoted or could not be had."""
     reason: str
-    """What became of each transport that was tried, in order."""
+    """What became of each transport that was tried, best first."""
 
 
 class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +99,8 @@ def _instance_health(member: Member) -> InstanceHealth:
         host_total_blocks=load.host_total_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         links=[
-            LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.reason) for link in member.links
+            LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.choice, link.reason)
+            for link in member.links
         ],
     )
 

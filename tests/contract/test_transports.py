@@ -339,7 +339,8 @@ def test_a_transport_that_keeps_damaging_blocks_is_demoted_and_the_next_one_used
             assert pair.consumer.tally.mismatches >= SETTINGS.max_mismatches
             assert await handoff(pair, 2) == "zeromq"
             (link,) = pair.consumer.node.links()
-            assert re.search(r"usm: in use; usm: demoted, .*; zeromq: in use", link.reason)
+            assert re.fullmatch(r"usm: demoted, .*; zeromq: in use", link.reason)
+            assert link.choice == "fallback" and pair.consumer.tally.changes == [("usm", "demoted")]
 
     run(test())
 

@@ -11,6 +11,8 @@ from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.messages import Ticket
 from kvtransfer import BlockMemory, HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
+from kvtransfer.ladder import ProbeOutcome
+from kvtransfer.probing.running import COMMAND
 from kvtransfer.session.steps import Placement
 from kvtransfer.transports import build
 from kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transport
@@ -37,6 +39,8 @@ class Tally:
     bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     retries: list[str] = field(default_factory=list)
     mismatches: int = 0
+    probes: list[tuple[str, str]] = field(default_factory=list)
+    changes: list[tuple[str, str]] = field(default_factory=list)
 
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
@@ -48,6 +52,12 @@ class Tally:
 
     def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
         self.mismatches += blocks
+
+    def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None:
+        self.probes.append((transport, outcome))
+
+    def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None:
+        self.changes.append((transport, change))
 
 
 class Meddler:
@@ -173,7 +183,7 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def running(
+async def running(  # noqa: PLR0913 - whatever a test changes of a node
     instance: str,
     settings: TransferSettings,
     *,
@@ -182,6 +192,7 @@ async def running(
     in_process: InProcess | None = None,
     meddler: Meddler | None = None,
     memory: Blocks | None = None,
+    probe_command: Sequence[str] = COMMAND,
 ) -> AsyncIterator[Node]:
     memory, tally = memory or HostMemory(NUM_BLOCKS, layout.block_bytes), Tally()
 
@@ -189,7 +200,7 @@ async def running(
         made = build(facts, settings, shared)
         return made if meddler is None else {name: _meddled(t, meddler, facts) for name, t in made.items()}
 
-    ports = NodePorts(observer=tally, in_process=in_process, transports=make)
+    ports = NodePorts(observer=tally, in_process=in_process, transports=make, probe_command=probe_command)
     identity, number = InstanceId(instance), Generation(generation)
     node = TransferNode(
         instance=identity, generation=number, layout=layout, memory=memory, settings=settings, ports=ports
@@ -210,11 +221,18 @@ async def pair_of(
     producer_layout: KVLayout = LAYOUT,
     consumer_layout: KVLayout = LAYOUT,
     memories: Sequence[Blocks | None] = (None, None),
+    probe_command: Sequence[str] = COMMAND,
 ) -> AsyncIterator[Pair]:
     shared, (source, target) = InProcess(), memories
     async with (
         running(
-            "prefill-0", settings, generation=11, in_process=shared, layout=producer_layout, memory=source
+            "prefill-0",
+            settings,
+            generation=11,
+            in_process=shared,
+            layout=producer_layout,
+            memory=source,
+            probe_command=probe_command,
         ) as producer,
         running(
             "decode-0",
@@ -224,6 +242,7 @@ async def pair_of(
             meddler=meddler,
             layout=consumer_layout,
             memory=target,
+            probe_command=probe_command,
         ) as consumer,
     ):
         pair = Pair(producer, consumer)

@@ -15,7 +15,7 @@ def test_gauges_tell_the_state_of_now() -> None:
     stats = replace(STATS, free_blocks=4, running=3, waiting=1, reserved=2, held=1, held_blocks=5, preemptions=6)
     stats = replace(stats, prefix_query_tokens=100, prefix_hit_tokens=25)
     stats = replace(stats, host_used_blocks=3, host_total_blocks=12, host_hit_tokens=10, host_loaded_blocks=7)
-    link = LinkStatus(peer=PEER, transport="usm", bytes_per_second=2e9)
+    link = LinkStatus(peer=PEER, transport="usm", bytes_per_second=2e9, probed_bytes_per_second=3e9, choice="proved")
     registry = CollectorRegistry()
     registry.register(
         EngineCollector(model="m", stats=lambda: stats, load=lambda: load_of(stats, num_queued=4), links=lambda: [link])
@@ -33,8 +33,9 @@ def test_gauges_tell_the_state_of_now() -> None:
         "baton:leases": 3,
     }
     assert {name: registry.get_sample_value(name, {"model_name": "m"}) for name in expected} == expected
-    labels = {"peer": PEER, "transport": "usm"}
+    labels = {"peer": PEER, "transport": "usm", "choice": "proved"}
     assert registry.get_sample_value("baton:kv_link_bytes_per_second", labels) == 2e9
+    assert registry.get_sample_value("baton:kv_link_probed_bytes_per_second", labels) == 3e9
 
 
 def test_what_transfers_did_is_counted() -> None:

@@ -5,7 +5,14 @@ import pytest
 from services.common.configuration import load
 from services.instance.addresses import advertised, check_ports, tcp
 from services.instance.errors import StartFailed
-from services.instance.settings import InstanceSettings, instance_id, model_names, short_waits, visible_device
+from services.instance.settings import (
+    InstanceSettings,
+    instance_id,
+    model_names,
+    peer_access,
+    short_waits,
+    visible_device,
+)
 
 
 def settings(*argv: str) -> InstanceSettings:
@@ -68,3 +75,10 @@ def test_one_device_is_shown_to_the_process() -> None:
 def test_waits_are_short_unless_the_operator_says_otherwise() -> None:
     assert short_waits({}) == {"GOMP_SPINCOUNT": "2000"}
     assert short_waits({"OMP_WAIT_POLICY": "active"}) == {}
+
+
+def test_peer_access_is_read_from_oneccl_s_own_variable() -> None:
+    assert [peer_access(environ) for environ in ({}, {"CCL_TOPO_P2P_ACCESS": "0"})] == ["", "0"]
+    assert peer_access({"CCL_TOPO_P2P_ACCESS": "1"}) == "1"
+    with pytest.raises(StartFailed, match="CCL_TOPO_P2P_ACCESS=yes: 1 takes oneccl"):
+        peer_access({"CCL_TOPO_P2P_ACCESS": "yes"})

@@ -148,7 +148,11 @@ class FakeInstance:
                 draining=self.draining,
                 links=[
                     LinkStatus(
-                        peer=InstanceId("prefill-0"), transport="memory", bytes_per_second=2e9, reason="memory: in use"
+                        peer=InstanceId("prefill-0"),
+                        transport="memory",
+                        bytes_per_second=2e9,
+                        choice="rule",
+                        reason="memory: in use",
                     )
                 ],
             )

@@ -16,7 +16,7 @@ def test_health_shows_pools_instances_and_links(serve: Serve) -> None:
         decode = found["instances"][0]
         (link,) = decode["links"]
         assert link.pop("reason") == "memory: in use"
-        assert link == {"peer": "prefill-0", "transport": "memory", "gigabytes_per_second": 2.0}
+        assert link == {"peer": "prefill-0", "transport": "memory", "gigabytes_per_second": 2.0, "choice": "rule"}
         assert decode["http_address"] == "decode-0:80"
         for method in ("GET", "POST"):
             assert (await router.http.request(method, "/ping")).status_code == 200

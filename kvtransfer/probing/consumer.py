@@ -1,0 +1,127 @@
+"""The consumer's half of a probe: asks the producer for a process to fetch from, runs its own, tells the ladder.
+
+One probe at a time for a node. Handoffs never wait for it.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from kvtransfer.consumer_link import ConsumerLink
+from kvtransfer.context import NodeContext
+from kvtransfer.errors import PeerLost
+from kvtransfer.frames import Probed
+from kvtransfer.ladder import Rung, Verdict
+from kvtransfer.memory import BlockMemory
+from kvtransfer.probing.memory import KNOWN_EXTENSIONS
+from kvtransfer.probing.plan import Plan
+from kvtransfer.probing.running import Runner
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 0.5
+"""So often is a ladder asked."""
+
+
+class Prober:
+    def __init__(self, context: NodeContext, promote: Callable[[ConsumerLink, Rung], Awaitable[bool]]) -> None:
+        self._context = context
+        self._promote = promote
+        self._runner = Runner(context.probe_command)
+        self._task: asyncio.Task[None] | None = None
+        self._next_look = 0.0
+        self._number = 0
+
+    def tick(self, now: float, links: Iterable[ConsumerLink]) -> None:
+        if not self._context.settings.probe or self._task is not None or now < self._next_look:
+            return
+        self._next_look = now + CHECK_S
+        if self._runner.is_blocked:
+            return
+        for link in links:
+            if link.is_up and link.ladder is not None and not link.is_attaching and (rungs := link.ladder.due(now)):
+                self._task = self._context.loop.create_task(self._probe(link, rungs))
+                self._task.add_done_callback(self._ended)
+                return
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._runner.close()
+
+    async def _probe(self, link: ConsumerLink, rungs: Sequence[Rung]) -> None:
+        context, ladder = self._context, link.ladder
+        assert ladder is not None
+        self._number += 1
+        number, timeout_s = self._number, context.settings.probe_timeout_s
+        try:
+            serving = await link.ask_probe(number, rungs, timeout_s)
+        except (PeerLost, TimeoutError) as exc:
+            logger.info("peer=%s no probe: %s", link.name, exc or "no answer")
+            ladder.postponed(context.clock())
+            return
+        if serving.reason and serving.outcome == "skipped":
+            ladder.postponed(context.clock())
+            return
+        if serving.reason:
+            verdicts = [Verdict(rung, serving.outcome, reason=serving.reason) for rung in rungs]
+        else:
+            verdicts = await self._fetch(link, number, rungs, (serving.address, serving.seed))
+        await self._conclude(link, verdicts)
+
+    async def _fetch(
+        self, link: ConsumerLink, number: int, rungs: Sequence[Rung], source: tuple[str, int]
+    ) -> list[Verdict]:
+        context = self._context
+        host, _, _ = link.address.rpartition(":")  # as it can be reached from here
+        plan = Plan(
+            rungs=list(rungs),
+            settings=context.settings,
+            seed=source[1],
+            timeout_s=context.settings.probe_timeout_s,
+            device=device_of(context.memory),
+            preload=extensions(),
+            address=f"{host}:{source[0].rpartition(':')[2]}",
+        )
+        try:
+            return await self._runner.fetch(plan)
+        finally:
+            link.send(Probed(number))
+
+    async def _conclude(self, link: ConsumerLink, verdicts: Sequence[Verdict]) -> None:
+        context, ladder = self._context, link.ladder
+        assert ladder is not None
+        for verdict in verdicts:
+            context.observer.probed(peer=link.name, transport=verdict.rung.transport, outcome=verdict.outcome)
+        before = ladder.why()
+        better = ladder.probed(verdicts, context.clock())
+        if ladder.why() != before or better is not None:
+            said = "; ".join(_said(verdict) for verdict in verdicts)
+            logger.info("peer=%s probe: %s; %s", link.name, said, f"moving to {better}" if better else "nothing moves")
+        if better is not None and await self._promote(link, better):
+            context.observer.switched(peer=link.name, transport=better.transport, change="promoted")
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a probe failed", exc_info=error)
+
+
+def device_of(memory: BlockMemory) -> str:
+    """Empty: the host's."""
+    if memory.host_view is not None:
+        return ""
+    return str(getattr(memory, "device_tensor").device)  # noqa: B009 - of `DeviceMemory`
+
+
+def extensions() -> list[str]:
+    """What this process had to import for torch to know its device."""
+    return [name for name in KNOWN_EXTENSIONS if name in sys.modules]
+
+
+def _said(verdict: Verdict) -> str:
+    if verdict.outcome == "proved":
+        return f"{verdict.rung} {verdict.bytes_per_second / 1e9:.1f} GB/s"
+    return f"{verdict.rung} {verdict.outcome}{verdict.reason and f' ({verdict.reason})'}"

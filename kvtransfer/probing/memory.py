@@ -1,0 +1,78 @@
+"""A few MB of blocks to probe with, of the host or of a device, and the bytes they are filled with."""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.memory import BlockMemory, HostMemory
+from kvtransfer.probing.plan import BLOCK_BYTES, NUM_BLOCKS
+
+KNOWN_EXTENSIONS = ("intel_extension_for_pytorch",)
+"""They make a device known to torch when they are imported."""
+
+
+class ProbeMemory(BlockMemory, Protocol):
+    def write(self, content: NDArray[np.uint8]) -> None: ...
+    def content(self) -> NDArray[np.uint8]: ...
+
+
+def memory_on(device: str, preload: Sequence[str]) -> ProbeMemory:
+    if not device:
+        return HostProbeMemory()
+    for module in preload:
+        if module in KNOWN_EXTENSIONS:
+            importlib.import_module(module)
+    return DeviceProbeMemory(device)
+
+
+def content_of(seed: int) -> NDArray[np.uint8]:
+    """uint8 `[NUM_BLOCKS, BLOCK_BYTES]`; what was in memory before can hardly equal it."""
+    return np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+
+
+class HostProbeMemory(HostMemory):
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_BYTES)
+
+    def write(self, content: NDArray[np.uint8]) -> None:
+        np.copyto(self._array(), content)
+
+    def content(self) -> NDArray[np.uint8]:
+        return self._array()
+
+    def _array(self) -> NDArray[np.uint8]:
+        assert self.host_view is not None
+        return np.frombuffer(self.host_view, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
+
+
+class DeviceProbeMemory:
+    num_blocks = NUM_BLOCKS
+    block_bytes = BLOCK_BYTES
+    shared_fd = None
+    host_view = None
+
+    def __init__(self, device: str) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._device = self._torch.device(device)
+        self.device_tensor: Any = self._torch.zeros(
+            (NUM_BLOCKS, BLOCK_BYTES), dtype=self._torch.uint8, device=self._device
+        )
+        self._wait()
+
+    def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        return ()
+
+    def write(self, content: NDArray[np.uint8]) -> None:
+        self.device_tensor.copy_(self._torch.from_numpy(content))
+        self._wait()
+
+    def content(self) -> NDArray[np.uint8]:
+        array: NDArray[np.uint8] = self.device_tensor.to("cpu").numpy()
+        return array
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            self._torch.get_device_module(self._device).synchronize(self._device)

@@ -1,0 +1,162 @@
+"""The throw-away process at one end of a probe: a transfer node over a few MB that serves or fetches known bytes.
+
+It may hang, abort or be killed at any time. It ends by itself when its time is over or its parent closes its stdin.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts.identity import BlockName, Generation, InstanceId, TicketId
+from contracts.messages import Ticket
+from kvtransfer import errors
+from kvtransfer.ladder import ProbeOutcome, Rung, Verdict
+from kvtransfer.memory import BlockMemory
+from kvtransfer.node import TransferNode
+from kvtransfer.probing.memory import ProbeMemory, content_of, memory_on
+from kvtransfer.probing.plan import (
+    BLOCK_BYTES,
+    LAYOUT,
+    MARK,
+    NUM_BLOCKS,
+    PASSES_DEVICE,
+    PASSES_HOST,
+    ROUNDS,
+    Plan,
+    Serving,
+    block_name,
+    place_of,
+    settings_of,
+)
+
+Answer = Callable[[Serving | Verdict], None]
+"""Tells the parent."""
+SOURCE, TARGET = InstanceId("probe-source"), InstanceId("probe-target")
+GENERATION = Generation(1)
+NICE = 10
+GRACE_S = 2.0
+"""The parent's deadline comes first; who serves has one to begin and one to be fetched from."""
+OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
+    (errors.Corrupt, "wrong bytes"),
+    (errors.TransferTimeout, "deadline"),
+    (TimeoutError, "deadline"),
+    (errors.PeerLost, "crashed"),
+    (BaseException, "unavailable"),
+)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=Plan)
+    signal.setitimer(signal.ITIMER_REAL, plan.timeout_s * (1 if plan.address else 2) + GRACE_S)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+
+    def answer(value: Serving | Verdict) -> None:
+        answers.write(MARK + msgspec.json.encode(value) + b"\n")
+        answers.flush()
+
+    asyncio.run(fetch(plan, answer) if plan.address else serve(plan, answer))
+    os._exit(0)
+
+
+async def serve(plan: Plan, answer: Answer) -> None:
+    """Whoever fetches gets every block it names."""
+    memory = memory_on(plan.device, plan.preload)
+    memory.write(content_of(plan.seed))
+    node = _node(SOURCE, memory, plan, plan.rungs)
+
+    def on_fetch(ticket: Ticket, names: list[BlockName]) -> None:
+        node.open(ticket)
+        node.publish(ticket.ticket, [(name, place_of(name)) for name in names])
+        node.finish(ticket.ticket, b"")
+
+    await node.start()
+    node.on_fetch(on_fetch)
+    answer(Serving(node.address))
+    await asyncio.Event().wait()
+
+
+async def fetch(plan: Plan, answer: Answer) -> None:
+    """One rung after the other; what is sure to end comes first."""
+    memory = memory_on(plan.device, plan.preload)
+    expected = content_of(plan.seed)
+    for rung in plan.rungs:
+        verdict = await _try(rung, plan, memory, expected)
+        answer(verdict)
+        if verdict.outcome == "crashed":
+            return
+
+
+async def _try(rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np.uint8]) -> Verdict:
+    node = _node(TARGET, memory, plan, [rung])
+    try:
+        async with asyncio.timeout(plan.timeout_s / (len(plan.rungs) + 1)):
+            await node.start()
+            await node.connect(plan.address)
+            return await _measure(node, rung, plan, memory, expected)
+    except Exception as exc:  # noqa: BLE001 - whatever it was, this is what the probe found out
+        outcome = next(outcome for kind, outcome in OUTCOMES if isinstance(exc, kind))
+        return Verdict(rung, outcome, reason=str(exc) or type(exc).__name__)
+    finally:
+        with contextlib.suppress(Exception):
+            await node.close()
+
+
+async def _measure(
+    node: TransferNode, rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np.uint8]
+) -> Verdict:
+    """A first fetch warms up; each is checked, by content and not by checksum."""
+    passes = PASSES_DEVICE if plan.device else PASSES_HOST
+    best = 0.0
+    for number, count in enumerate([1, *[passes] * ROUNDS]):
+        memory.write(np.zeros_like(expected))
+        names = [block_name(index) for index in range(count * NUM_BLOCKS)]
+        began = time.perf_counter()
+        ticket = _ticket(f"{rung}-{number}", plan)
+        await node.fetch(ticket, [(name, place_of(name)) for name in names], partial=True)
+        seconds = time.perf_counter() - began
+        if not np.array_equal(memory.content(), expected):
+            return Verdict(rung, "wrong bytes", reason="other bytes arrived than were sent")
+        if number:
+            best = max(best, len(names) * BLOCK_BYTES / seconds)
+    return Verdict(rung, "proved", best)
+
+
+def _node(instance: InstanceId, memory: BlockMemory, plan: Plan, rungs: Sequence[Rung]) -> TransferNode:
+    settings = settings_of(plan.settings, rungs, plan.timeout_s)
+    return TransferNode(instance=instance, generation=GENERATION, layout=LAYOUT, memory=memory, settings=settings)
+
+
+def _ticket(name: str, plan: Plan) -> Ticket:
+    return Ticket(
+        ticket=TicketId(name),
+        source=SOURCE,
+        source_generation=GENERATION,
+        source_address=plan.address,
+        sink=TARGET,
+        sink_generation=GENERATION,
+        timeout_s=plan.timeout_s,
+    )
+
+
+def _end_with_parent() -> None:
+    """The parent keeps our stdin open for as long as it wants us."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Starts a throw-away process, reads what it says until its deadline, kills it reaps it. No wait is without end."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtransfer.ladder import ProbeOutcome, Verdict
+from kvtransfer.probing.plan import MARK, Plan, Serving, complete
+
+logger = logging.getLogger(__name__)
+
+COMMAND: Sequence[str] = (sys.executable, "-m", "kvtransfer.probing.process")
+MAX_LINE_BYTES = 64 << 10
+REAP_S = 5.0
+REAP_POLL_S = 0.005
+LAST_MOMENT_S = 0.5
+"""Between the end of its output and its own end: how it ended is worth knowing."""
+
+
+class ProbeFailedError(Exception):
+    """`outcome` and its reason are what became of the process."""
+
+    def __init__(self, outcome: ProbeOutcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome: ProbeOutcome = outcome
+
+
+class ProbeProcess:
+    """`end` it, whatever happened."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self._reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        self._transport: asyncio.ReadTransport | None = None
+        self._last_words = b""
+
+    @classmethod
+    async def start(cls, command: Sequence[str], plan: Plan) -> "ProbeProcess":
+        """Raises `ProbeFailedError`. A thread does it: to fork takes a while where much memory is mapped."""
+        spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, command, plan))
+        try:
+            made = cls(await asyncio.shield(spawning))
+        except asyncio.CancelledError:
+            with await spawning as unwanted:
+                unwanted.kill()
+            raise
+        except OSError as exc:
+            raise ProbeFailedError("unavailable", f"no process could be started: {exc}") from exc
+        stdout = made._process.stdout
+        assert stdout is not None
+        made._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(made._reader), stdout
+        )
+        return made
+
+    @property
+    def is_gone(self) -> bool:
+        """Dead and reaped."""
+        return self._process.poll() is not None
+
+    async def answer(self) -> bytes | None:
+        """Its next one; None: it has closed its output, and had a moment to end by itself."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ValueError:
+                continue  # longer than any line of ours
+            if not line:
+                await self._wait(LAST_MOMENT_S)
+                return None
+            position = line.find(MARK)
+            if position >= 0:
+                return line[position + len(MARK) :]
+            self._last_words = line.strip() or self._last_words
+
+    async def end(self) -> bool:
+        """Kill it with all that it started. False: the system could not; it is not waited for any longer."""
+        if not self.is_gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._transport is not None:
+            self._transport.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        is_gone = await self._wait(REAP_S)
+        if not is_gone:
+            logger.error("the process %d of a probe cannot be killed: no more probes until it is", self._process.pid)
+        return is_gone
+
+    def fate(self) -> str:
+        """How it ended, after `end`."""
+        status = self._process.poll()
+        said = self._last_words.decode(errors="replace")[-200:]
+        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        return f"{how}{said and f': {said}'}"
+
+    async def _wait(self, seconds: float) -> bool:
+        for _ in range(int(seconds / REAP_POLL_S)):
+            if self.is_gone:
+                return True
+            await asyncio.sleep(REAP_POLL_S)
+        return self.is_gone
+
+
+class Runner:
+    """Runs processes of one half of the probes of a node, and remembers those that would not die."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._stuck: list[ProbeProcess] = []
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Some process of an earlier probe is still there: a driver holds it, and would hold the next one too."""
+        self._stuck = [process for process in self._stuck if not process.is_gone]
+        return bool(self._stuck)
+
+    async def serve(self, plan: Plan) -> tuple[ProbeProcess, str]:
+        """The process that serves, to be given to `end`, and where. Raises `ProbeFailedError`."""
+        process = await ProbeProcess.start(self._command, plan)
+        try:
+            async with asyncio.timeout(plan.timeout_s):
+                line = await process.answer()
+            if line is not None:
+                return process, msgspec.json.decode(line, type=Serving).address
+            await self.end(process)
+            raise ProbeFailedError("crashed", f"the process ended with {process.fate()}")
+        except TimeoutError as exc:
+            await self.end(process)
+            raise ProbeFailedError("deadline", f"it did not begin within {plan.timeout_s:g} s") from exc
+        except msgspec.MsgspecError as exc:
+            await self.end(process)
+            raise ProbeFailedError("crashed", f"it said what cannot be understood: {exc}") from exc
+        except BaseException:
+            await self.end(process)
+            raise
+
+    async def fetch(self, plan: Plan) -> list[Verdict]:
+        """One verdict for each rung of the plan, whatever the process does."""
+        verdicts: list[Verdict] = []
+        outcome: ProbeOutcome = "crashed"
+        reason = ""
+        try:
+            process = await ProbeProcess.start(self._command, plan)
+        except ProbeFailedError as exc:
+            return complete(plan.rungs, [], exc.outcome, str(exc))
+        try:
+            async with asyncio.timeout(plan.timeout_s):
+                while line := await process.answer():
+                    verdicts.append(msgspec.json.decode(line, type=Verdict))
+        except TimeoutError:
+            outcome, reason = "deadline", f"it did not end within {plan.timeout_s:g} s"
+        except msgspec.MsgspecError as exc:
+            reason = f"it said what cannot be understood: {exc}"
+        finally:
+            await self.end(process)
+        return complete(plan.rungs, verdicts, outcome, reason or f"the process ended with {process.fate()}")
+
+    async def end(self, process: ProbeProcess) -> None:
+        """Goes on in the background where its caller is cancelled."""
+        ending = asyncio.ensure_future(self._end(process))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
+
+    async def close(self) -> None:
+        """Whoever ran processes here has been cancelled: wait until they are dead and reaped."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _end(self, process: ProbeProcess) -> None:
+        if not await process.end():
+            self._stuck.append(process)
+
+
+def _spawn(command: Sequence[str], plan: Plan) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # what became of it is told by its end
+        process.stdin.write(msgspec.json.encode(plan) + b"\n")
+    return process

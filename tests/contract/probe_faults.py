@@ -1,0 +1,69 @@
+"""The throw-away process of a probe, with a fault: `python -m tests.contract.probe_faults FAULT`.
+
+`hang`, `abort` and `exit` strike while the fetching end attaches `usm`: no deadline inside the process ends or outlives
+them. `corrupt` changes a byte of each block after its checksum was compared. `mute` never says where it serves;
+`babble` says what is no answer.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+
+from kvtransfer.frames import Offer, Welcome
+from kvtransfer.probing import process
+from kvtransfer.session.steps import Placement
+from kvtransfer.transports.memory import HostInlet
+from kvtransfer.transports.port import Inlet
+from kvtransfer.transports.usm import UsmTransport
+
+FOREVER_S = 600
+receive_all = HostInlet.receive_all
+
+
+async def hang(self: UsmTransport, welcome: Welcome, offer: Offer, converter: object = None) -> Inlet:
+    """With Python's lock held, as a driver might."""
+    ctypes.PyDLL(None).sleep(FOREVER_S)
+    raise AssertionError
+
+
+async def abort(self: UsmTransport, welcome: Welcome, offer: Offer, converter: object = None) -> Inlet:
+    os.abort()
+
+
+async def leave(self: UsmTransport, welcome: Welcome, offer: Offer, converter: object = None) -> Inlet:
+    sys.stderr.write("the driver says goodbye\n")
+    sys.stderr.flush()
+    os._exit(3)
+
+
+def corrupt(self: HostInlet, placements: Sequence[Placement]) -> list[bool]:
+    right = receive_all(self, placements)
+    for placement in placements:
+        self._target.view(placement.destination)[7] ^= 1
+    return right
+
+
+async def stay_silent(plan: object, answer: object) -> None:
+    ctypes.PyDLL(None).sleep(FOREVER_S)
+
+
+def main(fault: str) -> None:
+    match fault:
+        case "hang" | "abort" | "exit":
+            struck = {"hang": hang, "abort": abort, "exit": leave}[fault]
+            UsmTransport.attach = struck  # type: ignore[method-assign]
+        case "corrupt":
+            HostInlet.receive_all = corrupt  # type: ignore[method-assign]
+        case "mute":
+            process.serve = stay_silent
+        case "babble":
+            sys.stdout.write("baton-probe what?\n")
+            sys.stdout.flush()
+        case _:
+            raise ValueError(fault)
+    process.main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,35 @@
+"""What the doctor says of each transport that it tried; the probe itself is a contract test."""
+
+import pytest
+
+from kvtransfer import Verdict
+from kvtransfer.ladder import ProbeOutcome, Rung
+from services.doctor.device_probe import DeviceFacts, Facts
+from services.doctor.transports import ends_of, judge_verdict
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "said"),
+    [
+        ("proved", "ok", "host → host 12.3 GB/s, every byte right"),
+        ("wrong bytes", "problem", "host → host wrong bytes, so it went"),
+        ("deadline", "warning", "host → host deadline, so it went"),
+        ("crashed", "warning", "host → host crashed, so it went"),
+        ("unavailable", "note", "host → host unavailable, so it went"),
+    ],
+)
+def test_each_outcome_is_a_finding(outcome: ProbeOutcome, status: str, said: str) -> None:
+    finding = judge_verdict(Verdict(Rung("oneccl", "gloo"), outcome, 12.34e9, "so it went"), "host → host")
+    assert (finding.check, finding.status, finding.message) == ("transport oneccl by gloo", status, said)
+
+
+def device(index: int) -> DeviceFacts:
+    return DeviceFacts(index=index, name="a card", memory_bytes=1, pinned_to_device=1.0, device_to_pinned=1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "ends"), [(0, ("", "")), (1, ("xpu:0", "xpu:0")), (2, ("xpu:0", "xpu:1")), (4, ("xpu:0", "xpu:1"))]
+)
+def test_the_first_two_devices_are_tried(count: int, ends: tuple[str, str]) -> None:
+    assert ends_of(Facts("2", "xpu", {}, [device(i) for i in range(count)], [])) == ends
+    assert ends_of(None) == ("", "")
