@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvtransfer.frames import MAX_CONTROL_BYTES
 from kvtransfer.settings import TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,21 @@ CONNECTION_EVENTS = (
 FAREWELL_MS = 100
 """For the last words of a node that closes."""
 
+CURVE_BYTES = 1024
+"""More than encryption adds to a frame."""
+
 Parts = Sequence[bytes | memoryview]
 
 
 def configure(socket: "zmq.Socket[bytes]", settings: TransferSettings) -> None:
-    """Unbounded queues (credits bound them), heartbeats answered by ZeroMQ's own thread, no reconnection."""
+    """Unbounded queues (credits bound them), bounded frames, heartbeats answered by ZeroMQ's own thread, no
+    reconnection."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    longest = max(MAX_CONTROL_BYTES, settings.frame_bytes, settings.inline_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, longest + CURVE_BYTES)  # before a frame is allocated
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.heartbeat_interval_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.heartbeat_timeout_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TTL, int(settings.heartbeat_timeout_s * 1000))

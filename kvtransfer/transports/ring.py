@@ -33,7 +33,11 @@ class Ring:
         self.num_slots = max(ring_bytes // self.block_bytes, 2)
         size = self.num_slots * self.block_bytes
         self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
+        try:
+            os.posix_fallocate(self.fd, 0, size)  # a host without room says so now, not by SIGBUS when it is used
+        except OSError:
+            os.close(self.fd)
+            raise
         seal_size(self.fd)
         self.view = memoryview(mmap.mmap(self.fd, size))
         self._area = HostArea(self.view, self.block_bytes, self.device_blocks.device)

@@ -244,6 +244,60 @@ def test_a_restarted_producer_under_the_same_address_is_not_taken_for_the_old_on
     run(test())
 
 
+def test_a_producer_that_is_restarted_under_its_address_in_the_middle_of_a_fetch(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with running("decode-0", settings) as here:
+            async with peer("prefill-0", settings, 7) as source:
+                address = source.address
+                await here.node.connect(address)
+                old = to_here(source, here, number=1)
+                await source.ask("open", full=text(old))
+                await source.ask("publish", ticket=old.ticket, blocks=[(0, 0)])
+                fetch = asyncio.create_task(here.node.fetch(old, wanted((0, 0), (1, 1))))
+                await asyncio.sleep(0.1)
+                source.signal(signal.SIGKILL)
+            async with peer("prefill-0", msgspec.structs.replace(settings, bind=address), 8) as source:
+                with pytest.raises(PeerLost):
+                    await fetch
+                ticket = to_here(source, here, number=2)
+                await source.ask("open", full=text(ticket))
+                await source.ask("publish", ticket=ticket.ticket, blocks=[(5, 0)])
+                await source.ask("finish", ticket=ticket.ticket)
+                await here.node.fetch(ticket, wanted((5, 0)))
+                assert here.holds(0, seed=5) and here.node.num_sessions() == 0
+
+    run(test())
+
+
+def test_a_consumer_that_is_restarted_under_its_name_gets_nothing_of_the_old_one(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport)
+        async with running("prefill-0", settings) as here:
+            here.fill(0, seed=0)
+            async with peer("decode-0", settings, 7) as sink:
+                await sink.ask("connect", address=here.node.address)
+                old = from_here(here, sink, number=1)
+                here.node.open(old)
+                here.node.publish(old.ticket, wanted((0, 0)))
+                await sink.ask("fetch", full=text(old), blocks=[(0, 0), (1, 1)])
+                await asyncio.sleep(0.1)
+                sink.signal(signal.SIGKILL)
+            async with peer("decode-0", settings, 8) as sink:
+                assert await here.node.released(old.ticket) == "lost"
+                await sink.ask("fetch", full=text(old), blocks=[(0, 0)])
+                assert (await sink.ask("fetched", ticket=old.ticket)).startswith("UnknownTicket")
+                ticket = from_here(here, sink, number=2)
+                here.node.open(ticket)
+                here.node.publish(ticket.ticket, wanted((0, 0)))
+                here.node.finish(ticket.ticket, b"")
+                await sink.ask("fetch", full=text(ticket), blocks=[(0, 7)])
+                assert "right" in await sink.ask("fetched", ticket=ticket.ticket)
+                assert await here.node.released(ticket.ticket) == "received"
+
+    run(test())
+
+
 def test_killing_either_side_in_the_middle_of_many_transfers_leaves_nothing(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)

@@ -1,0 +1,80 @@
+"""A TCP proxy in front of a producer, which resets connections, cuts them at a byte, and changes bytes on the way."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+
+Change = Callable[[bytearray, int], None]
+"""Gets bytes on their way to the consumer, and how many of that connection came before them."""
+
+
+class Proxy:
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._port = int(port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+        self.change: Change = lambda data, before: None
+        self.cut_at: int | None = None
+        """The connection that carries this byte to the consumer is reset before it; once."""
+        self.num_connections = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def reset(self) -> None:
+        """As a broken network does: RST, both ways."""
+        for writer in self._writers:
+            raw: socket.socket = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.reset()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        there_reader, there = await asyncio.open_connection(self._host, self._port)
+        self._writers |= {writer, there}
+        for source, target, is_down in ((reader, there, False), (there_reader, writer, True)):
+            pump = asyncio.create_task(self._pump(source, target, is_down))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, is_down: bool) -> None:
+        before = 0
+        with contextlib.suppress(ConnectionError):
+            while data := bytearray(await source.read(16 << 10)):
+                if is_down:
+                    self.change(data, before)
+                    if self.cut_at is not None and before + len(data) > self.cut_at:
+                        target.write(data[: self.cut_at - before])
+                        await target.drain()
+                        self.cut_at = None
+                        self.reset()
+                        return
+                before += len(data)
+                target.write(data)
+                await target.drain()
+        target.close()
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(target: str) -> AsyncIterator[Proxy]:
+    proxy = Proxy(target)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.close()
