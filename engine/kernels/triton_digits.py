@@ -137,23 +137,21 @@ def _store_digits(  # noqa: PLR0913
     """values float32 [groups of this program, 128] of one token."""
     column = tl.arange(0, 128)
     known = group < groups
+    if nibbles:  # into the order of `order_in_bytes` before anything is stored: bytes side by side are stored together
+        parts = tl.permute(tl.reshape(values, [values.shape[0], 4, 2, 16]), (0, 2, 3, 1))
+        values = tl.reshape(parts, [values.shape[0], 128])
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-20) * (1.0 / 32512.0)
     # To the nearest integer, by the last bit of floats from 2 ** 23; half a step up keeps the low byte below 128.
     number = (values * (1.0 / scale)[:, None] + 12582912.0) - 12582912.0
     high = ((number + 0.5) * 0.00390625 + 12582912.0) - 12582912.0
     low = number - high * 256.0
-    place = column
-    in_low = column >= 0
-    if nibbles:
-        nibble = column // 16
-        in_low = nibble % 2 == 0
-        place = (nibble % 2) * 64 + 4 * (column % 16) + nibble // 2
-    at = codes + token * (2 * inputs) + group[:, None] * 128 + place[None, :]
+    at = codes + token * (2 * inputs) + group[:, None] * 128 + column[None, :]
     tl.store(at, high.to(tl.int8), known[:, None])
     tl.store(at + inputs, low.to(tl.int8), known[:, None])
     counted = number * 0.00390625
     at = token * groups + group
     tl.store(scales + at, scale, known)
+    in_low = column < (64 if nibbles else 128)
     tl.store(low_sums + at, tl.sum(tl.where(in_low[None, :], counted, 0.0), 1), known)
     tl.store(sums + at, tl.sum(counted, 1), known)
 

@@ -20,8 +20,10 @@ from engine.kernels.triton_quant_counters import COUNTERS, counters_of
 from engine.kernels.triton_quant_tile import write_sums
 from engine.kernels.triton_tiles import narrowest_columns, padded
 
-MOST_TOKENS = 16
-"""Beyond, the sums of all columns cost more than decoding the weight."""
+MOST_TOKENS = {"int4": 16, "uint4": 16, "int8": 64}
+"""By codebook. Beyond, the sums of all columns cost more than decoding the weight."""
+MANY_OUTPUTS = 16384
+"""Eight bits of fewer outputs gain nothing (measured from 1 to 64 tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,11 @@ class DigitTiles:
 
 def takes_digits(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> bool:
     """Whether the product of so many tokens goes over integers: codes that are integers, in groups of 128 or more."""
-    if weight.codebook not in ("int4", "uint4", "int8") or dtype.itemsize != 2 or num_tokens > MOST_TOKENS:
+    if dtype.itemsize != 2 or num_tokens > MOST_TOKENS.get(weight.codebook, 0) or weight.inputs % GROUP:
         return False
-    is_whole = weight.inputs % GROUP == 0
-    return is_whole and (weight.group >= weight.inputs or weight.group % GROUP == 0)
+    if weight.codebook == "int8" and weight.outputs < MANY_OUTPUTS:
+        return False
+    return weight.group >= weight.inputs or weight.group % GROUP == 0
 
 
 def has_nibbles(weight: QuantizedWeight) -> bool:
@@ -46,14 +49,16 @@ def has_nibbles(weight: QuantizedWeight) -> bool:
 
 
 def digit_tiles(weight: QuantizedWeight, num_tokens: int) -> DigitTiles:
-    """A tile of outputs is as wide as leaves enough programs for every processor; with fewer outputs rows are cut."""
-    outputs, programs = 64, 768
+    """Measured (docs/experiments.md, "Products over integers"). With few outputs rows are cut, but so that a program's
+    part is long enough for its loads to run ahead."""
+    is_narrow = num_tokens <= 8
+    outputs = 128 if weight.outputs >= 65536 and num_tokens <= 16 else 64
     tiles, stretches = -(-weight.outputs // outputs), weight.inputs // GROUP
-    splits = max(1, min(16, stretches // 4, programs // tiles))
+    splits = max(1, min(8, stretches // (4 if is_narrow else 8), 512 // tiles))
     splits = 1 << (splits.bit_length() - 1)
-    return DigitTiles(
-        outputs, splits, unroll=2 if num_tokens <= 8 and stretches % (2 * splits) == 0 else 1, warps=4, stages=3
-    )
+    does_pay = has_nibbles(weight) and is_narrow and splits <= 4
+    unroll = 2 if does_pay and stretches % (2 * splits) == 0 else 1
+    return DigitTiles(outputs, splits, unroll, warps=4, stages=3)
 
 
 def digit_product(

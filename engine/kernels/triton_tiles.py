@@ -4,7 +4,7 @@ The choices were measured (docs/experiments.md, "Triton attention"); a device th
 smaller tiles, never a failure to launch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -89,24 +89,26 @@ def decode_tiles(
     limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False, num_heads: int = 0
 ) -> DecodeTiles:
     """`head_bytes`: one token's K of one head, padded, as multiplied. A lone sequence is cut finely enough to fill the
-    device; of K and V in one byte (`is_coded`) a split's merge weighs more against its reading, and where sequences
-    have `num_heads` KV heads together that fill the device, narrow programs decode fastest."""
+    device. `is_coded`: K and V in one byte, whose decoding takes registers; `num_heads` KV heads of all sequences
+    together then say how."""
     room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
-    is_narrow = is_coded and num_heads >= limits.processors
-    if is_narrow:
-        candidates = candidates[1:]
     tile, stages = next(
         (fit for fit in candidates if 2 * fit[0] * max(fit[1] - 1, 1) * head_bytes <= room), candidates[-1]
     )
-    return DecodeTiles(
+    tiles = DecodeTiles(
         tile=tile,
         min_split=max(512 if is_coded else 256, block_tokens),
         max_splits=max(4, min(32, padded(limits.processors // 8))),
         programs=limits.processors * 32,
-        warps=1 if is_narrow else 4,
+        warps=4,
         stages=stages,
     )
+    if is_coded and num_heads >= limits.processors:  # small programs, many at a time, that merge seldom
+        return replace(tiles, tile=min(tile, 32), min_split=max(1024, block_tokens), warps=1, stages=min(stages, 2))
+    if is_coded and num_heads <= limits.processors // 4:
+        return replace(tiles, min_split=max(128, block_tokens), max_splits=64, stages=min(stages, 2))
+    return tiles
 
 
 def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) -> PrefillTiles:

@@ -70,7 +70,7 @@ def test_a_group_whose_halves_round_up_together_stays_within_two_bytes() -> None
 def test_products_equal_the_twins(name: Quantization, num_tokens: int) -> None:
     weight, bias = weight_of(name), torch.randn(OUTPUTS, device=DEVICE).half()
     x = draw(num_tokens, INPUTS)
-    assert takes_digits(weight, num_tokens, x.dtype)
+    assert takes_digits(weight, num_tokens, x.dtype) == (name != "int8")
     digits = split(x, nibbles=has_nibbles(weight))
     wanted = torch.nn.functional.linear(values_of(digits), dequantize(weight), bias.float())
     allowed = 1e-3 * float(wanted.abs().max())  # the result's own rounding
