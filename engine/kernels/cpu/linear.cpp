@@ -3,10 +3,12 @@
 // become bf16 there, piece by piece: values of at most 8 significant bits, so nothing is rounded; scales come after the sums.
 #include "linear.h"
 
+#include "amx.h"
 #include "rows.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
+#include <atomic>
 #include <memory>
 #include <new>
 
@@ -21,6 +23,7 @@ constexpr int DEPTH = 512;        // pairs of inputs at a time: 64 KiB of bf16
 constexpr int CODED_DEPTH = 64;   // of codes: 8 KiB once they are bf16
 constexpr int CODES_AHEAD = 4096;  // bytes
 constexpr int FEW_ROWS = 4;        // whose codes become bf16 in registers
+constexpr int MANY_ROWS = 64;      // whose products take longer than reading the weights
 constexpr int64_t THREAD_WORK = 1 << 18;  // rows x inputs x outputs worth a thread
 
 // What sums of one group of inputs become; null scales: what they are.
@@ -151,29 +154,40 @@ class Product {
  public:
   Product(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, Epilogue epilogue,
           const float* totals)
-      : m(weights), x(x), x_stride(x_stride), y(y), y_stride(y_stride), epilogue(epilogue), totals(totals) {}
+      : m(weights),
+        x(x),
+        x_stride(x_stride),
+        y(y),
+        y_stride(y_stride),
+        epilogue(epilogue),
+        totals(totals),
+        uses_tiles(tiles::are_on() && m.inputs % 32 == 0) {}
 
   int panels() const { return (m.outputs + PANEL - 1) / PANEL; }
   int depth() const { return m.inputs / 2; }
   int groups() const { return (m.inputs + m.group - 1) / m.group; }
 
-  void compute(int panel, int64_t first_row, int count) const {
+  void compute(int panel, int64_t first_row, int count, tiles::Shape& shape) const {
     alignas(64) float sums[BLOCK_ROWS * PANEL];
     alignas(64) uint32_t expanded[CODED_DEPTH * PANEL];
     for (int k = 0; k < depth(); k += piece()) {
       const int n = std::min(piece(), depth() - k);
       const uint8_t* words = words_of(panel) + (int64_t)k * bytes_per_pair();
       if (is_coded()) (m.bits == 8 ? expand<Codes8> : expand<Codes4>)(words, m.table, expanded, n);
-      multiply(panel, first_row, count, k, n, is_coded() ? expanded : (const uint32_t*)words, sums);
+      const uint32_t* b = is_coded() ? expanded : (const uint32_t*)words;
+      if (uses_tiles)
+        multiply_tiles(panel, first_row, count, k, n, b, sums, shape);
+      else
+        multiply(panel, first_row, count, k, n, b, sums);
     }
     for (int row = 0; row < count; row++) finish(sums + row * PANEL, panel, first_row + row);
   }
 
-  bool has_few(int64_t rows) const { return is_coded() && rows <= FEW_ROWS; }
+  bool has_few(int64_t rows) const { return is_coded() && rows <= FEW_ROWS && !uses_tiles; }
 
   // Two panels; the second one may not exist.
-  void compute_few(int panel, int count) const {
-    if (panel + 1 == panels()) return compute(panel, 0, count);
+  void compute_few(int panel, int count, tiles::Shape& shape) const {
+    if (panel + 1 == panels()) return compute(panel, 0, count, shape);
     m.bits == 8 ? compute_few<Codes8>(panel, count) : compute_few<Codes4>(panel, count);
   }
 
@@ -231,6 +245,32 @@ class Product {
     }
   }
 
+  // The same in tiles.
+  void multiply_tiles(int panel, int64_t first_row, int count, int k, int n, const uint32_t* b, float* sums,
+                      tiles::Shape& shape) const {
+#ifdef BATON_TILES
+    alignas(64) float of_group[tiles::ROWS * PANEL];
+    const int num_groups = (count + tiles::ROWS - 1) / tiles::ROWS, least = count / num_groups, extra = count % num_groups;
+    const int width = PANEL * (int)sizeof(float), step = is_coded() ? 0 : width / num_groups;
+    const uint32_t* a = (const uint32_t*)(x + first_row * x_stride) + k;
+    for (int g = 0, row = 0; g < num_groups; g++) {
+      const int height = least + (g < extra);
+      const Scaling scale = scaling(panel, k, first_row + row);
+      float *whole = sums + row * PANEL, *to = scale.scales ? of_group : whole;
+      shape.set(height);
+      (height > tiles::ROWS / 2 ? tiles::multiply<true> : tiles::multiply<false>)(
+          a + row * x_stride / 2, 2 * x_stride, b, width, to, width, n, k == 0 || scale.scales,
+          (const char*)(b + n * PANEL) + (int64_t)g * n * step, step);
+      for (int i = 0; scale.scales && i < height; i++)
+        for (int j = 0; j < PANEL; j += W) {
+          float* sum = whole + i * PANEL + j;
+          store(sum, rescaled(load(of_group + i * PANEL + j), scale, i, j / W, k == 0 ? vf{} : load(sum)));
+        }
+      row += height;
+    }
+#endif
+  }
+
   Scaling scaling(int panel, int k, int64_t row) const {
     if (!has_groups()) return {};
     const int group = 2 * k / m.group;
@@ -268,6 +308,7 @@ class Product {
   const int64_t y_stride;
   const Epilogue epilogue;
   const float* totals;  // [rows][groups] sums of inputs, where there are zeros
+  const bool uses_tiles;
 };
 
 // Each row's inputs summed by group.
@@ -300,16 +341,23 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
     const Product product(weights, x + done * x_stride, x_stride, y + done * y_stride, y_stride, epilogue, sums);
     const int64_t work = std::max<int64_t>(count, 4) * weights.inputs * weights.outputs;
     const int threads = std::clamp<int64_t>(work / THREAD_WORK, 1, num_threads);
-    // Each thread reads one stretch of the weights: the hardware's prefetchers follow it.
     const bool few = product.has_few(count);
     const int64_t tasks = few ? (product.panels() + 1) / 2 : product.panels() * blocks;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t task = 0; task < tasks; task++) {
-      const int64_t first = task % blocks * BLOCK_ROWS;
-      if (few)
-        product.compute_few(2 * task, count);
-      else
-        product.compute(task / blocks, first, std::min<int64_t>(BLOCK_ROWS, count - first));
+    // Few rows: each thread reads one stretch of the weights, the hardware's prefetchers follow it. Many: a thread whose
+    // core is taken away holds nobody up.
+    const int64_t share = (tasks + threads - 1) / threads, at_once = count < MANY_ROWS ? share : (share + 15) / 16;
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      tiles::Shape shape;
+      for (int64_t task; (task = next.fetch_add(at_once)) < tasks;)
+        for (const int64_t end = std::min(task + at_once, tasks); task < end; task++) {
+          const int64_t first = task % blocks * BLOCK_ROWS;
+          if (few)
+            product.compute_few(2 * task, count, shape);
+          else
+            product.compute(task / blocks, first, std::min<int64_t>(BLOCK_ROWS, count - first), shape);
+        }
     }
   }
   return true;
@@ -319,6 +367,14 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
 
 extern "C" int baton_has_packed_linear() { return 1; }
 
+// Whether products use tiles from now on. Only a test changes it: sums of tiles have an order of their own.
+extern "C" int baton_use_tiles(int is_wanted) {
+#ifdef BATON_TILES
+  baton::tiles::is_wanted = is_wanted;
+#endif
+  return baton::tiles::are_on();
+}
+
 #else
 
 namespace baton {
@@ -326,6 +382,8 @@ bool linear(const PackedMatrix&, const bf16*, int64_t, bf16*, int64_t, int64_t, 
 }  // namespace baton
 
 extern "C" int baton_has_packed_linear() { return 0; }
+
+extern "C" int baton_use_tiles(int) { return 0; }
 
 #endif
 

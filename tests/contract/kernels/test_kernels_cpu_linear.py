@@ -1,5 +1,8 @@
 """The packed products of a CPU that multiplies bf16, against the plain twins; and no row sees another."""
 
+import ctypes
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,18 +16,30 @@ from engine.quantization.formats import quantize, scheme
 FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
 ROWS = [1, 2, 3, 4, 5, 13, 100, 600]
 SHAPES = [(100, 384), (72, 896)]
+NOT_IN_TILES = (40, 100)
 
 
-def _product() -> PackedLinear | None:
+def _library() -> ctypes.CDLL | None:
     try:
         library = load_kernels()
     except KernelsUnavailableError:
         return None
-    return PackedLinear(library) if has_packed_linear(library) else None
+    return library if has_packed_linear(library) else None
 
 
-PRODUCT = _product()
+LIBRARY = _library()
+PRODUCT = None if LIBRARY is None else PackedLinear(LIBRARY)
 pytestmark = pytest.mark.skipif(PRODUCT is None, reason="needs a compiler and a CPU with bf16 dot products")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["vectors", "tiles"])
+def tiles(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """With AMX, where the CPU has it, and without."""
+    assert LIBRARY is not None
+    if bool(LIBRARY.baton_use_tiles(int(request.param))) != request.param:
+        pytest.skip("this CPU has no AMX")
+    yield request.param
+    LIBRARY.baton_use_tiles(1)
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
@@ -41,9 +56,10 @@ def check(matrix: Matrix, weight: Tensor, bias: Tensor | None) -> None:
         given = multiply(x[:rows], matrix)
         assert (given.float() - expected[:rows]).abs().max() <= 4e-3 * expected.abs().max()
         assert torch.equal(given[:1], alone)
+        assert torch.equal(given[-1:], multiply(x[rows - 1 : rows], matrix))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, NOT_IN_TILES])
 def test_bf16(outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).to(torch.bfloat16), torch.randn(outputs).to(torch.bfloat16)
     check(pack(weight, bias), weight.float(), bias)
