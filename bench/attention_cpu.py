@@ -1,8 +1,9 @@
 """CPU attention against what the machine allows, both measured in one run.
 
-`python -m bench.attention_cpu [--json] [--threads N] [--seconds S]`: decode against the KV bytes divided by the read
-bandwidth, prefill against its products at the speed of torch's own matrix product; the peer is torch's SDPA on
-contiguous K and V with the query group folded (decode) or the KV heads repeated (prefill).
+`baton-bench attention-cpu [--kv-cache-dtype fp8_e4m3] [--json] [--threads N] [--seconds S]`: decode against the bytes
+of KV divided by the read bandwidth, prefill against its products at the speed of torch's own matrix product; the peer
+is torch's SDPA on contiguous K and V, never in codes, with the query group folded (decode) or the KV heads repeated
+(prefill).
 """
 
 import argparse
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec, attention_backend
+from engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec, attention_backend, kv_codes
 
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 ROTATED_LAYERS = 8  # caches visited in turn, so that none stays in the processor's cache
 
 
@@ -45,12 +47,27 @@ class Shape:
     head_dim: int = 64
     block_tokens: int = 16
     dtype: torch.dtype = torch.bfloat16
+    codes: torch.dtype | None = None
+    """Of K and V in one byte."""
 
     def token_bytes(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        row = self.head_dim * self.dtype.itemsize if self.codes is None else self.head_dim + 2
+        return 2 * self.num_kv_heads * row
+
+    def cache(self, num_blocks: int, num_layers: int) -> Tensor:
+        """Random content: [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]."""
+        shape = (num_blocks, num_layers, 2, self.num_kv_heads)
+        if self.codes is None:
+            return torch.randn(*shape, self.block_tokens, self.head_dim, dtype=self.dtype)
+        rows = self.block_tokens + -(-2 * self.block_tokens // self.head_dim)
+        whole = torch.randint(0, 0x70, (*shape, rows, self.head_dim), dtype=torch.uint8)
+        cache = whole.view(self.codes)[..., : self.block_tokens, :]
+        for layer in range(num_layers):
+            kv_codes.scales_of(cache[:, layer]).fill_(0.01)
+        return cache
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = str(self.codes or self.dtype).removeprefix("torch.")
         return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, blocks of {self.block_tokens}, {dtype}"
 
 
@@ -58,6 +75,7 @@ def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--kv-cache-dtype", choices=["auto", *KV_DTYPES], default="auto", help="of K and V")
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each case")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -66,21 +84,22 @@ def run(arguments: Sequence[str]) -> None:
     if not options.json:
         print(f"{options.threads} threads, read bandwidth {bytes_per_s / 1e9:.1f} GB/s")
         print(f"{'case':78} {'median':>9} {'best':>9} {'limit':>9} {'ratio':>6} {'SDPA':>9}  ms")
-    gqa, wide = Shape(), Shape(num_heads=32, num_kv_heads=8, head_dim=128)
+    codes = KV_DTYPES.get(options.kv_cache_dtype)
+    gqa, wide = Shape(codes=codes), Shape(num_heads=32, num_kv_heads=8, head_dim=128, codes=codes)
     for shape, batch, context in (
         (gqa, 16, 2048),
-        (Shape(block_tokens=64), 16, 2048),
+        (Shape(block_tokens=64, codes=codes), 16, 2048),
         (gqa, 1, 2048),
         (gqa, 1, 32768),
         (wide, 4, 2048),
-        (Shape(dtype=torch.float32), 16, 2048),
+        (Shape(dtype=torch.float32, codes=codes), 16, 2048),
     ):
         show(decode(shape, batch, context, bytes_per_s, options.seconds), as_json=options.json)
     for shape, tokens, prefix in (
         (gqa, 2048, 0),
         (gqa, 512, 1536),
         (wide, 1024, 0),
-        (Shape(dtype=torch.float32), 2048, 0),
+        (Shape(dtype=torch.float32, codes=codes), 2048, 0),
     ):
         show(prefill(shape, tokens, prefix, options.seconds), as_json=options.json)
 
@@ -97,9 +116,7 @@ def decode(shape: Shape, batch: int, context: int, bytes_per_s: float, seconds: 
     """One token for each of `batch` sequences of `context` tokens, whose blocks lie in random order."""
     num_blocks = batch * -(-context // shape.block_tokens)
     layers = ROTATED_LAYERS if batch * context <= 1 << 16 else 2
-    cache = torch.randn(
-        num_blocks, layers, 2, shape.num_kv_heads, shape.block_tokens, shape.head_dim, dtype=shape.dtype
-    )
+    cache = shape.cache(num_blocks, layers)
     meta = metadata([1] * batch, context, num_blocks)
     query = torch.randn(batch, shape.num_heads, shape.head_dim, dtype=shape.dtype)
     median, best = time_attend(query, cache, meta, shape, seconds)
@@ -120,7 +137,7 @@ def prefill(shape: Shape, tokens: int, prefix: int, seconds: float) -> Result:
     """`tokens` new tokens of one sequence after `prefix` cached ones; SDPA gets the same by a mask, or `is_causal`."""
     context = tokens + prefix
     num_blocks = -(-context // shape.block_tokens)
-    cache = torch.randn(num_blocks, 2, 2, shape.num_kv_heads, shape.block_tokens, shape.head_dim, dtype=shape.dtype)
+    cache = shape.cache(num_blocks, 2)
     query = torch.randn(tokens, shape.num_heads, shape.head_dim, dtype=shape.dtype)
     median, best = time_attend(query, cache, metadata([tokens], context, num_blocks), shape, seconds)
     heads = query.transpose(0, 1)[None]

@@ -27,6 +27,7 @@ BENCHES = {
     "grammar": ("bench.grammar", "structured output: time to compile a grammar and to make each token's mask"),
     "peers": ("bench.peers", "the same load on Baton and on other servers: vLLM, llama.cpp, transformers"),
     "pd": ("bench.pd", "one prefill and one decode instance against two unified ones, over a trace"),
+    "pd-cpu": ("bench.pd_cpu", "one prefill and one decode instance against one unified one, on the same cores"),
     "attention-cpu": ("bench.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),
     "attention-gpu": ("bench.attention_gpu", "paged attention on an accelerator"),
 }

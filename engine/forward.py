@@ -49,12 +49,9 @@ def choose_forward(
     backend: AttentionBackend,
     kernels: LayerKernels,
     collectives: Collectives,
-    *,
-    coded_kv: bool = False,
 ) -> Forward:
-    """Call once: fusing repacks the model's weights in place. `coded_kv`: the KV cache has one byte per element."""
-    is_plain = model.is_whole and not coded_kv
-    if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
+    """Call once: fusing repacks the model's weights in place."""
+    if isinstance(kernels, CpuLayers) and model.is_whole and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
     if fused.fits(model.module):
         return fused.FusedForward(model, backend, kernels, collectives)

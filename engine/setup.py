@@ -39,8 +39,7 @@ class Setup:
         )
         backend = attention_backend(device, model.dtype)
         layers = layer_kernels(device, model.dtype)
-        coded_kv = self.layout.scale_rows > 0
-        self.forward = choose_forward(model, backend, layers, collectives, coded_kv=coded_kv)
+        self.forward = choose_forward(model, backend, layers, collectives)
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:

@@ -8,7 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu_layers import DTYPE_CODES, KvStore
+from engine.kernels.cpu_layers import DTYPE_CODES, KV_CODES, KvStore, reads_cache
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 from engine.kernels.reference import ReferenceAttention
 
@@ -25,7 +25,7 @@ class _AttendArguments(ctypes.Structure):
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride")),
         *((name, _INT) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_tokens")),
-        *((name, _INT) for name in ("sliding_window", "dtype", "num_threads")),
+        *((name, _INT) for name in ("sliding_window", "dtype", "num_threads", "codes")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     )
 
@@ -45,8 +45,8 @@ class CpuAttention:
             self._twin.store(key, value, cache, meta)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        dtype = DTYPE_CODES.get(cache.dtype)
-        if dtype is None or query.dtype != cache.dtype or query.stride(2) != 1 or cache.stride(4) != 1:
+        dtype = DTYPE_CODES.get(query.dtype)
+        if dtype is None or query.stride(2) != 1 or not reads_cache(cache, query.dtype):
             return self._twin.attend(query, cache, meta, spec)
         assert meta.block_tables.dtype == torch.int32 and meta.block_tables.stride(1) == 1
         assert meta.query_starts.dtype == torch.int32 and meta.context_lens.dtype == torch.int32
@@ -79,6 +79,7 @@ class CpuAttention:
             sliding_window=spec.sliding_window or 0,
             dtype=dtype,
             num_threads=torch.get_num_threads(),
+            codes=KV_CODES.get(cache.dtype, 0),
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu_layers import KV_CODES, reads_cache
 from engine.kernels.cpu_linear import Matrix, PackedMatrix, as_argument
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 
@@ -49,7 +50,7 @@ class _Step(ctypes.Structure):
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
         *((name, _LONG) for name in ("num_tokens", "num_logits")),
         *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
-        *((name, _INT) for name in ("block_tokens", "num_threads")),
+        *((name, _INT) for name in ("block_tokens", "num_threads", "codes")),
         ("epsilon", _FLOAT),
     )
 
@@ -115,12 +116,14 @@ class CpuDecoder:
         if caches is self._caches:
             return
         self._caches, step = caches, self._step
+        assert reads_cache(caches[0], torch.bfloat16)
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.cache = cache.data_ptr()
         strides = caches[0].stride()
         step.cache_block_stride, step.cache_value_offset = strides[0], strides[1]
         step.cache_head_stride, step.cache_token_stride = strides[2], strides[3]
         step.head_dim, step.block_tokens = caches[0].shape[4], caches[0].shape[3]
+        step.codes = KV_CODES.get(caches[0].dtype, 0)
         step.num_heads = self._layers[0].output.inputs // step.head_dim
 
     def _make_room(self, num_tokens: int) -> None:

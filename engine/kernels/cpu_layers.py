@@ -15,6 +15,9 @@ from engine.kernels.quantized import QuantizedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+KV_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
+"""Of caches with a byte per element."""
+
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -46,8 +49,15 @@ class _StoreArguments(ctypes.Structure):
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "num_tokens", "rotary_stride")),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
-        *((name, _INT) for name in ("block_tokens", "dtype", "num_threads", "interleaved")),
+        *((name, _INT) for name in ("block_tokens", "dtype", "num_threads", "interleaved", "codes")),
     )
+
+
+def reads_cache(cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the library reads and writes this layer's view for activations of `dtype`."""
+    if cache.dtype in KV_CODES:  # scales lie behind a head's codes
+        return cache.stride(4) == 1 and cache.stride(3) == cache.shape[4]
+    return cache.dtype == dtype and cache.stride(4) == 1
 
 
 class KvStore:
@@ -67,9 +77,11 @@ class KvStore:
         interleaved: bool = False,
     ) -> bool:
         """`rotated`: query, cos and sin. False: nothing was done, the library has no code for such tensors."""
-        dtype = DTYPE_CODES.get(cache.dtype)
-        tensors = (key, value, cache) if rotated is None else (key, value, cache, rotated[0])
-        if dtype is None or any(t.dtype != cache.dtype or t.stride(-1) != 1 for t in tensors):
+        dtype = DTYPE_CODES.get(key.dtype)
+        rows = (key, value) if rotated is None else (key, value, rotated[0])
+        if dtype is None or not reads_cache(cache, key.dtype):
+            return False
+        if any(t.dtype != key.dtype or t.stride(-1) != 1 for t in rows):
             return False
         block_stride, value_offset, head_stride, token_stride, _ = cache.stride()
         arguments = _StoreArguments(
@@ -92,6 +104,7 @@ class KvStore:
             dtype=dtype,
             num_threads=torch.get_num_threads(),
             interleaved=interleaved,
+            codes=KV_CODES.get(cache.dtype, 0),
         )
         if rotated is None:
             return bool(self._function(arguments) == 0)

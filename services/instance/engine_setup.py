@@ -1,5 +1,6 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from tqdm import tqdm
 from engine import Engine, EngineConfig
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.kind import Kind, kind_of
+from services.instance.seat import num_threads, take_seat
 from services.instance.settings import InstanceSettings
 
 DEFAULT_NUM_SEQS = 256
@@ -71,8 +73,10 @@ def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngin
 
 
 def _set_threads(settings: InstanceSettings) -> None:
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    take_seat(settings)
+    threads = num_threads(settings, os.environ)
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 class ProgressBar:

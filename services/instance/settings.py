@@ -188,6 +188,18 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Meta(description="CPU threads for the model (default: torch's choice)", ge=1, extra={"group": "process"}),
     ] = None
+    omp_threads_bind: Annotated[
+        str,
+        Meta(
+            description="cores that the model's threads run on: 0-3,8; auto: as many threads as this process has cores,"
+            " or of its cgroup; nobind: torch's choice",
+            pattern=r"^(auto|nobind|\d+(-\d+)?(,\d+(-\d+)?)*)$",
+        ),
+    ] = "auto"
+    engine_nice: Annotated[
+        int,
+        Meta(description="how far the model's threads stand back for others on the same cores", ge=0, le=19),
+    ] = 0
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
     otlp_traces_endpoint: Annotated[

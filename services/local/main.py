@@ -1,6 +1,5 @@
 """`baton serve`: a router and instances on this machine, in one terminal. The whole wiring of the process."""
 
-import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import msgspec
 from engine.errors import EngineError
 from engine.pooling.kind import Kind, Runner, Task, kind_of
 from services.common.configuration import environment, load_with, stop
+from services.common.cpu_topology import this_host
 from services.common.errors import ConfigurationError
 from services.common.http_server import bind_tcp
 from services.common.lifecycle import Lifecycle, run
@@ -130,7 +130,7 @@ def _names(settings: ServeSettings, given: Given) -> list[str]:
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:
     indexes = device_indexes(device, environ) if can_torch_use_accelerators() else []
-    return Machine(cores=len(os.sched_getaffinity(0)), device_indexes=indexes)
+    return Machine(host=this_host(), device_indexes=indexes)
 
 
 def _reachable(host: str) -> str:

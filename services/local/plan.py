@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from contracts.instance import Role
 from services.common.configuration import to_argv
+from services.common.cpus import Host, Seat, seats
 from services.common.errors import ConfigurationError
 from services.common.options import Option, Value
 from services.local.settings import ServeSettings
@@ -44,7 +45,7 @@ class Given:
 class Machine:
     """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split."""
 
-    cores: int
+    host: Host
     device_indexes: list[int]
 
 
@@ -59,7 +60,8 @@ def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list
     }
     instances = [(role, number) for role, count in counts.items() for number in range(count)]
     processes = [router]
-    shares = _shares(machine, settings, [_size(given, role) for role, _ in instances])
+    roles = [role for role, _ in instances]
+    shares = _shares(machine, settings, roles, [_size(given, role) for role in roles])
     for (role, number), share in zip(instances, shares, strict=True):
         own = {**common, "instance_id": f"{role}-{number}", **share.values}
         process = _process(f"{role}-{number}", role, own, given, given.instance)
@@ -79,14 +81,26 @@ class _Share:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _shares(machine: Machine, settings: ServeSettings, sizes: Sequence[int]) -> list[_Share]:
+def _shares(machine: Machine, settings: ServeSettings, roles: Sequence[Role], sizes: Sequence[int]) -> list[_Share]:
     """The part of the machine that each instance gets, which takes so many devices. Raises `ConfigurationError`."""
     if not machine.device_indexes:
-        threads = settings.threads or max(1, machine.cores // max(1, sum(sizes)))
-        return [_Share({"threads": threads})] * len(sizes)
+        if settings.threads:
+            return [_Share({"threads": settings.threads})] * len(sizes)
+        return [_seat(seat, size) for seat, size in zip(seats(machine.host, roles), sizes, strict=True)]
     groups = _groups(machine.device_indexes, sizes)
     users = Counter(device for group in groups for device in group)
     return [_share(settings, group, max(users[device] for device in group)) for group in groups]
+
+
+def _seat(seat: Seat, size: int) -> _Share:
+    """`size`: processes that share the seat."""
+    threads = max(1, seat.threads // size)
+    values: dict[str, Value] = {"engine_nice": seat.nice} if seat.nice else {}
+    if seat.cpus:
+        values["omp_threads_bind"] = ",".join(map(str, seat.cpus))
+    if not seat.cpus or size > 1:
+        values["threads"] = threads
+    return _Share(values, {"OMP_NUM_THREADS": str(threads)})
 
 
 def _groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:

@@ -32,6 +32,7 @@ struct StoreArguments {
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
   int64_t num_tokens, rotary_stride;
   int32_t num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, dtype, num_threads, interleaved;
+  int32_t codes;  // of the cache (codes.h); its strides count bytes then, and a head's tokens lie close together
 };
 
 struct AttendArguments {
@@ -50,6 +51,7 @@ struct AttendArguments {
   int32_t sliding_window;  // 0: none
   int32_t dtype;           // 0 float32, 1 bfloat16, 2 float16
   int32_t num_threads;
+  int32_t codes;  // as above
   float scale, softcap;
 };
 

@@ -4,7 +4,9 @@
 // A row's result depends on its query, the keys it sees and its position, never on batch, chunking, tiles or threads:
 // keys are taken in tiles and parts that start at fixed positions, a part's sums are formed in order of its tiles, and
 // parts merge in order. So a part may be computed by any thread (long contexts of small batches use all cores).
-#include "arguments.h"
+#include "amx.h"
+#include "attention_plan.h"
+#include "codes.h"
 #include "tile.h"
 
 #include <cstdlib>
@@ -18,12 +20,6 @@ using namespace baton;
 
 namespace {
 
-constexpr int PART_KEYS = 512;  // keys whose sums are formed by themselves; parts start at multiples of it
-constexpr int MAX_TILE_ROWS = 384, MIN_TILE_ROWS = 48;
-constexpr int MAX_SPLIT_ROWS = 32;
-constexpr int64_t THREAD_WORK = 1 << 19;  // rows x keys x head_dim worth a thread: about 25 us
-constexpr int64_t MAX_PARTIAL_FLOATS = 16 << 20;
-
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -35,20 +31,6 @@ template <class T> Buffer<T> allocate(int64_t count) {
 }
 
 inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
-
-// The queries of consecutive tokens of one sequence that share a KV head.
-struct Tile {
-  int sequence, kv_head, first_token, num_tokens;  // tokens counted within the step's tokens of the sequence
-  int position;                                    // of the first token
-  int first_key, end_key;                          // seen by any of its rows
-  int64_t partial;                                 // where a split tile's parts go, -1: not split
-
-  int first_part() const { return first_key / PART_KEYS; }
-  int end_part() const { return (end_key + PART_KEYS - 1) / PART_KEYS; }
-};
-struct Task {
-  int tile, first_part, end_part;
-};
 
 // Sums over some keys for all rows of a tile: maximum and total of each row, and the weighted V.
 struct Sums {
@@ -83,96 +65,72 @@ template <class M> class Attention {
  public:
   explicit Attention(const AttendArguments& arguments)
       : a(arguments),
-        group(a.num_heads / a.num_kv_heads),
         columns(round_up(a.head_dim, W)),
         words(round_up(a.head_dim, W) / M::PAIR),
-        rule{a.softcap > 0 ? a.scale : a.scale * M::UNIT, a.softcap} {}
+        cell(a.codes ? 1 : sizeof(Element)),
+        uses_tiles(M::PAIR == 2 && tiles::are_on() && a.head_dim % 32 == 0),
+        rule{a.softcap > 0 ? a.scale : a.scale * M::UNIT, a.softcap},
+        plan(a, columns),
+        group(plan.group) {}
 
   void run() {
-    plan();
-    Buffer<float> partials = allocate<float>(num_partial_floats + 1);
+    Buffer<float> partials = allocate<float>(plan.num_partial_floats + 1);
     std::vector<Scratch> scratches;  // made here: an exception cannot leave a parallel region
-    for (int i = 0; i < num_threads; i++) scratches.emplace_back(*this);
-#pragma omp parallel num_threads(num_threads)
+    for (int i = 0; i < plan.num_threads; i++) scratches.emplace_back(*this);
+#pragma omp parallel num_threads(plan.num_threads)
     {
+      tiles::Shape shape;
       Scratch& scratch = scratches[omp_get_thread_num()];
+      scratch.shape = &shape;
 #pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < tasks.size(); i++) compute(tasks[i], scratch, partials.get());
+      for (size_t i = 0; i < plan.tasks.size(); i++) compute(plan.tasks[i], scratch, partials.get());
 #pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < split_tiles.size(); i++) combine(tiles[split_tiles[i]], scratch, partials.get());
+      for (size_t i = 0; i < plan.split_tiles.size(); i++)
+        combine(plan.tiles[plan.split_tiles[i]], scratch, partials.get());
     }
   }
 
  private:
-  // Where K and V of the keys [start, start + TILE_KEYS) lie; zeros for those outside [first, end).
+  // Where K and V of the keys [start, start + TILE_KEYS) lie; zeros for those outside [first, end). Of codes, which rows
+  // they are becomes elements in a scratch buffer; scales stay apart until the products are there.
   struct KeyRows {
-    const Element *keys[TILE_KEYS], *values[TILE_KEYS];
+    const void *keys[TILE_KEYS], *values[TILE_KEYS];
+    float key_scales[TILE_KEYS], value_scales[TILE_KEYS];
   };
   struct Scratch {
     Buffer<Element> zeros;  // stands for keys that no row of the tile may see
+    Buffer<Element> expanded;
     Buffer<Word> queries, keys, values, probabilities;
     Buffer<float> scores, row_sums, part, whole;
     KeyRows now, next;
     int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` already asked for; how many to ask for per query row
+    tiles::Shape* shape = nullptr;
     explicit Scratch(const Attention& t)
         : zeros(allocate<Element>(t.columns * 2)),
-          queries(allocate<Word>((int64_t)t.max_rows * t.words)),
+          expanded(allocate<Element>(t.a.codes ? 2 * TILE_KEYS * t.columns : 1)),
+          queries(allocate<Word>((int64_t)t.plan.max_rows * t.words)),
           keys(allocate<Word>((int64_t)t.words * TILE_KEYS)),
           values(allocate<Word>((int64_t)TILE_KEYS / M::PAIR * t.columns)),
-          probabilities(allocate<Word>(MAX_ROWS * TILE_KEYS / M::PAIR)),
-          scores(allocate<float>(MAX_ROWS * TILE_KEYS)),
-          row_sums(allocate<float>((int64_t)t.max_rows * W)),
-          part(allocate<float>(t.sums_size(t.max_rows))),
-          whole(allocate<float>(t.sums_size(t.max_rows))) {
+          probabilities(allocate<Word>(t.rows_at_once() * TILE_KEYS / M::PAIR)),
+          scores(allocate<float>(t.rows_at_once() * TILE_KEYS)),
+          row_sums(allocate<float>((int64_t)t.plan.max_rows * W)),
+          part(allocate<float>(t.plan.sums_size(t.plan.max_rows))),
+          whole(allocate<float>(t.plan.sums_size(t.plan.max_rows))) {
       std::memset((void*)zeros.get(), 0, t.columns * 2 * sizeof(Element));
     }
   };
 
-  int64_t sums_size(int rows) const { return (int64_t)rows * (columns + 2); }
+  int rows_at_once() const {
+#ifdef BATON_TILES
+    if (uses_tiles) return tiles::ROWS;
+#endif
+    return MAX_ROWS;
+  }
+  int rows_of(const Tile& t) const { return plan.rows_of(t); }
+  int64_t sums_size(int rows) const { return plan.sums_size(rows); }
   Sums sums_at(float* p, int rows) const { return {p + (int64_t)rows * columns, p + (int64_t)rows * (columns + 1), p}; }
-  int rows_of(const Tile& t) const { return t.num_tokens * group; }
-
-  void plan() {
-    int64_t total_rows = 0;
-    for (int s = 0; s < a.num_seqs; s++) {
-      const int n = a.query_starts[s + 1] - a.query_starts[s];
-      if (n > 1) total_rows += (int64_t)n * a.num_heads;
-    }
-    const int64_t wanted = std::clamp<int64_t>(total_rows / (4 * a.num_threads), MIN_TILE_ROWS, MAX_TILE_ROWS);
-    const int tile_tokens = std::max<int>(1, wanted / group);
-    for (int s = 0; s < a.num_seqs; s++) {
-      const int n = a.query_starts[s + 1] - a.query_starts[s], start = a.context_lens[s] - n;
-      for (int t = (n - 1) / tile_tokens * tile_tokens; t >= 0 && n > 0; t -= tile_tokens) {  // the longest first
-        const int num = std::min(tile_tokens, n - t), position = start + t, end = position + num;
-        const int first = a.sliding_window > 0 ? std::max(0, position - a.sliding_window + 1) : 0;
-        for (int h = 0; h < a.num_kv_heads; h++) tiles.push_back({s, h, t, num, position, first, end, -1});
-      }
-    }
-    int64_t total = 0;
-    for (const Tile& t : tiles) total += cost(t), max_rows = std::max(max_rows, rows_of(t));
-    num_threads = std::clamp<int64_t>(total * columns / THREAD_WORK, 1, a.num_threads);
-    for (size_t i = 0; i < tiles.size(); i++) schedule(i, total / (4 * num_threads));
-  }
-
-  int64_t cost(const Tile& t) const { return (int64_t)std::max(rows_of(t), 4) * (t.end_key - t.first_key); }
-
-  void schedule(size_t index, int64_t share) {
-    Tile& t = tiles[index];
-    const int num_parts = t.end_part() - t.first_part();
-    const int64_t size = num_parts * sums_size(rows_of(t));
-    if (num_parts < 2 || cost(t) <= share || rows_of(t) > MAX_SPLIT_ROWS ||
-        num_partial_floats + size > MAX_PARTIAL_FLOATS) {
-      tasks.push_back({(int)index, t.first_part(), t.end_part()});
-      return;
-    }
-    t.partial = num_partial_floats;
-    num_partial_floats += size;
-    split_tiles.push_back(index);
-    for (int p = t.first_part(); p < t.end_part(); p++) tasks.push_back({(int)index, p, p + 1});
-  }
-
   void compute(Task task, Scratch& scratch, float* partials) {
-    const Tile& t = tiles[task.tile];
+    const Tile& t = plan.tiles[task.tile];
     const int rows = rows_of(t);
     pack_queries(t, scratch.queries.get());
     if (t.partial >= 0) {
@@ -214,19 +172,43 @@ template <class M> class Attention {
   }
 
   void find_rows(const Tile& t, int start, int first, int end, const Element* zeros, KeyRows& rows) const {
-    const Element* cache = static_cast<const Element*>(a.cache) + t.kv_head * a.cache_head_stride;
+    const char* cache = static_cast<const char*>(a.cache) + t.kv_head * a.cache_head_stride * cell;
     const int32_t* table = a.block_tables + t.sequence * a.table_stride;
     for (int i = 0; i < TILE_KEYS; i++) rows.keys[i] = rows.values[i] = zeros;
     for (int key = std::max(start, first); key < std::min(start + TILE_KEYS, end);) {
       const int offset = key % a.block_tokens;
       const int run = std::min({a.block_tokens - offset, start + TILE_KEYS - key, end - key});
-      const Element* row = cache + table[key / a.block_tokens] * a.cache_block_stride + offset * a.cache_token_stride;
-      for (int i = 0; i < run; i++, row += a.cache_token_stride) {
+      const char* head = cache + table[key / a.block_tokens] * a.cache_block_stride * cell;
+      const char* row = head + offset * a.cache_token_stride * cell;
+      if (a.codes) find_scales(head, offset, run, key - start, rows);
+      for (int i = 0; i < run; i++, row += a.cache_token_stride * cell) {
         rows.keys[key - start + i] = row;
-        rows.values[key - start + i] = row + a.cache_value_offset;
+        rows.values[key - start + i] = row + a.cache_value_offset * cell;
       }
       key += run;
     }
+  }
+
+  void find_scales(const char* head, int offset, int run, int at, KeyRows& rows) const {
+    const bf16* scales = (const bf16*)(head + (int64_t)a.block_tokens * a.head_dim) + offset;
+    for (int i = 0; i < run; i += W) {
+      store_elements(rows.key_scales + at + i, load_elements(scales + i, run - i), run - i);
+      store_elements(rows.value_scales + at + i, load_elements(scales + a.cache_value_offset / 2 + i, run - i), run - i);
+    }
+  }
+
+  // Codes of the tile become elements, without their scales.
+  void expand(KeyRows& rows, Scratch& scratch) const {
+    const CodeBook& book = code_book(a.codes);
+    Element* to = scratch.expanded.get();
+    for (const void** row : {rows.keys, rows.values})
+      for (int i = 0; i < TILE_KEYS; i++, to += columns) {
+        const bool is_absent = row[i] == scratch.zeros.get();
+        if (is_absent) (row == rows.keys ? rows.key_scales : rows.value_scales)[i] = 0.f;
+        if (is_absent) continue;
+        book.expand((const uint8_t*)row[i], a.head_dim, to);
+        row[i] = to;
+      }
   }
 
   void compute_part(const Tile& t, int part, Scratch& scratch, Sums sums) const {
@@ -239,16 +221,18 @@ template <class M> class Attention {
     find_rows(t, start, first, end, scratch.zeros.get(), scratch.next);
     for (; start < end; start += TILE_KEYS) {
       std::swap(scratch.now, scratch.next);
-      const KeyRows& from = scratch.now;
+      KeyRows& from = scratch.now;
       scratch.prefetched = TILE_KEYS;
       if (start + TILE_KEYS < end) {
         find_rows(t, start + TILE_KEYS, first, end, scratch.zeros.get(), scratch.next);
         scratch.prefetched = 0;
         scratch.prefetch_step = (TILE_KEYS + rows - 1) / rows;
       }
-      pack_keys<M>(from.keys, a.head_dim, words, scratch.keys.get());
-      M::pack_values(from.values, a.head_dim, columns, scratch.values.get());
-      const int num_groups = (rows + MAX_ROWS - 1) / MAX_ROWS, base = rows / num_groups, extra = rows % num_groups;
+      if (a.codes) expand(from, scratch);
+      pack_keys<M>((const Element* const*)from.keys, a.head_dim, words, scratch.keys.get());
+      M::pack_values((const Element* const*)from.values, a.head_dim, columns, scratch.values.get());
+      const int most = rows_at_once(), num_groups = (rows + most - 1) / most, base = rows / num_groups;
+      const int extra = rows % num_groups;
       for (int g = 0, r = 0; g < num_groups; g++) {
         const int n = base + (g < extra);
         dispatch(t, start, r, n, scratch, sums);
@@ -262,6 +246,7 @@ template <class M> class Attention {
     const int last = t.position + (r + n - 1) / group;
     if (start > last) return;  // no row sees these keys
     if (a.sliding_window > 0 && start + TILE_KEYS <= t.position + r / group - a.sliding_window + 1) return;
+    if (uses_tiles) return attend_tiles(t, start, r, n, scratch, sums);
     switch (n) {
       case 1: return attend_rows<1>(t, start, r, scratch, sums);
       case 2: return attend_rows<2>(t, start, r, scratch, sums);
@@ -274,21 +259,47 @@ template <class M> class Attention {
 
   template <int ROWS> void attend_rows(const Tile& t, int start, int r, Scratch& scratch, Sums sums) const {
     float factors[ROWS];
-    Word* probabilities = scratch.probabilities.get();
-    float* scores = scratch.scores.get();
     constexpr int stride = TILE_KEYS / M::PAIR;
-    multiply<M, ROWS>(scratch.queries.get() + (int64_t)r * words, words, scratch.keys.get(), TILE_KEYS, scores,
-                      TILE_KEYS, TILE_KEYS, words, nullptr);
-    for (int i = 0; i < ROWS; i++) {
-      prefetch(scratch);
-      const int position = t.position + (r + i) / group;
-      const int first = a.sliding_window > 0 ? position - a.sliding_window + 1 - start : 0;
-      if (a.alibi) lower(scores + i * TILE_KEYS, a.alibi[t.kv_head * group + (r + i) % group], start - position);
-      factors[i] = soften<M>(scores + i * TILE_KEYS, probabilities + i * stride, rule, first, position + 1 - start,
-                             sums.maxima + r + i, scratch.row_sums.get() + (int64_t)(r + i) * W);
-    }
-    multiply<M, ROWS>(probabilities, stride, scratch.values.get(), columns, sums.values + (int64_t)r * columns, columns,
+    multiply<M, ROWS>(scratch.queries.get() + (int64_t)r * words, words, scratch.keys.get(), TILE_KEYS,
+                      scratch.scores.get(), TILE_KEYS, TILE_KEYS, words, nullptr);
+    for (int i = 0; i < ROWS; i++) factors[i] = soften_row(t, start, r + i, i, scratch, sums);
+    multiply<M, ROWS>(scratch.probabilities.get(), stride, scratch.values.get(), columns, sums.values + (int64_t)r * columns, columns,
                       columns, stride, factors);
+  }
+
+  void attend_tiles(const Tile& t, int start, int r, int n, Scratch& scratch, Sums sums) const {
+#ifdef BATON_TILES
+    constexpr int stride = TILE_KEYS / 2, word = 4;
+    const auto multiply = n > tiles::ROWS / 2 ? tiles::multiply<true> : tiles::multiply<false>;
+    scratch.shape->set(n);
+    const uint32_t* queries = (const uint32_t*)scratch.queries.get() + (int64_t)r * words;
+    for (int j = 0; j < TILE_KEYS; j += 32)
+      multiply(queries, words * word, (const uint32_t*)scratch.keys.get() + j, TILE_KEYS * word, scratch.scores.get() + j,
+               TILE_KEYS * word, words, true, nullptr, 0);
+    for (int i = 0; i < n; i++) {
+      const float factor = soften_row(t, start, r + i, i, scratch, sums);
+      float* values = sums.values + (int64_t)(r + i) * columns;
+      if (factor != 1.f)
+        for (int d = 0; d < columns; d += W) store(values + d, load(values + d) * factor);
+    }
+    for (int d = 0; d < columns; d += 32)
+      multiply((const uint32_t*)scratch.probabilities.get(), stride * word, (const uint32_t*)scratch.values.get() + d,
+               columns * word, sums.values + (int64_t)r * columns + d, columns * word, stride, false, nullptr, 0);
+#endif
+  }
+
+  // Row `r` of the tile, whose scores are the `i`-th of the scratch buffer.
+  float soften_row(const Tile& t, int start, int r, int i, Scratch& scratch, Sums sums) const {
+    prefetch(scratch);
+    const int position = t.position + r / group;
+    const int first = a.sliding_window > 0 ? position - a.sliding_window + 1 - start : 0;
+    float* scores = scratch.scores.get() + i * TILE_KEYS;
+    if (a.codes)
+      for (int j = 0; j < TILE_KEYS; j += W) store(scores + j, load(scores + j) * load(scratch.now.key_scales + j));
+    if (a.alibi) lower(scores, a.alibi[t.kv_head * group + r % group], start - position);
+    return soften<M>(scores, scratch.probabilities.get() + i * TILE_KEYS / M::PAIR, rule, first, position + 1 - start,
+                     sums.maxima + r, scratch.row_sums.get() + (int64_t)r * W,
+                     a.codes ? scratch.now.value_scales : nullptr);
   }
 
   void lower(float* scores, float slope, int distance) const {
@@ -300,9 +311,9 @@ template <class M> class Attention {
   void prefetch(Scratch& scratch) const {
     const int end = std::min(scratch.prefetched + scratch.prefetch_step, TILE_KEYS);
     for (int i = scratch.prefetched; i < end; i++)
-      for (int d = 0; d < a.head_dim; d += 64 / (int)sizeof(Element)) {
-        __builtin_prefetch(scratch.next.keys[i] + d, 0, 2);
-        __builtin_prefetch(scratch.next.values[i] + d, 0, 2);
+      for (int d = 0; d < a.head_dim * cell; d += 64) {
+        __builtin_prefetch((const char*)scratch.next.keys[i] + d, 0, 2);
+        __builtin_prefetch((const char*)scratch.next.values[i] + d, 0, 2);
       }
     scratch.prefetched = end;
   }
@@ -320,15 +331,13 @@ template <class M> class Attention {
   }
 
   const AttendArguments& a;
-  const int group;    // query heads per KV head
   const int columns;  // head_dim rounded up to whole SIMD words
   const int words;    // packed words of a row
+  const int cell;     // bytes of an element in the cache
+  const bool uses_tiles;
   const ScoreRule rule;
-  std::vector<Tile> tiles;
-  std::vector<Task> tasks;
-  std::vector<size_t> split_tiles;
-  int64_t num_partial_floats = 0;
-  int max_rows = 1, num_threads = 1;
+  const Plan plan;
+  const int group;  // query heads per KV head
 };
 
 }  // namespace

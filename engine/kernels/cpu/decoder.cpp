@@ -29,7 +29,7 @@ struct StepArguments {
   const int64_t *slots, *logit_rows;      // logit_rows ascend; null: every token
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
   int64_t table_stride, rotary_stride, num_tokens, num_logits;
-  int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads;
+  int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads, codes;
   float epsilon;
 };
 
@@ -103,7 +103,7 @@ struct Step {
     store.num_tokens = rows, store.rotary_stride = a.rotary_stride;
     store.num_heads = a.num_heads, store.num_kv_heads = a.num_kv_heads, store.head_dim = a.head_dim;
     store.rotary_dim = a.rotary_dim, store.block_tokens = a.block_tokens, store.dtype = BF16;
-    store.num_threads = a.num_threads;
+    store.num_threads = a.num_threads, store.codes = a.codes;
     baton_store(&store);
   }
 
@@ -118,7 +118,7 @@ struct Step {
     attend.table_stride = a.table_stride, attend.num_seqs = a.num_seqs;
     attend.num_heads = a.num_heads, attend.num_kv_heads = a.num_kv_heads, attend.head_dim = a.head_dim;
     attend.block_tokens = a.block_tokens, attend.sliding_window = layer.sliding_window, attend.dtype = BF16;
-    attend.num_threads = a.num_threads, attend.scale = layer.scale, attend.softcap = layer.softcap;
+    attend.num_threads = a.num_threads, attend.codes = a.codes, attend.scale = layer.scale, attend.softcap = layer.softcap;
     return baton_attend(&attend) == 0;
   }
 

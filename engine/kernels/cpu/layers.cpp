@@ -2,9 +2,11 @@
 // gated activation, rotary embedding, and the KV store. Arithmetic is float32; roundings to the tensor's dtype happen
 // where the plain-torch twin (engine/kernels/reference.py) has them.
 #include "arguments.h"
+#include "codes.h"
 #include "rows.h"
 
 #include <type_traits>
+#include <vector>
 
 using namespace baton;
 
@@ -106,6 +108,21 @@ template <class T> void rotate(const T* from, T* to, const StoreArguments& a, in
     std::memcpy((void*)(to + a.rotary_dim), from + a.rotary_dim, (a.head_dim - a.rotary_dim) * sizeof(T));
 }
 
+// Of one token and all KV heads, as codes.
+template <class T> void store_codes(const StoreArguments& a, int64_t token, const T* key, const T* value, T* rotated) {
+  const int64_t block = a.slots[token] / a.block_tokens, offset = a.slots[token] % a.block_tokens;
+  uint8_t* head = (uint8_t*)a.cache + block * a.cache_block_stride;
+  for (int h = 0; h < a.num_kv_heads; h++, head += a.cache_head_stride) {
+    const T* row = key + h * a.key_head_stride;
+    if (a.cos) rotate(row, rotated, a, token), row = rotated;
+    uint8_t* to = head + offset * a.cache_token_stride;
+    bf16* scale = (bf16*)(head + (int64_t)a.block_tokens * a.head_dim) + offset;
+    *scale = encode_row(row, a.head_dim, a.codes, to);
+    scale[a.cache_value_offset / 2] =
+        encode_row(value + h * a.value_head_stride, a.head_dim, a.codes, to + a.cache_value_offset);
+  }
+}
+
 }  // namespace
 
 extern "C" int baton_store(const StoreArguments* a) {
@@ -119,6 +136,13 @@ extern "C" int baton_store(const StoreArguments* a) {
       }
       const int64_t slot = a->slots[token];
       if (slot < 0) return;
+      if (a->codes) {
+        thread_local std::vector<T> rotated;
+        rotated.resize(a->head_dim);
+        store_codes(*a, token, (const T*)a->key + token * a->key_token_stride,
+                    (const T*)a->value + token * a->value_token_stride, rotated.data());
+        return;
+      }
       T* to = (T*)a->cache + slot / a->block_tokens * a->cache_block_stride +
               slot % a->block_tokens * a->cache_token_stride;
       for (int h = 0; h < a->num_kv_heads; h++, to += a->cache_head_stride) {

@@ -129,10 +129,11 @@ struct ScoreRule {
 };
 
 // One row of raw scores becomes probabilities relative to the row's maximum so far; keys outside [first, end) get 0.
-// Returns the factor by which everything summed so far shrinks.
+// `value_scales`, if any, go into the probabilities and not into their sum. Returns the factor by which everything summed
+// so far shrinks.
 template <class M>
 __attribute__((noinline)) float soften(const float* scores, typename M::Word* probabilities, ScoreRule rule, int first,
-                                       int end, float* row_maximum, float* row_sums) {
+                                       int end, float* row_maximum, float* row_sums, const float* value_scales) {
   constexpr int N = TILE_KEYS / W;
   vf x[N];
   for (int j = 0; j < N; j++) x[j] = load(scores + j * W) * rule.scale;
@@ -155,7 +156,9 @@ __attribute__((noinline)) float soften(const float* scores, typename M::Word* pr
       const vi key = lane_numbers() + j * W;
       p[j] = (key >= first) & (key < end) ? p[j] : vf{};
     }
-  M::store_probabilities(probabilities, p);
+  vf scaled[N];
+  for (int j = 0; j < N; j++) scaled[j] = value_scales ? p[j] * load(value_scales + j * W) : p[j];
+  M::store_probabilities(probabilities, scaled);
   const float factor = before == now ? 1.f : M::exponential(splat(before - base))[0];
   vf total = load(row_sums) * factor;
   for (int j = 0; j < N; j++) total = total + p[j];

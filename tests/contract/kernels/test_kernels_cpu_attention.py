@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.kernels import kv_codes
 from engine.kernels.cpu_attention import CpuAttention
 from engine.kernels.cpu_build import load_kernels
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 from engine.kernels.reference import ReferenceAttention
 
-CPU = CpuAttention(load_kernels())
+LIBRARY = load_kernels()
+CPU = CpuAttention(LIBRARY)
 TWIN = ReferenceAttention()
+CODED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -25,6 +28,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["vectors", "tiles"])
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With AMX, where the CPU has it, and without."""
+    if bool(LIBRARY.baton_use_tiles(int(request.param))) != request.param:
+        pytest.skip("this CPU has no AMX")
+    yield
+    LIBRARY.baton_use_tiles(1)
 
 
 @dataclass(frozen=True)
@@ -208,3 +220,69 @@ def test_stored_tokens_lie_at_their_slots_and_negative_slots_store_nothing(dtype
         assert torch.equal(layer[slot // 5, 1, :, slot % 5], fused[token, 6:9])
     assert cache[:, 0].count_nonzero() == 0
     assert layer.count_nonzero() == 2 * 2 * 3 * 16
+
+
+def coded(b: Batch, dtype: torch.dtype, *, garbage: int) -> Batch:
+    """The same with what its cache holds in codes; bytes that nobody owns are `garbage`."""
+    num_blocks, _, kv_heads, block_tokens, head_dim = b.cache.shape
+    rows = block_tokens + -(-2 * block_tokens // head_dim)
+    whole = torch.full((num_blocks, 3, 2, kv_heads, rows, head_dim), garbage, dtype=torch.uint8)
+    cache = whole.view(dtype)[:, 1, :, :, :block_tokens]
+    content = b.cache.float()
+    for plane in (0, 1):
+        blocks, offsets = (~content[:, plane].isnan().any(-1).any(1)).nonzero().T
+        kv_codes.write(cache, plane, blocks, offsets, content[blocks, plane, :, offsets])
+    return replace(b, cache=cache)
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((14, 2), 64), ((6, 3), 48), ((8, 1), 128), ((3, 3), 80)])
+def test_kv_in_codes_equals_the_twin(
+    dtype: torch.dtype, computes: torch.dtype, heads: tuple[int, int], head_dim: int
+) -> None:
+    b = batch([(1, 700), (70, 20), (1, 5), (5, 0)], heads=heads, head_dim=head_dim, dtype=computes)
+    for spec in (AttentionSpec(0.125), AttentionSpec(0.2, sliding_window=60, softcap=20.0)):
+        expected = coded(b, dtype, garbage=0).attend(spec, backend=TWIN)
+        found = coded(b, dtype, garbage=0xFF).attend(spec)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[computes], rtol=1e-2)
+
+
+def test_kv_in_codes_and_alibi_equal_the_twin() -> None:
+    b = coded(batch([(3, 90)]), torch.int8, garbage=0)
+    spec = AttentionSpec(0.2, alibi=2.0 ** -torch.linspace(1, 8, 4))
+    torch.testing.assert_close(b.attend(spec), b.attend(spec, backend=TWIN), atol=5e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", CODED)
+def test_of_kv_in_codes_too_a_token_gets_the_same_bits_in_a_prompt_in_a_chunk_and_in_decode(dtype: torch.dtype) -> None:
+    b = coded(batch([(90, 1000)], heads=(14, 2), head_dim=64, dtype=torch.bfloat16), dtype, garbage=0xFF)
+    spec = AttentionSpec(0.125)
+    whole = b.attend(spec)
+    torch.set_num_threads(3)
+    assert torch.equal(b.only(0, last=13).attend(spec), whole[-13:])
+    assert torch.equal(b.only(0, last=1).attend(spec), whole[-1:])
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 64, 80])
+def test_codes_are_stored_as_the_twin_stores_them(dtype: torch.dtype, computes: torch.dtype, size: int) -> None:
+    """Every bit: rows large and tiny, of zeros, and with elements below a code's least normal number."""
+    b = coded(batch([(3, 0)], heads=(3, 3), head_dim=size, dtype=computes), dtype, garbage=0)
+    rows = (
+        torch.randn(30, 6, size)
+        * 10.0 ** torch.randint(-6, 4, (30, 6, 1))
+        * 2.0 ** -torch.randint(0, 14, (30, 6, size))
+    )
+    rows[3] = 0
+    key, value = rows.to(computes)[:, :3], rows.to(computes)[:, 3:]
+    meta = replace(b.meta, slots=torch.randperm(b.cache.shape[0] * b.cache.shape[3])[:30])
+    meta.slots[7] = -1
+    found = []
+    for backend in (CPU, TWIN):
+        storage = torch.tensor([], dtype=torch.uint8).set_(b.cache.untyped_storage()).clone()
+        cache = storage.view(dtype).as_strided(b.cache.shape, b.cache.stride(), b.cache.storage_offset())
+        backend.store(key, value, cache, meta)
+        found.append(storage)
+    assert torch.equal(*found)

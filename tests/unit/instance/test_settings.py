@@ -82,3 +82,11 @@ def test_peer_access_is_read_from_oneccl_s_own_variable() -> None:
     assert peer_access({"CCL_TOPO_P2P_ACCESS": "1"}) == "1"
     with pytest.raises(StartFailed, match="CCL_TOPO_P2P_ACCESS=yes: 1 takes oneccl"):
         peer_access({"CCL_TOPO_P2P_ACCESS": "yes"})
+
+
+@pytest.mark.parametrize("text", ["0-", "all", "1,,2"])
+def test_cores_are_a_list_or_one_of_two_words(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings("--model=/m", "--omp-threads-bind=0-3,8").omp_threads_bind == "0-3,8"
+    with pytest.raises(SystemExit):
+        settings("--model=/m", f"--omp-threads-bind={text}")
+    assert "omp" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from services.common.cpus import Cpu, Host
 from services.common.errors import ConfigurationError
 from services.common.options import Value, options_of
 from services.local.plan import Given, Machine, Process, plan
@@ -19,6 +20,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    omp_threads_bind: str = "auto"
     served_model_name: list[str] = []
     max_model_len: int | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0)] = 0.9
@@ -37,7 +39,8 @@ def processes(
 ) -> dict[str, Process]:
     settings = ServeSettings(model="/m", port=80, prefill=prefill, decode=decode, threads=threads)
     given = Given(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
-    machine = Machine(cores=8, device_indexes=devices or [])
+    host = Host(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
+    machine = Machine(host, device_indexes=devices or [])
     found = plan(settings, given, machine, names=["n"], registry="memory:///@r")
     return {process.name: process for process in found}
 
@@ -71,11 +74,27 @@ def test_secrets_are_variables_not_flags() -> None:
 
 
 def test_cores_are_divided_among_instances_without_accelerators() -> None:
-    found = processes(prefill=2)
-    assert "--threads=2" in found["decode-0"].argv
-    assert found["decode-0"].variables["OMP_NUM_THREADS"] == "2"
-    assert "--threads=3" in processes(threads=3)["decode-0"].argv
+    found = processes()
+    assert "--omp-threads-bind=0,1,2,3" in found["prefill-0"].argv
+    assert "--omp-threads-bind=4,5,6,7" in found["decode-0"].argv
+    assert found["decode-0"].variables["OMP_NUM_THREADS"] == "4"
     assert "--threads=1" in processes(prefill=20)["decode-0"].argv
+
+
+def test_threads_that_were_asked_for_are_bound_nowhere() -> None:
+    argv = processes(threads=3)["decode-0"].argv
+    assert "--threads=3" in argv and not [word for word in argv if "bind" in word]
+
+
+def test_on_few_cores_prefill_stands_back() -> None:
+    found = processes(prefill=2)
+    assert "--engine-nice=10" in found["prefill-1"].argv
+    assert not [word for word in found["decode-0"].argv if "nice" in word]
+
+
+def test_cores_of_a_role_s_section_win() -> None:
+    argv = processes(sections={"decode": {"omp_threads_bind": "5"}})["decode-0"].argv
+    assert "--omp-threads-bind=5" in argv and not [word for word in argv if "threads=" in word]
 
 
 def test_each_instance_sees_one_accelerator() -> None:

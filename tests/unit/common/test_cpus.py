@@ -1,0 +1,77 @@
+"""Who computes on which cores, over described hosts."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from contracts.instance import Role
+from services.common.cpus import STANDS_BACK, Cpu, Host, Seat, seats
+
+
+def host(*nodes: int, hyperthreads: int = 1, quota: float | None = None) -> Host:
+    """Nodes of so many cores. The first hardware thread of every core comes first, as Linux counts them."""
+    cores = [node for node, count in enumerate(nodes) for _ in range(count)]
+    return Host(
+        tuple(
+            Cpu(number=half * len(cores) + core, core=core, node=node)
+            for half in range(hyperthreads)
+            for core, node in enumerate(cores)
+        ),
+        quota,
+    )
+
+
+def cpus(found: Sequence[Seat]) -> list[tuple[int, ...]]:
+    return [seat.cpus for seat in found]
+
+
+def test_one_instance_has_every_core_and_no_core_twice() -> None:
+    assert seats(host(8, hyperthreads=2), ["unified"]) == [Seat(8, tuple(range(8)))]
+
+
+def test_two_instances_of_a_machine_with_two_sockets_take_one_each() -> None:
+    found = seats(host(16, 16, hyperthreads=2), ["prefill", "decode"])
+    assert cpus(found) == [tuple(range(16)), tuple(range(16, 32))]
+    assert [seat.threads for seat in found] == [16, 16]
+
+
+def test_no_instance_lies_across_nodes_where_there_are_fewer_nodes() -> None:
+    found = seats(host(12, 12), ["prefill", "prefill", "decode", "decode", "decode"])
+    nodes = [{number // 12 for number in seat.cpus} for seat in found]
+    assert all(len(node) == 1 for node in nodes)
+    assert sorted(number for seat in found for number in seat.cpus) == list(range(24))
+
+
+def test_an_instance_takes_several_nodes_where_there_are_more_of_them() -> None:
+    assert cpus(seats(host(4, 4, 4, 4), ["unified", "unified"])) == [tuple(range(8)), tuple(range(8, 16))]
+
+
+def test_on_few_cores_prefill_takes_what_decode_leaves() -> None:
+    prefill, decode = seats(host(2), ["prefill", "decode"])
+    assert prefill == Seat(2, (0, 1), STANDS_BACK)
+    assert decode.nice == 0
+
+
+def test_a_cgroup_s_limit_bounds_threads_and_binds_nobody() -> None:
+    assert seats(host(64, quota=4.0), ["prefill", "decode"]) == [Seat(2), Seat(2)]
+    assert seats(host(64, quota=0.5), ["unified"]) == [Seat(1)]
+    assert host(64, quota=4.0).num_cores == 4
+
+
+def test_a_limit_of_all_there_is_limits_nothing() -> None:
+    assert cpus(seats(host(8, quota=8.0), ["unified"])) == [tuple(range(8))]
+
+
+def test_more_instances_than_cores_get_a_thread_each() -> None:
+    assert seats(host(2), ["prefill", "prefill", "decode"]) == [Seat(1)] * 3
+
+
+@pytest.mark.parametrize("nodes", [(1, 3), (9, 9, 9, 1), (7, 7, 7, 1), (5,), (2, 2, 2, 1)])
+@pytest.mark.parametrize("role", ["decode", "unified"])
+def test_every_instance_has_cores_and_none_is_given_twice(nodes: tuple[int, ...], role: Role) -> None:
+    machine = host(*nodes)
+    for count in range(1, sum(nodes) + 1):
+        found = seats(machine, [role] * count)
+        given = [number for seat in found for number in seat.cpus]
+        assert len(found) == count and all(seat.cpus and seat.threads == len(seat.cpus) for seat in found)
+        assert len(given) == len(set(given))

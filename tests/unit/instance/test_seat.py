@@ -1,0 +1,56 @@
+"""Threads of an instance, and the cores and priority of the thread that takes its seat."""
+
+import os
+import threading
+from collections.abc import Callable
+
+from services.common.cpus import Cpu, Host
+from services.instance.errors import StartFailed
+from services.instance.seat import num_threads, take_seat
+from services.instance.settings import InstanceSettings
+
+FOUR = Host(tuple(Cpu(number, number, 0) for number in range(4)), quota=3.0)
+
+
+def settings(*, threads: int | None = None, omp_threads_bind: str = "auto", engine_nice: int = 0) -> InstanceSettings:
+    return InstanceSettings(model="/m", threads=threads, omp_threads_bind=omp_threads_bind, engine_nice=engine_nice)
+
+
+def test_threads_are_what_was_asked_for_then_what_the_host_gives() -> None:
+    assert num_threads(settings(threads=7, omp_threads_bind="0-1"), {}) == 7
+    assert num_threads(settings(omp_threads_bind="0-2,5"), {"OMP_NUM_THREADS": "1"}) == 4
+    assert num_threads(settings(), {"OMP_NUM_THREADS": "1"}) is None
+    assert num_threads(settings(omp_threads_bind="nobind"), {}, FOUR) is None
+    assert num_threads(settings(), {}, FOUR) == 3
+
+
+def in_a_thread(action: Callable[[], object]) -> object:
+    found: list[object] = []
+
+    def live() -> None:
+        try:
+            found.append(action())
+        except Exception as exc:  # noqa: BLE001 - given back
+            found.append(exc)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_seat_is_that_of_one_thread() -> None:
+    first, before = min(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def sit() -> tuple[set[int], int]:
+        take_seat(settings(omp_threads_bind=str(first), engine_nice=3))
+        return os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert in_a_thread(sit) == ({first}, min(19, nice + 3))
+    assert os.sched_getaffinity(0) == before and os.getpriority(os.PRIO_PROCESS, os.getpid()) == nice
+
+
+def test_cores_that_do_not_exist_stop_the_start() -> None:
+    error = in_a_thread(lambda: take_seat(settings(omp_threads_bind="99999")))
+    assert isinstance(error, StartFailed) and "99999" in str(error)
