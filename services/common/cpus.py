@@ -71,8 +71,9 @@ def _nodes(host: Host) -> list[list[int]]:
 
 
 def _together(cpus: list[int], roles: Sequence[Role]) -> list[Seat]:
-    """Prefill has all cores, and of each what the others leave; they share the cores out among themselves."""
-    others = iter(_cut(cpus, sum(role != "prefill" for role in roles)))
+    """Prefill has all cores, and of the second half what the others leave, who share it out among themselves."""
+    num_others = sum(role != "prefill" for role in roles)
+    others = iter(_cut(cpus[-max(num_others, len(cpus) // 2) :], num_others))
     own = [cpus if role == "prefill" else next(others) for role in roles]
     nices = [STANDS_BACK if role == "prefill" else 0 for role in roles]
     return [Seat(len(part), tuple(part), nice) for part, nice in zip(own, nices, strict=True)]

@@ -4,18 +4,14 @@ Called in the engine's thread before it computes anything: on Linux a thread's m
 threads that it starts inherit them.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 from services.common.cpu_topology import cpu_list, this_host
 from services.common.cpus import Host
 from services.instance.errors import StartFailed
 from services.instance.settings import InstanceSettings
-
-logger = logging.getLogger(__name__)
 
 
 def take_seat(settings: InstanceSettings) -> None:
@@ -28,17 +24,6 @@ def take_seat(settings: InstanceSettings) -> None:
     if settings.engine_nice:
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + settings.engine_nice)
-        _stand_back_as_a_session(settings.engine_nice)
-
-
-def _stand_back_as_a_session(nice: int) -> None:
-    """Where the kernel shares time out among sessions first (autogroups), niceness counts within one alone."""
-    if os.getsid(0) != os.getpid():
-        return  # others would stand back with us
-    try:
-        Path("/proc/self/autogroup").write_text(str(nice))
-    except OSError as exc:
-        logger.debug("This session has no priority of its own: %s", exc)
 
 
 def num_threads(settings: InstanceSettings, environ: Mapping[str, str], host: Host | None = None) -> int | None:

@@ -42,14 +42,15 @@ class Child:
         self.started_at = self._loop.time()
         command = [sys.executable, "-m", "services.local.leash", str(os.getpid()), module, *process.argv]
         out, error = os.pipe(), _terminal() if sys.stderr.isatty() else os.pipe()
-        # In a session of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours.
+        # In a group of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours; in its
+        # session, because kernels that share time out among sessions first heed niceness (--engine-nice) within one.
         self._popen = subprocess.Popen(
             command,
             env={**environ, **process.variables},
             stdin=subprocess.DEVNULL,
             stdout=out[1],
             stderr=error[1],
-            start_new_session=True,
+            process_group=0,
         )
         os.close(out[1])
         os.close(error[1])

@@ -49,7 +49,8 @@ def test_an_instance_takes_several_nodes_where_there_are_more_of_them() -> None:
 def test_on_few_cores_prefill_takes_what_decode_leaves() -> None:
     prefill, decode = seats(host(2), ["prefill", "decode"])
     assert prefill == Seat(2, (0, 1), STANDS_BACK)
-    assert decode.nice == 0
+    assert decode == Seat(1, (1,))
+    assert cpus(seats(host(6), ["prefill", "decode", "decode"])) == [tuple(range(6)), (3,), (4, 5)]
 
 
 def test_a_cgroup_s_limit_bounds_threads_and_binds_nobody() -> None:
