@@ -1,6 +1,5 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from tqdm import tqdm
 from engine import Engine, EngineConfig
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.kind import Kind, kind_of
-from services.instance.seat import num_threads, take_seat
+from services.instance.seat import take_seat
 from services.instance.settings import InstanceSettings
 
 DEFAULT_NUM_SEQS = 256
@@ -74,9 +73,8 @@ def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngin
 
 def _set_threads(settings: InstanceSettings) -> None:
     take_seat(settings)
-    threads = num_threads(settings, os.environ)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
 
 
 class ProgressBar:

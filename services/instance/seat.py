@@ -1,7 +1,7 @@
 """The cores of this instance's model: how many threads compute it, on which cores, and who gives way.
 
-Called in the engine's thread before it computes anything: on Linux a thread's mask and niceness are its own, and the
-threads that it starts inherit them.
+`take_seat` is called in the engine's thread before it computes anything: on Linux a thread's mask and niceness are its
+own, and the threads that it starts inherit them.
 """
 
 import os
@@ -26,12 +26,17 @@ def take_seat(settings: InstanceSettings) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + settings.engine_nice)
 
 
-def num_threads(settings: InstanceSettings, environ: Mapping[str, str], host: Host | None = None) -> int | None:
-    """None leaves it to torch, which counts hyperthreads and knows nothing of a cgroup's limit."""
+def thread_count(settings: InstanceSettings, environ: Mapping[str, str], host: Host | None = None) -> dict[str, str]:
+    """A variable for OpenMP, which must be set before torch is imported: torch alone would count hyperthreads and know
+    nothing of a cgroup's limit. Empty where the operator has set it, or wants torch's choice."""
     if settings.threads is not None:
-        return settings.threads
-    if settings.omp_threads_bind not in ("auto", "nobind"):
-        return len(cpu_list(settings.omp_threads_bind))
-    if settings.omp_threads_bind == "nobind" or environ.get("OMP_NUM_THREADS"):
-        return None
-    return (host or this_host()).num_cores
+        count = settings.threads
+    elif settings.omp_threads_bind == "nobind":
+        return {}
+    elif settings.omp_threads_bind != "auto":
+        count = len(cpu_list(settings.omp_threads_bind))
+    elif environ.get("OMP_NUM_THREADS"):
+        return {}
+    else:
+        count = (host or this_host()).num_cores
+    return {"OMP_NUM_THREADS": str(count)}

@@ -5,6 +5,7 @@ import time
 from os import environ
 
 from services.common.configuration import load
+from services.instance.seat import thread_count
 from services.instance.settings import InstanceSettings, short_waits, visible_device
 
 
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> None:
         program="baton prefill",
         description="Reads prompts and hands their blocks to decode instances.",
     )
-    environ.update(visible_device(settings) | short_waits(environ))
+    environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.instance.process import run_instance
     from services.prefill.handler import PrefillHandler

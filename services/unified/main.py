@@ -4,6 +4,7 @@ import sys
 from os import environ
 
 from services.common.configuration import load
+from services.instance.seat import thread_count
 from services.instance.settings import InstanceSettings, short_waits, visible_device
 
 
@@ -17,7 +18,7 @@ def main(argv: list[str]) -> None:
         program="baton unified",
         description="Does all of a request on one device.",
     )
-    environ.update(visible_device(settings) | short_waits(environ))
+    environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.instance.process import run_instance
     from services.unified.handler import UnifiedHandler

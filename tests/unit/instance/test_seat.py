@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.common.cpus import Cpu, Host
 from services.instance.errors import StartFailed
-from services.instance.seat import num_threads, take_seat
+from services.instance.seat import take_seat, thread_count
 from services.instance.settings import InstanceSettings
 
 FOUR = Host(tuple(Cpu(number, number, 0) for number in range(4)), quota=3.0)
@@ -17,11 +17,15 @@ def settings(*, threads: int | None = None, omp_threads_bind: str = "auto", engi
 
 
 def test_threads_are_what_was_asked_for_then_what_the_host_gives() -> None:
-    assert num_threads(settings(threads=7, omp_threads_bind="0-1"), {}) == 7
-    assert num_threads(settings(omp_threads_bind="0-2,5"), {"OMP_NUM_THREADS": "1"}) == 4
-    assert num_threads(settings(), {"OMP_NUM_THREADS": "1"}) is None
-    assert num_threads(settings(omp_threads_bind="nobind"), {}, FOUR) is None
-    assert num_threads(settings(), {}, FOUR) == 3
+    def count(settings: InstanceSettings, asked: str = "") -> str | None:
+        environ = {"OMP_NUM_THREADS": asked} if asked else {}
+        return thread_count(settings, environ, FOUR).get("OMP_NUM_THREADS")
+
+    assert count(settings(threads=7, omp_threads_bind="0-1")) == "7"
+    assert count(settings(omp_threads_bind="0-2,5"), "1") == "4"
+    assert count(settings(), "1") is None
+    assert count(settings(omp_threads_bind="nobind")) is None
+    assert count(settings()) == "3"
 
 
 def in_a_thread(action: Callable[[], object]) -> object:
