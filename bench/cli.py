@@ -25,7 +25,7 @@ BENCHES = {
     ),
     "chaos": ("bench.chaos", "streams while processes are killed and frozen: all end equal, nothing is left"),
     "grammar": ("bench.grammar", "structured output: time to compile a grammar and to make each token's mask"),
-    "peers": ("bench.peers", "the same load on Baton and on other servers: vLLM, llama.cpp, transformers"),
+    "peers": ("bench.peers", "the same load on Baton and on other servers: vLLM, llama.cpp, OpenVINO, transformers"),
     "pd": ("bench.pd", "one prefill and one decode instance against two unified ones, over a trace"),
     "pd-cpu": ("bench.pd_cpu", "one prefill and one decode instance against one unified one, on the same cores"),
     "attention-cpu": ("bench.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),

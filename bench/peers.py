@@ -2,9 +2,9 @@
 
 `baton-bench peers MODEL [--vllm PATH] [--llama-server PATH --gguf FILE] [--url NAME=URL] [--json]`
 
-Starts `baton serve` with one unified instance, and the peers that are given or found: vLLM, llama.cpp, `transformers
-serve`. Prompts are fresh random token ids of exact length. `decode`: tokens per second of all streams together, prompts
-included. `prefill`: prompt tokens divided by the time to the first token. Medians.
+Starts `baton serve` with one unified instance, and the peers that are given or found: vLLM, llama.cpp, OpenVINO GenAI,
+`transformers serve`. Prompts are fresh random token ids of exact length. `decode`: tokens per second of all streams
+together, prompts included. `prefill`: prompt tokens divided by the time to the first token. Medians.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from bench.serve import Outcome, drive
 from bench.workload import Request
 
 START_S, STOP_S = 300.0, 15.0
+OPENVINO_SERVER = Path(__file__).with_name("openvino_server.py")
 FIRST_TOKEN, LAST_TOKEN = 100, 8000
 """Ordinary ids of every vocabulary at hand."""
 
@@ -72,6 +73,9 @@ def servers(options: argparse.Namespace) -> list[Server]:
             "--continuous-batching",
         ]
         found.append(Server("transformers", serve))
+    if options.openvino and options.openvino_model:
+        serve = [options.openvino, str(OPENVINO_SERVER), options.openvino_model, "--port", "{port}"]
+        found.append(Server("OpenVINO GenAI", serve, ready="/v1/models"))
     named = (text.partition("=") for text in options.url)
     return found + [Server(name, url=url, ready="/v1/models") for name, _, url in named]
 
@@ -180,6 +184,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--llama-server", help="default: the one on the PATH")
     made.add_argument("--gguf", help="the same weights for llama.cpp")
     made.add_argument("--transformers", help="the transformers command of an environment, for `transformers serve`")
+    made.add_argument("--openvino", help="the python of an environment with openvino-genai")
+    made.add_argument("--openvino-model", help="the same weights as `optimum-cli export openvino` writes them")
     made.add_argument("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs already")
     made.add_argument("--served-model-name", help="default: the first one that /v1/models lists")
     made.add_argument("--baton-args", nargs=argparse.REMAINDER, default=[], help="last: more options of `baton serve`")
