@@ -8,12 +8,12 @@ from engine.pooling.kind import Runner, Task
 
 DeviceName = Literal["auto", "cpu", "cuda", "xpu"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
-LoadFormat = Literal["auto", "dummy"]
+LoadFormat = Literal["auto", "dummy", "gguf"]
 Quantization = Literal[
     "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
-    "gptq", "awq", "compressed-tensors", "bitsandbytes",
+    "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf",
 ]  # fmt: skip
-CHECKPOINT_ONLY = ("gptq", "awq", "compressed-tensors", "bitsandbytes")
+CHECKPOINT_ONLY = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf")
 """Name what a checkpoint must be; the others round weights, `fp8` and `mxfp4` where the checkpoint has not."""
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -25,7 +25,7 @@ class EngineConfig:
     """`None` means: chosen by the device or by the model's config."""
 
     model: str
-    """A folder in Hugging Face's format."""
+    """A folder in Hugging Face's format, or a GGUF file in one."""
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
     max_model_len: int | None = None

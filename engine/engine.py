@@ -8,13 +8,13 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
+from contracts.model_path import model_folder
 from engine import capacity, device
 from engine.block_pool import BlockPool
 from engine.cache_making import CacheMaker
@@ -81,7 +81,7 @@ class Engine:
 
     def _start(self, config: EngineConfig, setup: Setup, report: Progress) -> None:
         report("reading the vocabulary", 0.0)
-        grammars = Grammars(Path(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        grammars = Grammars(model_folder(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         grammars.read()
         self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         report("sizing the KV cache", 0.0)

@@ -11,17 +11,19 @@ from pathlib import Path
 SAMPLES = 64
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 << 20
+GGUF_HEADER_BYTES = 1 << 20  # read whole: names, shapes and the first weights
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
 
-def weights_fingerprint(folder: Path, variant: str) -> str:
-    """`variant` names whatever else changes the KV, such as a frozen choice of rotary frequencies."""
+def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) -> str:
+    """`variant` names whatever else changes the KV, such as a frozen choice of rotary frequencies; `gguf` is the file
+    that holds the weights, where it is one."""
     digest = _config_digest(folder, variant)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")) if gguf is None else [gguf]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
+            header_bytes = int.from_bytes(file.read(8), "little") if gguf is None else min(size, GGUF_HEADER_BYTES) - 8
             digest.update(file.read(min(header_bytes, MAX_HEADER_BYTES)))
             for sample in range(SAMPLES):
                 file.seek(8 + header_bytes + max(0, size - 8 - header_bytes - SAMPLE_BYTES) * sample // (SAMPLES - 1))

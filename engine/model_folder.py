@@ -31,7 +31,7 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
     except ValueError as exc:
         raise ModelError(f"{path} is not valid JSON: {exc}") from exc
     _refuse_unknown(folder, stated if isinstance(stated, dict) else {}, config)
-    if config.load_format == "auto" and not any(folder.glob("*.safetensors")):
+    if config.load_format == "auto" and not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "gguf")):
         raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)

@@ -13,12 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
+from contracts.model_path import model_folder
 from engine import attention, device, rotary
 from engine.attention import AttentionProbe, LayerShape, StepHolder
 from engine.bridges import OWN_ATTENTION, bridge
 from engine.config import CHECKPOINT_ONLY, EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
+from engine.gguf import gguf_file, gguf_tensors
 from engine.model import LoadedModel, Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
 from engine.parallel.shard import WHOLE, Shard, check_shardable
@@ -36,7 +38,7 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 def load_model(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
     """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
-    folder = Path(config.model)
+    folder, gguf = model_folder(config.model), gguf_file(config)
     hf_config = read_config(folder, config)
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
@@ -46,12 +48,14 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
     max_model_len = max_model_len_of(config, text_config)
     attention.register()
     progress("loading weights", 0.0)
-    form = _stored_format(config, hf_config)
-    plan = None if form is not None else _quantization_plan(config)
+    form = _stored_format(config, hf_config, is_gguf=gguf is not None)
+    plan = None if form is not None or config.quantization == "gguf" else _quantization_plan(config)
     if not shard.is_whole and config.load_format == "dummy":
         module = make_dummy_shard(hf_config, config, dtype, target, shard)
     elif not shard.is_whole:
         module = load_shard(hf_config, config, dtype, target, shard, progress)
+    elif gguf is not None:
+        module = _load_gguf(gguf, hf_config, config, plan, dtype, target)
     elif form is not None and config.load_format == "auto":
         module = _load_stored(folder, hf_config, config, form, dtype, target)
     elif plan is not None:
@@ -72,7 +76,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
         drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
         fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
     else:
-        fingerprint = weights_fingerprint(folder, variant)
+        fingerprint = weights_fingerprint(folder, variant, gguf)
     return LoadedModel(
         module=module,
         name=name,
@@ -101,13 +105,15 @@ def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -
         raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
 
 
-def _stored_format(config: EngineConfig, hf_config: HfConfig) -> CheckpointFormat | None:
+def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
     """Takes the statement out of `hf_config`: transformers would ask for the libraries of each format."""
     stated: dict[str, Any] | None = None
     for part in (hf_config, hf_config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
             stated = part.quantization_config
             del part.quantization_config
+    if is_gguf and config.quantization in (None, "gguf"):
+        return None
     if stated is None:
         if config.quantization in CHECKPOINT_ONLY:
             raise ConfigError(
@@ -173,6 +179,15 @@ def _load_quantized(
     else:
         whole = _load_weights(folder, hf_config, config, dtype)
     return loading.round_loaded(whole, plan, target, dtype)
+
+
+def _load_gguf(
+    file: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan | None, dtype: torch.dtype, target: torch.device
+) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    whole = _load_weights(file.parent, hf_config, config, dtype, gguf_tensors(file, skeleton, dtype))
+    _read_generation_config(whole, file.parent)
+    return whole.to(target) if plan is None else loading.round_loaded(whole, plan, target, dtype)
 
 
 def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:

@@ -13,11 +13,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from contracts.model_path import model_folder
 from contracts.pooling import PoolingProfile
 from engine import device, rotary
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
+from engine.gguf import gguf_file
 from engine.model import Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
 from engine.pooling.heads import ACTIVATIONS, Activation
@@ -59,8 +61,10 @@ class _Source:
 
 def load_pooling_model(config: EngineConfig, kind: Kind, target: torch.device, progress: Progress) -> PoolingModel:
     """`kind` is embed or classify. Raises `ModelError` or `ConfigError`."""
-    folder = Path(config.model)
+    folder = model_folder(config.model)
     hf_config = read_config(folder, config)
+    if gguf_file(config) is not None:
+        raise UnsupportedModelError("weights in a GGUF file are served for models that write text, not for vectors")
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(

@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from contracts.model_path import model_folder
 from engine import Engine, EngineConfig
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.kind import Kind, kind_of
@@ -53,7 +53,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
 
 def model_kind(settings: InstanceSettings) -> Kind:
     """What this instance's model is for. Raises `engine.errors.ConfigError`."""
-    return kind_of(Path(settings.model), runner=settings.runner, task=settings.task)
+    return kind_of(model_folder(settings.model), runner=settings.runner, task=settings.task)
 
 
 def build_engine(settings: InstanceSettings, on_lost: Callable[[str], None]) -> Engine:

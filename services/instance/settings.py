@@ -21,7 +21,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Transport = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
 Quantization = Literal[
     "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
-    "gptq", "awq", "compressed-tensors", "bitsandbytes",
+    "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf",
 ]  # fmt: skip
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -119,9 +119,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[int, Meta(description="of dummy weights")] = 0
     enable_prefix_caching: Annotated[bool, Meta(description="keep blocks of ended requests for equal prefixes")] = True
-    load_format: Annotated[Literal["auto", "dummy"], Meta(description="dummy takes random weights, without files")] = (
-        "auto"
-    )
+    load_format: Annotated[
+        Literal["auto", "dummy", "gguf"],
+        Meta(description="dummy takes random weights, without files; gguf the folder's GGUF file"),
+    ] = "auto"
     enforce_eager: Annotated[bool, Meta(description="never capture graphs of decode steps")] = False
     async_scheduling: Annotated[
         bool | None,

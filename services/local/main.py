@@ -8,6 +8,7 @@ from typing import TypedDict
 
 import msgspec
 
+from contracts.model_path import model_folder
 from engine.errors import EngineError
 from engine.pooling.kind import Kind, Runner, Task, kind_of
 from services.common.configuration import environment, load_with, stop
@@ -88,7 +89,7 @@ def _check_transport(settings: ServeSettings, transport: str) -> None:
 
 def _complete(settings: ServeSettings, given: Given) -> ServeSettings:
     """With the model's folder, pools that suit it, and the real port. Raises `ConfigurationError`."""
-    folder = Path(settings.model) if settings.model else DEMO_MODEL
+    folder = model_folder(settings.model) if settings.model else DEMO_MODEL
     if not (folder / "config.json").is_file():
         if not settings.model:
             raise ConfigurationError(f"the bundled demo model is not in this installation ({folder}); name a MODEL")
@@ -96,7 +97,8 @@ def _complete(settings: ServeSettings, given: Given) -> ServeSettings:
         raise ConfigurationError(f"MODEL {settings.model} {what}: give the folder of a Hugging Face model")
     with bind_tcp(settings.host, settings.port) as probe:
         port = probe.getsockname()[1]
-    return with_pools(msgspec.structs.replace(settings, model=str(folder), port=port), _kind(folder, given))
+    settings = msgspec.structs.replace(settings, model=settings.model or str(folder), port=port)
+    return with_pools(settings, _kind(folder, given))
 
 
 def with_pools(settings: ServeSettings, kind: Kind) -> ServeSettings:

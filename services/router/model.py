@@ -9,6 +9,7 @@ from typing import TypeVar
 import jinja2
 import msgspec
 
+from contracts.model_path import model_folder
 from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Message
 from services.router.detokenizer import Detokenizer
 from services.router.errors import BadRequestError, ModelFolderError
@@ -62,22 +63,22 @@ class ServedModel:
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
         """Raises `ModelFolderError`."""
-        folder = Path(settings.tokenizer or settings.model)
+        folder = model_folder(settings.tokenizer or settings.model)
         tokenizer = TextTokenizer.from_folder(folder)
         templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template)
         model = cls(tokenizer, templates, settings=settings)
-        config = read_json(Path(settings.model) / "config.json", _Config)
+        config = read_json(model_folder(settings.model) / "config.json", _Config)
         if config is None:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
-        generation = read_json(Path(settings.model) / "generation_config.json", _Ends)
+        generation = read_json(model_folder(settings.model) / "generation_config.json", _Ends)
         model.eos_ids = model.vocabulary.ends = _eos_ids(config, config.text_config, generation)
         if settings.generation_config == "auto":
-            defaults = read_json(Path(settings.model) / "generation_config.json", SamplingDefaults)
+            defaults = read_json(model_folder(settings.model) / "generation_config.json", SamplingDefaults)
             model.sampling_defaults = defaults or SamplingDefaults()
         # Embeddings may have more rows than the tokenizer has tokens, or fewer.
         model.vocab_size = stated or tokenizer.vocab_size
-        sentences = read_json(Path(settings.model) / "sentence_bert_config.json", _SentenceConfig)
+        sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
         model.vocabulary.read()
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model
