@@ -236,7 +236,7 @@ async def _answer_of(stdout: asyncio.StreamReader) -> bytes:
     raise SystemExit("the producing process ended")
 
 
-def _default_devices() -> list[str]:
+def default_devices() -> list[str]:
     kind = next((k for k in ("xpu", "cuda") if hasattr(torch, k) and getattr(torch, k).is_available()), "cpu")
     if kind == "cpu":
         return ["cpu", "cpu"]
@@ -246,7 +246,7 @@ def _default_devices() -> list[str]:
 def run(argv: Sequence[str]) -> None:
     """Entry point for `baton-bench kv-device`."""
     parser = argparse.ArgumentParser(prog="baton-bench kv-device", description=__doc__)
-    parser.add_argument("--devices", nargs=2, default=_default_devices())
+    parser.add_argument("--devices", nargs=2, default=default_devices())
     parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"])
     parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
     parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")

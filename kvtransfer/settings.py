@@ -38,7 +38,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     probe: Annotated[bool, Meta(description="try what needs a proof, and what was demoted, between two processes")] = (
         True
     )
-    probe_timeout_s: Annotated[float, Meta(gt=0, description="longest life of such a process")] = 40.0
+    probe_timeout_s: Annotated[float, Meta(gt=0, description="longest life of such a process")] = 60.0
     probe_retry_s: Annotated[float, Meta(gt=0, description="first interval until what failed is tried again")] = 30.0
     stall_timeout_s: Annotated[float, Meta(gt=0, description="an oneccl pair that stands still is given up")] = 10.0
     run_dir: Annotated[

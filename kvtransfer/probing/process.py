@@ -43,6 +43,8 @@ Answer = Callable[[Serving | Verdict], None]
 SOURCE, TARGET = InstanceId("probe-source"), InstanceId("probe-target")
 GENERATION = Generation(1)
 NICE = 10
+SHARE = 0.9
+"""Of the time that the parent gives: the rest is for telling it."""
 GRACE_S = 2.0
 """The parent's deadline comes first; who serves has one to begin and one to be fetched from."""
 OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
@@ -89,26 +91,28 @@ async def serve(plan: Plan, answer: Answer) -> None:
 
 
 async def fetch(plan: Plan, answer: Answer) -> None:
-    """One rung after the other; what is sure to end comes first."""
+    """One rung after the other; what is sure to end comes first, and leaves its time to the others."""
+    deadline = time.monotonic() + SHARE * plan.timeout_s
     memory = memory_on(plan.device, plan.preload)
     expected = content_of(plan.seed)
-    for rung in plan.rungs:
-        verdict = await _try(rung, plan, memory, expected)
+    for position, rung in enumerate(plan.rungs):
+        left = max(deadline - time.monotonic(), 0.0) / (len(plan.rungs) - position)
+        verdict = await _try(rung, plan, memory, expected, left)
         answer(verdict)
         if verdict.outcome == "crashed":
             return
 
 
-async def _try(rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np.uint8]) -> Verdict:
+async def _try(rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np.uint8], timeout_s: float) -> Verdict:
     node = _node(TARGET, memory, plan, [rung])
     try:
-        async with asyncio.timeout(plan.timeout_s / (len(plan.rungs) + 1)):
+        async with asyncio.timeout(timeout_s):
             await node.start()
             await node.connect(plan.address)
             return await _measure(node, rung, plan, memory, expected)
     except Exception as exc:  # noqa: BLE001 - whatever it was, this is what the probe found out
         outcome = next(outcome for kind, outcome in OUTCOMES if isinstance(exc, kind))
-        return Verdict(rung, outcome, reason=str(exc) or type(exc).__name__)
+        return Verdict(rung, outcome, reason=str(exc) or f"not within {timeout_s:.0f} s")
     finally:
         with contextlib.suppress(Exception):
             await node.close()

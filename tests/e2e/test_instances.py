@@ -209,6 +209,8 @@ def test_health_names_the_link_and_its_speed(shared: Shared) -> None:
         (link,) = health["links"]
         assert (link["peer"], link["transport"]) == ("prefill-0", "usm")
         assert link["bytes_per_second"] > 0
+        assert (link["choice"], link["probed_bytes_per_second"]) == ("rule", 0)  # on hosts nothing is probed
+        assert "usm: in use" in link["reason"]
 
     shared.run(test)
 
