@@ -175,7 +175,7 @@ def test_a_reset_of_a_collective_library_s_own_connections_demotes_it() -> None:
             made = {fd: ports for fd, ports in tcp_connections().items() if fd not in before and control not in ports}
             assert made
             for fd in made:
-                with socket.socket(fileno=os.dup(fd)) as connection, contextlib.suppress(OSError):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
             assert await handoff(pair, 10) == "zeromq"
             assert ("oneccl", "demoted") in pair.consumer.tally.changes
