@@ -5,30 +5,35 @@ such a product adds them up in a pass of its own, which here is the norm's. Twin
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton_tiles import padded, split_tiles
+from engine import device as devices
+from engine.kernels.triton_tiles import DeviceLimits, SplitTiles, device_limits, padded, split_tiles
 
 ROWS = 16
 """Of a matrix unit's operand: fewer cost the same."""
+INTERPRETED = DeviceLimits(processors=1, shared_bytes=0, descriptors=False)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """x [rows, inputs], weight [outputs, inputs]."""
+    if not 1 < x.shape[0] <= ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False
     outputs, inputs = weight.shape
-    is_half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    tiles = split_tiles(outputs, inputs)
+    tiles = _tiles(outputs, inputs, x.device)
     is_whole = outputs % tiles.tile == 0 and inputs % (tiles.step * tiles.splits) == 0
-    return is_half and 1 < x.shape[0] <= ROWS and is_whole and x.is_contiguous() and weight.is_contiguous()
+    return is_whole and x.is_contiguous() and weight.is_contiguous()
 
 
 def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x @ weight.T + `residual` [rows, outputs], which becomes that sum. Asks for `fits`."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    tiles = split_tiles(outputs, inputs)
+    tiles = _tiles(outputs, inputs, x.device)
     parts = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x.device)
     _product_kernel[(outputs // tiles.tile, tiles.splits)](
         parts,
@@ -59,6 +64,12 @@ def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
         num_warps=max(1, min(16, dims // 256)),
     )
     return normed
+
+
+@cache
+def _tiles(outputs: int, inputs: int, device: torch.device) -> SplitTiles:
+    limits = INTERPRETED if devices.is_host(device) else device_limits(device.index or 0)
+    return split_tiles(limits, outputs=outputs, inputs=inputs)
 
 
 @triton.jit

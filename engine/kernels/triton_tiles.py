@@ -49,10 +49,14 @@ class SplitTiles:
     stages: int
 
 
-def split_tiles(outputs: int, inputs: int) -> SplitTiles:
-    """Of a product of up to 16 rows whose parts somebody else adds up. Long sums are cut into more parts."""
-    splits = 8 if inputs > 2 * outputs else 4
-    return SplitTiles(tile=32, step=128, splits=splits, warps=4, stages=4)
+def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTiles:
+    """Of a product of up to 16 rows whose parts somebody else adds up: two parts of the inputs, and more where that
+    leaves processors idle."""
+    tile, stages = (64, 5) if limits.shared_bytes >= 96 << 10 else (32, 3)  # 82 and 25 KB
+    splits = 2
+    while outputs // tile * splits < limits.processors * 9 // 10 and splits < 8 and inputs % (256 * splits) == 0:
+        splits *= 2
+    return SplitTiles(tile=tile, step=128, splits=splits, warps=4, stages=stages)
 
 
 def padded(size: int) -> int:

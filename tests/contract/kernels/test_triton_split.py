@@ -26,6 +26,7 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         (1030, 64, 32, False),
         (4, 40, 1024, False),
         (4, 64, 640, False),
+        (4, 64, 1280, True),
     ],
 )
 def test_the_norm_of_a_product_and_a_residual(rows: int, outputs: int, inputs: int, is_split: bool) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from engine.kernels.triton_tiles import DeviceLimits, decode_tiles, prefill_tiles
+from engine.kernels.triton_tiles import DeviceLimits, decode_tiles, prefill_tiles, split_tiles
 
 
 def test_tiles_fit_the_fast_memory_of_every_device() -> None:
@@ -21,3 +21,13 @@ def test_a_split_is_a_whole_number_of_tiles_and_blocks() -> None:
         tiles = decode_tiles(limits, head_bytes=256, block_tokens=block_tokens, is_coded=is_coded)
         assert tiles.min_split % tiles.tile == 0
         assert tiles.min_split % block_tokens == 0
+
+
+def test_products_of_few_rows_are_cut_until_every_processor_reads() -> None:
+    large = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
+    assert [split_tiles(large, outputs=n, inputs=8192).splits for n in (4096, 2560, 1024, 64)] == [2, 4, 8, 8]
+    assert split_tiles(large, outputs=64, inputs=768).splits == 2, "as far as the inputs divide"
+    small = DeviceLimits(processors=20, shared_bytes=64 << 10, descriptors=False)
+    found = split_tiles(small, outputs=2560, inputs=8192)
+    assert (found.tile, found.splits) == (32, 2)
+    assert found.stages * 2 * found.step * (found.tile + 16) <= small.shared_bytes

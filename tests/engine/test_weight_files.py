@@ -1,0 +1,74 @@
+"""What goes straight from a checkpoint's files into parameters is what transformers loads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from engine import weight_files
+from engine.weight_files import Piece, fill, map_tensors, stored_pieces
+from tests.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {}), ("gpt2", {}), ("phi3", {})],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_parameters_are_those_that_transformers_loads(
+    family: str, overrides: dict[str, Any], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", family, **overrides)
+    monkeypatch.setattr(weight_files, "PIECE_BYTES", 1000)  # so that each is cut
+    with no_init_weights():
+        made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    made.tie_weights()
+    pieces = stored_pieces(made, map_tensors(folder))
+    assert pieces is not None
+    told: list[float] = []
+    fill(pieces, CPU, told.append)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    found = made.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert told == sorted(told) and told[-1] == 1.0
+
+
+def test_what_transformers_converts_is_left_to_it(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    stored = map_tensors(folder)
+    name = next(iter(stored))
+    assert stored_pieces(module, {n: t for n, t in stored.items() if n != name}) is None
+    assert stored_pieces(module, {**stored, "other.weight": torch.zeros(1)}) is None
+    assert stored_pieces(module, {**stored, name: torch.zeros(3)}) is None
+
+
+def test_slices_of_every_dtype(tmp_path: Path) -> None:
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),  # what follows is not aligned
+        "wide": torch.randn(6, 8),
+        "half": torch.randn(6, 8).half(),
+        "code": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "none": torch.zeros(0),
+        "scalar": torch.tensor(3.0),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = map_tensors(tmp_path)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    columns = torch.zeros(6, 3, dtype=torch.bfloat16)
+    pieces = [Piece(targets[name], stored[name]) for name in tensors]
+    fill([*pieces, Piece(columns, stored["wide"][:, 2:5])], CPU, lambda fraction: None)
+    assert all(
+        torch.equal(targets[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in ("wide", "half", "code")
+    )
+    assert targets["odd"].tolist() == [0, 1, 2] and targets["scalar"].item() == 3.0
+    assert torch.equal(columns, tensors["wide"][:, 2:5].bfloat16())
+    with pytest.raises(ValueError, match=r"shape \[6, 8\] is stored for one of \[8, 6\]"):
+        fill([Piece(torch.zeros(8, 6), stored["wide"])], CPU, lambda fraction: None)
