@@ -43,6 +43,14 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why this transport: what became of each that was tried, best first."""
 
 
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A low-rank adapter that an instance has loaded. `name` is what clients ask for; equal fingerprints, equal KV."""
+
+    name: str
+    fingerprint: str
+    path: str
+
+
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A registry record. It lives for a TTL and is renewed with fresh `load`."""
 
@@ -66,5 +74,6 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     draining: bool = False
     model_aliases: list[str] = []
+    adapters: list[AdapterRecord] = []
     pooling: PoolingProfile | None = None
     """Set where the model answers with vectors; such an instance writes no text and its blocks are empty."""

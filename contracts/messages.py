@@ -54,6 +54,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[int] = msgspec.field(default_factory=lambda: [0])
     priority: int = 0
     """As in vLLM: smaller runs first."""
+    lora: str = ""
+    """Fingerprint of the adapter that is added to the model; empty: none. `root` mixes it."""
     timeout_s: float = 600.0
     trace_headers: dict[str, str] = {}
     """The W3C trace context (`traceparent`, `tracestate`) under which an instance's spans belong; may be empty."""

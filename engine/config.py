@@ -61,6 +61,13 @@ class EngineConfig:
     """Modules that keep their dtype, by name or last part of it, such as `lm_head`."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """`auto`: as the model computes."""
+    enable_lora: bool = False
+    """Adapters may be loaded beside the model."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to begin with: `name=folder`."""
+    max_loras: int = 1
+    """Adapters that one step may mix."""
+    max_lora_rank: int = 16
 
     def check(self) -> None:
         """Raises `ConfigError` for the first value that cannot be."""
@@ -72,6 +79,8 @@ class EngineConfig:
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_gpu_blocks_override,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "max_loras": self.max_loras,
+            "max_lora_rank": self.max_lora_rank,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -92,6 +101,7 @@ class EngineConfig:
             raise ConfigError(
                 "host_kv_bytes keeps cached prefixes, and enable_prefix_caching is off: use one of the two"
             )
+        self._check_adapters()
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must not be negative")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
@@ -99,4 +109,15 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs"
                 f" ({self.max_num_seqs}): a step could not hold one token of every sequence; raise the"
                 " one or lower the other"
+            )
+
+    def _check_adapters(self) -> None:
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("lora_modules needs enable_lora")
+        if any(not all(entry.partition("=")[::2]) for entry in self.lora_modules):
+            raise ConfigError(f"lora_modules: each entry is name=folder, not {self.lora_modules}")
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"enable_lora keeps adapters whole, and tensor_parallel_size ({self.tensor_parallel_size}) splits the"
+                " layers that they change: use one of the two"
             )

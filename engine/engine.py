@@ -16,6 +16,7 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from contracts.model_path import model_folder
 from engine import capacity, device
+from engine.adapters.loaded import Adapters
 from engine.block_pool import BlockPool
 from engine.cache_making import CacheMaker
 from engine.config import EngineConfig
@@ -77,6 +78,7 @@ class Engine:
         self.max_model_len = model.max_model_len
         setup = Setup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
+        self._store = setup.adapters
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: Setup, report: Progress) -> None:
@@ -108,6 +110,7 @@ class Engine:
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier)
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster)
+        self.adapters = Adapters(self._store, self._roster.requests)
         self._reservations = Reservations(self._roster)
         self._imports = Imports(self._roster)
         self._pins: dict[RequestId, list[BlockName]] = {}
@@ -327,6 +330,7 @@ class Engine:
 
     def _check(self, work: Work) -> None:
         check_work(work, self.limits, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
+        self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)
 

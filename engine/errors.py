@@ -5,6 +5,7 @@ EngineError
 ├── ModelError          the folder is broken, or its weights do not fit its config
 │   └── UnsupportedModelError    the architecture cannot run on paged attention
 ├── CapacityError       the model runs, but its KV cache does not fit this device
+├── AdapterError        a folder of a low-rank adapter that cannot be added to this model
 ├── RequestError        this one request is at fault: `code` is one of contracts.messages.ErrorCode
 └── UsageError          a verb was called in a state that does not allow it: our bug, never retried
 """
@@ -29,6 +30,10 @@ class UnsupportedModelError(ModelError):
 
 
 class CapacityError(EngineError):
+    pass
+
+
+class AdapterError(EngineError):
     pass
 
 

@@ -4,7 +4,9 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from engine import fused, fused_cpu
+from engine import fused, fused_adapted, fused_cpu
+from engine.adapters.products import adapt_modules
+from engine.adapters.store import AdapterStore
 from engine.attention import PagedAttention, StepHolder
 from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
@@ -28,12 +30,16 @@ class TransformersForward:
 
     is_capturable = False
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, adapters: AdapterStore | None = None) -> None:
         self._model = model
         self._backend = backend
+        self._adapters = adapters
+        self._step_adapters = adapt_modules(model.module, adapters) if adapters is not None else None
         self._step = StepHolder(model.module)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        if self._adapters is not None and self._step_adapters is not None:
+            self._step_adapters.rows = self._adapters.rows(inputs.adapters)
         output = self._step.run(
             self._model.module,
             PagedAttention(self._backend, layers, self._model.specs, inputs.meta),
@@ -49,12 +55,17 @@ def choose_forward(
     backend: AttentionBackend,
     kernels: LayerKernels,
     collectives: Collectives,
+    adapters: AdapterStore | None = None,
 ) -> Forward:
-    """Call once: fusing repacks the model's weights in place."""
-    if isinstance(kernels, CpuLayers) and model.is_whole and fused_cpu.fits(model, kernels.library):
+    """Call once: fusing repacks the model's weights in place. `adapters`: is offered the products to which they can be
+    added."""
+    is_plain = model.is_whole and adapters is None
+    if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
     if fused.fits(model.module):
+        if adapters is not None:
+            return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
         return fused.FusedForward(model, backend, kernels, collectives)
     assert model.is_whole, "only fused layers sum over ranks"
     install(model.module, kernels)
-    return TransformersForward(model, backend)
+    return TransformersForward(model, backend, adapters)

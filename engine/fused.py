@@ -86,15 +86,12 @@ class FusedForward:
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
-        # In float32, whatever the model's dtype: the kernels compute in it.
-        cos, sin = self._rotary(self._like, inputs.position_ids[None])
-        rotation = cos[0], sin[0]
-        if self._has_half_rotations:
-            rotation = torch.cat([cos[0], cos[0]], dim=-1), torch.cat([sin[0], sin[0]], dim=-1)
+        rotation = self._rotation(inputs)
         first = self._layers[0]
         hidden = self._kernels.norm_for(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
-            attended = self._attend(layer, number, hidden, rotation, layers[number], inputs)
+            heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
+            attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
             then = None if layer.gate_up is None else layer.gate_up.weight
             hidden = self._linear_norm(attended, layer.output, residual, layer.mlp_norm, then)
             is_last = number + 1 == len(self._layers)
@@ -111,6 +108,13 @@ class FusedForward:
                 hidden = self._norm_of_sum(self._mlp(layer, hidden), residual, norm)
         logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+
+    def _rotation(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """In float32, whatever the model's dtype: the kernels compute in it."""
+        cos, sin = self._rotary(self._like, inputs.position_ids[None])
+        if self._has_half_rotations:
+            return torch.cat([cos[0], cos[0]], dim=-1), torch.cat([sin[0], sin[0]], dim=-1)
+        return cos[0], sin[0]
 
     def _linear_norm(
         self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None
@@ -132,12 +136,11 @@ class FusedForward:
         self,
         layer: Layer,
         number: int,
-        hidden: Activations,
+        heads: Tensor,
         rotation: tuple[Tensor, Tensor],
         cache: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
-        heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
         heads = heads.view(len(heads), -1, self._head_dim)
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]

@@ -60,9 +60,10 @@ class DecodeArrays:
 
 
 def fits(plan: Plan) -> bool:
-    """One token for each sequence, one choice after each, and nobody asks for logits of the prompt."""
+    """One token for each sequence, one choice after each; nobody asks for logits of the prompt or has an adapter."""
     return 0 < len(plan.chunks) == len(plan.rows) and all(
-        c.length == 1 and not c.sequence.request.wants_prompt_logprobs for c in plan.chunks
+        c.length == 1 and not (c.sequence.request.wants_prompt_logprobs or c.sequence.request.work.lora)
+        for c in plan.chunks
     )
 
 

@@ -1,5 +1,6 @@
 """Turns a plan into arrays, and arrays into tensors, with few operations. Who makes the arrays need not compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,6 +20,8 @@ class StepInputs:
     position_ids: Tensor  # int64 [num_tokens]
     logit_rows: Tensor | None  # int64 [num_logits]: rows of which logits are wanted; None: all, in their order
     meta: AttentionMetadata
+    adapters: Sequence[tuple[str, Tensor | None]] = ()
+    """By fingerprint: rows that an adapter changes, int64 [count]; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class StepArrays:
     block_tables: NDArray[np.int32]  # [num_seqs, blocks of the longest]
     logit_rows: NDArray[np.int64] | None  # None: all
     pending: NDArray[np.int64] | None  # [2, count]: which tokens only the device knows, and whose slot's last they are
+    adapters: Sequence[tuple[str, NDArray[np.int64] | None]] = ()
+    """By fingerprint: rows that an adapter changes; None: all of them."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
         """`last_tokens`: each slot's, on the device."""
@@ -49,7 +54,8 @@ class StepArrays:
             max_context_len=int(self.context_lens.max()),
         )
         rows = None if self.logit_rows is None else _sent(self.logit_rows, device)
-        return StepInputs(tokens, _sent(self.positions, device), rows, meta)
+        adapters = [(one, None if where is None else _sent(where, device)) for one, where in self.adapters]
+        return StepInputs(tokens, _sent(self.positions, device), rows, meta, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ class InputBuilder:
             block_tables=self._tables.host[slots_of, : -(-longest // self._block_tokens)],
             logit_rows=None if len(logit_rows) == query_starts[-1] else np.array(logit_rows),
             pending=_pending(plan, query_starts),
+            adapters=_adapter_rows(plan, query_starts),
         )
         return Described(arrays, sample_at, prompt_at)
 
@@ -107,6 +114,20 @@ def _pending(plan: Plan, query_starts: NDArray[np.int32]) -> NDArray[np.int64] |
         if c.sequence.num_pending
     ]
     return np.array(found).T.copy() if found else None
+
+
+def _adapter_rows(plan: Plan, query_starts: NDArray[np.int32]) -> Sequence[tuple[str, NDArray[np.int64] | None]]:
+    names = [chunk.sequence.request.work.lora for chunk in plan.chunks]
+    if not any(names):
+        return ()
+    if len(set(names)) == 1:
+        return [(names[0], None)]
+    rows = np.repeat(np.arange(len(names)), np.diff(query_starts))
+    return [
+        (one, np.flatnonzero(np.isin(rows, [i for i, name in enumerate(names) if name == one])))
+        for one in dict.fromkeys(names)
+        if one
+    ]
 
 
 def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:

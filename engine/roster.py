@@ -27,6 +27,8 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_loras: int = 1
+    """Adapters that one step may mix."""
 
 
 class Roster:

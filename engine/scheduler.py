@@ -74,6 +74,7 @@ class Scheduler:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._blocked: _Blocked | None = None
+        self._mixed: set[str] = set()  # adapters of the step that is being planned
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         """In the device tier."""
@@ -98,9 +99,10 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = roster.limits.max_num_batched_tokens
         prompts: list[Sequence] = []
+        self._mixed.clear()
         for sequence in list(roster.running):
             # A victim always sorts after the one that needs its block: it has no chunk yet.
-            if sequence.must_wait:
+            if sequence.must_wait or not self._mixes(sequence):
                 continue
             if sequence.num_remaining > 1:
                 prompts.append(sequence)
@@ -110,7 +112,7 @@ class Scheduler:
         for sequence in prompts:
             if budget > 0 and sequence.state is State.RUNNING:
                 budget -= self._append_chunk(chunks, sequence, budget)
-        while budget > 0 and (head := roster.head()) is not None and self._place(head, now):
+        while budget > 0 and (head := roster.head()) is not None and self._mixes(head) and self._place(head, now):
             if head.state is State.RUNNING:
                 budget -= self._append_chunk(chunks, head, budget)
         return Plan(chunks, _sample_rows(chunks))
@@ -171,6 +173,16 @@ class Scheduler:
             sequence.num_pending -= chunk.is_last
             if sequence.state is State.ENDED:
                 self._roster.settle(sequence)
+
+    def _mixes(self, sequence: Sequence) -> bool:
+        """Whether its adapter has a place in this step. If not, it waits for those before it."""
+        adapter = sequence.request.work.lora
+        if not adapter or adapter in self._mixed:
+            return True
+        if len(self._mixed) == self._roster.limits.max_loras:
+            return False
+        self._mixed.add(adapter)
+        return True
 
     def _append_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         length = min(sequence.num_remaining, budget)

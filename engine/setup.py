@@ -4,6 +4,7 @@ import torch
 
 from contracts.layout import KVLayout
 from engine import device as devices
+from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.forward import choose_forward
@@ -36,10 +37,17 @@ class Setup:
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched,
+            max_loras=config.max_loras,
         )
         backend = attention_backend(device, model.dtype)
         layers = layer_kernels(device, model.dtype)
-        self.forward = choose_forward(model, backend, layers, collectives)
+        self.adapters: AdapterStore | None = None
+        if config.enable_lora:
+            self.adapters = AdapterStore(max_rank=config.max_lora_rank, dtype=model.dtype, device=device)
+        self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
+        for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
+            assert self.adapters is not None  # `check` saw to it
+            self.adapters.load(name, folder)
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:

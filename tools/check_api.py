@@ -15,14 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.router import running  # noqa: E402
+from bench.router_targets import baton  # noqa: E402
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 
 
 async def check(program: str, options: argparse.Namespace) -> int:
-    async with running(options, is_paced=False):
-        url = f"http://127.0.0.1:{options.port}/openapi.json"
+    async with baton(log_level=options.log_level) as router:
+        url = f"http://127.0.0.1:{router.port}/openapi.json"
         command = [program, "run", url, "--checks", CHECKS, "--max-examples", str(options.examples), "--no-color"]
         command += ["--seed", "1", "--phases", "examples,coverage,fuzzing", "--continue-on-failure"]
         process = await asyncio.create_subprocess_exec(*command)
@@ -32,7 +32,6 @@ async def check(program: str, options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=30, help="of each operation")
-    parser.add_argument("--port", type=int, default=18_473)
     parser.add_argument("--log-level", default="error")
     program = os.environ.get("SCHEMATHESIS") or shutil.which("schemathesis")
     if program is None:

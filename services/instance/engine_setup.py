@@ -48,6 +48,10 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         max_logprobs=settings.max_logprobs,
         runner=settings.runner,
         task=settings.task,
+        enable_lora=settings.enable_lora,
+        lora_modules=tuple(settings.lora_modules),
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
     )
 
 

@@ -254,6 +254,7 @@ class InstanceProcess:
             host=shared_memory_host(),
             load=self._serving.load(),
             draining=self._serving.is_draining,
+            adapters=engine.adapters.records() if isinstance(engine, Engine) else [],
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
 
@@ -318,6 +319,10 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
         raise StartFailed(
             f"{settings.model} answers with vectors (--task {kind}), which one device computes: leave out"
             " --tensor-parallel-size, and start more instances instead"
+        )
+    if settings.enable_lora:
+        raise StartFailed(
+            f"--enable-lora: adapters change models that write text, and {settings.model} answers with vectors"
         )
     if role == "decode":
         raise StartFailed(

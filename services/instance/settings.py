@@ -83,6 +83,14 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         KvCacheDtype, Meta(description="of the KV cache; auto: as the model computes. Those of others are converted")
     ] = "auto"
+    enable_lora: Annotated[bool, Meta(description="serve low-rank adapters (LoRA, PEFT's format) beside the model")] = (
+        False
+    )
+    lora_modules: Annotated[
+        list[str], Meta(description="adapters: name=folder; clients ask for them by name, as for a model")
+    ] = []
+    max_loras: Annotated[int, Meta(description="adapters that one step may mix; others wait", ge=1)] = 1
+    max_lora_rank: Annotated[int, Meta(description="greatest rank of an adapter", ge=1)] = 16
     max_model_len: Annotated[
         int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)
     ] = None

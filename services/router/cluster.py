@@ -126,17 +126,19 @@ class Cluster:
         return lambda: self._listeners.discard(on_change)
 
     def view(
-        self, names: Callable[[KVLayout], Sequence[BlockName]], model: frozenset[str] | None = None
+        self, names: Callable[[KVLayout], Sequence[BlockName]], model: frozenset[str] | None = None, lora: str = ""
     ) -> ClusterView:
         """All that write text and take work, with their cached prefix of the prompt that `names` names.
 
-        With `model`, the names of one, its instances alone.
+        With `model`, the names of one, its instances alone; with `lora`, those that have loaded this adapter.
         """
         now = self._clock()
         self.index.expire(now)
         takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
         if model is not None:
             takers = [member for member in takers if serves(member.record, model)]
+        if lora:
+            takers = [m for m in takers if any(adapter.fingerprint == lora for adapter in m.record.adapters)]
         if not all([m.circuit.allows(now) for m in takers]):
             # An instance whose circuit is open is better than none: the others of its role decide.
             sound = {member.record.role for member in takers if member.circuit.allows(now)}
@@ -164,8 +166,8 @@ class Cluster:
                 self._remove_when_idle(member)
             elif record.generation != member.record.generation:
                 self._remove(member, "another process has taken its name")
-            elif record.draining != member.record.draining:
-                member.draining = record.draining
+            else:
+                member.renew(record)
         for instance, record in records.items():
             if instance not in self._members:
                 self._add(record)

@@ -74,7 +74,7 @@ class Flight:
         self._num_attempts = 0
         self._avoid: frozenset[InstanceId] = frozenset()
         self._keep_decode: InstanceId | None = None
-        self._naming = PromptNames(job.token_ids, job.cache_salt)
+        self._naming = PromptNames(job.token_ids, job.cache_salt, job.lora)
         self._waiting: list[tuple[list[TokenSequence], int]] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._unlisten: Callable[[], None] | None = None
@@ -264,7 +264,7 @@ class Flight:
         """Places sequences that have the same tokens so far: one of them, or several that have none."""
         token_ids = self.job.token_ids + sequences[0].token_ids
         naming = self._naming if len(token_ids) == len(self.job.token_ids) else None
-        naming = naming or PromptNames(token_ids, self.job.cache_salt)
+        naming = naming or PromptNames(token_ids, self.job.cache_salt, self.job.lora)
         demand = Demand(
             num_tokens=len(token_ids),
             num_sequences=len(sequences),
@@ -272,7 +272,7 @@ class Flight:
             avoid=self._avoid,
             keep_decode=self._keep_decode,
         )
-        placement = place(demand, self._cluster.view(naming.names, self.job.model), self._rules.policy)
+        placement = place(demand, self._cluster.view(naming.names, self.job.model, self.job.lora), self._rules.policy)
         if isinstance(placement, NoCapacity):
             return placement
         if not self._num_attempts and not self._owner.admits(self, placement):
@@ -321,6 +321,7 @@ class Flight:
             root=BlockName(b""),
             sequences=sequences,
             priority=self.job.priority,
+            lora=self.job.lora,
             timeout_s=max(0.1, self._deadline - self._clock()),
             trace_headers=dict(self.job.trace_headers),
         )

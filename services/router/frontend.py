@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from contracts.instance import AdapterRecord
 from contracts.pooling import PoolingProfile
+from services.router.adapters import most_held
 from services.router.asgi import RequestContext
 from services.router.beam_search import BeamRules, BeamSearch
 from services.router.beams import BeamGeneration, BeamPlan
@@ -57,6 +59,8 @@ class Frontend:
         self._names = ModelNames(settings)
         self._names_of = -1
         self._known_names: list[str] = []
+        self._adapters_of = -1
+        self._known_adapters: dict[str, AdapterRecord] = {}
         self._limits_of = -1
         self._known_limits: Limits | None = None
         self.own_names = self._names.own()
@@ -73,9 +77,9 @@ class Frontend:
         if asked is None or len(self.siblings) == 1:
             return self
         for sibling in self.siblings:
-            if asked in sibling.names():
+            if asked in sibling.names() or asked in sibling.adapters():
                 return sibling
-        served = [name for sibling in self.siblings for name in sibling.names()]
+        served = [name for sibling in self.siblings for name in (*sibling.names(), *sibling.adapters())]
         raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(served)}", param="model")
 
     def members(self) -> list[Member]:
@@ -95,6 +99,13 @@ class Frontend:
             self._known_names = self._find_names()
         return self._known_names
 
+    def adapters(self) -> dict[str, AdapterRecord]:
+        """By name. Where instances disagree about one, that which most of them have."""
+        if self._adapters_of != self.cluster.version:
+            self._adapters_of = self.cluster.version
+            self._known_adapters = most_held([member.record.adapters for member in self.members()])
+        return self._known_adapters
+
     def _find_names(self) -> list[str]:
         advertised: list[str] = []
         for member in self.members():
@@ -102,9 +113,12 @@ class Frontend:
         return self._names.all(advertised)
 
     def model_name(self, asked: str | None) -> str:
-        """The name that the answer carries. Raises `ModelNotFoundError`."""
+        """The name that the answer carries: an adapter's own. Raises `ModelNotFoundError`."""
         names = self.names()
         if asked is not None and asked not in names:
+            if asked in (adapters := self.adapters()):
+                return asked
+            names = [*names, *adapters]
             raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(names)}", param="model")
         return names[0]
 
@@ -229,12 +243,22 @@ class Frontend:
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
                 model=self.only_names(),
+                lora=self._lora_of(request.model),
             )
             for i, token_ids in enumerate(prompts)
         ]
         if self.settings.enable_log_requests:
             self._log(jobs)
         return jobs
+
+    def _lora_of(self, asked: str | None) -> str:
+        """Fingerprint of the adapter that a request names, if it names one."""
+        if asked is None or asked in self.names():
+            return ""
+        adapter = self.adapters().get(asked)
+        if adapter is None:  # it has left since
+            raise ModelNotFoundError(f"the model {asked!r} does not exist any more", param="model")
+        return adapter.fingerprint
 
     def _beam_plan(self, request: GenerationRequest, jobs: Sequence[Job], rules: TextRules, size: Breadth) -> BeamPlan:
         eos = frozenset() if request.ignore_eos else self.model.eos_ids

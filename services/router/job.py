@@ -42,6 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     model: frozenset[str] | None = None
     """Names of the model, where the router serves several."""
+    lora: str = ""
+    """Fingerprint of the adapter; empty: none."""
     first_choice: int = 0
     """Index in the API call's answer of this prompt's first sequence."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -61,13 +63,14 @@ class FlightRules:
 class PromptNames:
     """Names of the full blocks of some tokens, per layout, computed once."""
 
-    def __init__(self, token_ids: list[int], cache_salt: str) -> None:
+    def __init__(self, token_ids: list[int], cache_salt: str, lora: str = "") -> None:
         self._token_ids = token_ids
         self._cache_salt = cache_salt
+        self._lora = lora
         self._names: dict[KVLayout, list[BlockName]] = {}
 
     def root(self, layout: KVLayout) -> BlockName:
-        return _root(layout, self._cache_salt)
+        return _root(layout, self._cache_salt, self._lora)
 
     def names(self, layout: KVLayout) -> list[BlockName]:
         known = self._names.get(layout)
@@ -79,10 +82,11 @@ class PromptNames:
 
 
 @lru_cache(maxsize=1024)
-def _root(layout: KVLayout, cache_salt: str) -> BlockName:
+def _root(layout: KVLayout, cache_salt: str, lora: str) -> BlockName:
     return root_name(
         fingerprint=layout.fingerprint,
         kv_dtype=layout.dtype,
         block_tokens=layout.block_tokens,
         cache_salt=cache_salt,
+        lora=lora,
     )

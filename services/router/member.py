@@ -111,6 +111,13 @@ class Member:
         for share in self.shares.values():
             share.is_reported = True
 
+    def renew(self, record: InstanceRecord) -> None:
+        """What the registry says of this generation now, load excepted."""
+        if record.draining != self.record.draining:
+            self.draining = record.draining
+        if record.adapters != self.record.adapters:
+            self.record = msgspec.structs.replace(self.record, adapters=record.adapters)
+
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0) -> Candidate:
         """`held_blocks`: of the same prompt, as far as they are known to be there."""
         load = self.record.load

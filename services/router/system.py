@@ -145,6 +145,18 @@ def system_routes(frontend: Frontend) -> APIRouter:
             for sibling in frontend.siblings
             for name in sibling.names()
         ]
+        cards += [
+            ModelCard(
+                id=adapter.name,
+                created=sibling.started_at,
+                root=adapter.path,
+                parent=sibling.names()[0],
+                max_model_len=sibling.max_model_len(),
+            )
+            for sibling in frontend.siblings
+            for adapter in sibling.adapters().values()
+            if adapter.name not in sibling.names()
+        ]
         return _json(ModelList(data=cards))
 
     return router

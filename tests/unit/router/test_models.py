@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -33,33 +35,41 @@ def add(fakes: FakeCluster, model: str, layout: KVLayout, max_model_len: int) ->
         fakes.add(msgspec.structs.replace(one, model=model))
 
 
+@asynccontextmanager
+async def routed(settings: RouterSettings, fakes: FakeCluster) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a router of several models."""
+    cluster = Cluster(fakes, fakes, clock=time.monotonic)
+    models = Models(
+        settings,
+        cluster=cluster,
+        rules=flight_rules(settings),
+        admission=admission_of(settings),
+        metrics=RouterMetrics(CollectorRegistry(), "big"),
+        tracing=Tracing(),
+    )
+    await cluster.start()
+    await settle()
+    app = create_app(models.frontends[0], api_keys=ApiKeys())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
+        yield http
+    models.end_requests()
+    await cluster.close()
+
+
+def settings_of(model_folder: Path, **models: dict[str, object]) -> RouterSettings:
+    given: dict[str, object] = dict(models)
+    return RouterSettings(model=str(model_folder), served_model_name=["big"], disaggregation_min_tokens=0, models=given)
+
+
 def test_each_model_has_its_own_instances_and_limits(model_folder: Path, tmp_path: Path) -> None:
     small = write_folder(tmp_path / "small")
-    settings = RouterSettings(
-        model=str(model_folder),
-        served_model_name=["big"],
-        disaggregation_min_tokens=0,
-        models={"small": {"model": str(small), "default_ttft_ms": 60_000.0}},
-    )
+    settings = settings_of(model_folder, small={"model": str(small), "default_ttft_ms": 60_000.0})
 
     async def scenario() -> None:
         fakes = FakeCluster()
         add(fakes, "big", LAYOUT, 256)
         add(fakes, "small", OTHER, 64)
-        cluster = Cluster(fakes, fakes, clock=time.monotonic)
-        metrics = RouterMetrics(CollectorRegistry(), "big")
-        models = Models(
-            settings,
-            cluster=cluster,
-            rules=flight_rules(settings),
-            admission=admission_of(settings),
-            metrics=metrics,
-            tracing=Tracing(),
-        )
-        await cluster.start()
-        await settle()
-        app = create_app(models.frontends[0], api_keys=ApiKeys())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
+        async with routed(settings, fakes) as http:
             for name in ("big", "small", None):
                 body = {"model": name, "prompt": "abcdefgh", "max_tokens": 3}
                 answer = await http.post("/v1/completions", json=body)
@@ -80,19 +90,12 @@ def test_each_model_has_its_own_instances_and_limits(model_folder: Path, tmp_pat
             assert gone.status_code == 503, "the other model's instances are not asked"
         served = {name: len(i.assignments()) for name, i in fakes.instances.items()}
         assert served == {"big-prefill": 2, "big-decode": 2, "small-prefill": 2, "small-decode": 2}
-        models.end_requests()
-        await cluster.close()
 
     asyncio.run(scenario())
 
 
 def test_a_model_that_writes_and_one_that_embeds_share_a_router(model_folder: Path, tmp_path: Path) -> None:
-    settings = RouterSettings(
-        model=str(model_folder),
-        served_model_name=["big"],
-        disaggregation_min_tokens=0,
-        models={"embedder": {"model": str(write_folder(tmp_path / "embedder"))}},
-    )
+    settings = settings_of(model_folder, embedder={"model": str(write_folder(tmp_path / "embedder"))})
 
     async def scenario() -> None:
         fakes = FakeCluster()
@@ -100,20 +103,7 @@ def test_a_model_that_writes_and_one_that_embeds_share_a_router(model_folder: Pa
         profile = PoolingProfile(tasks=["embed"], dimensions=3)
         one = record("embedder-0", "prefill", layout=OTHER, pooling=profile)
         fakes.add(msgspec.structs.replace(one, model="embedder"))
-        cluster = Cluster(fakes, fakes, clock=time.monotonic)
-        metrics = RouterMetrics(CollectorRegistry(), "big")
-        models = Models(
-            settings,
-            cluster=cluster,
-            rules=flight_rules(settings),
-            admission=admission_of(settings),
-            metrics=metrics,
-            tracing=Tracing(),
-        )
-        await cluster.start()
-        await settle()
-        app = create_app(models.frontends[0], api_keys=ApiKeys())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
+        async with routed(settings, fakes) as http:
             for path in ("/v1/embeddings", "/invocations"):
                 found = await http.post(path, json={"model": "embedder", "input": "ab"})
                 assert (found.json()["model"], found.json()["data"][0]["embedding"]) == ("embedder", [2.0, 195.0, 0.0])
@@ -124,8 +114,6 @@ def test_a_model_that_writes_and_one_that_embeds_share_a_router(model_folder: Pa
                 assert (await http.post(path, json={"model": "big", **body})).json()["model"] == "big"
             refused = await http.post("/v1/chat/completions", json={"model": "embedder", **body})
             assert refused.status_code == 400 and "writes no text" in refused.text
-        models.end_requests()
-        await cluster.close()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,53 @@
+"""An engine's adapters as its owner sees them."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from contracts.identity import RequestId
+from contracts.instance import AdapterRecord
+from contracts.messages import Work
+from engine.adapters.store import AdapterStore
+from engine.errors import AdapterError, RequestError
+
+
+class Running(Protocol):
+    """`engine.sequence.Request`."""
+
+    @property
+    def work(self) -> Work: ...
+
+
+class Adapters:
+    """`running`: all requests of the engine, by id."""
+
+    def __init__(self, store: AdapterStore | None, running: Mapping[RequestId, Running]) -> None:
+        self._store = store
+        self._running = running
+
+    def records(self) -> list[AdapterRecord]:
+        """Those that requests may name."""
+        loaded = [] if self._store is None else self._store.all()
+        return [AdapterRecord(name=one.name, fingerprint=one.fingerprint, path=one.path) for one in loaded]
+
+    def load(self, name: str, folder: str) -> None:
+        """In the place of one that has this name. Raises `AdapterError`."""
+        self._loaded().load(name, folder)
+        self._collect()
+
+    def unload(self, name: str) -> None:
+        """Requests that have it go on. Raises `AdapterError`."""
+        self._loaded().unload(name)
+        self._collect()
+
+    def check(self, work: Work) -> None:
+        """Raises `RequestError`."""
+        if work.lora and (self._store is None or not self._store.has(work.lora)):
+            raise RequestError("invalid", "its adapter is not loaded on this instance")
+
+    def _loaded(self) -> AdapterStore:
+        if self._store is None:
+            raise AdapterError("adapters are served only with --enable-lora")
+        return self._store
+
+    def _collect(self) -> None:
+        self._loaded().collect({request.work.lora for request in self._running.values()})

@@ -1,0 +1,71 @@
+"""Which adapters are loaded beside a model, and which of its products they may change."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.adapters.checkpoint import Adapter, read_adapter
+from engine.errors import AdapterError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows of a step that an adapter changes; None: all of them."""
+
+    adapter: Adapter
+    rows: Tensor | None  # int64 [count]
+
+
+class AdapterStore:
+    """Forwards `offer` the products to which they can add; then adapters are loaded. Used by the engine's thread."""
+
+    def __init__(self, *, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._device = device
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._by_name: dict[str, Adapter] = {}
+        self._by_fingerprint: dict[str, Adapter] = {}
+
+    def offer(self, module: str, *, inputs: int, outputs: int) -> None:
+        self._sizes[module] = (inputs, outputs)
+
+    def load(self, name: str, folder: str) -> Adapter:
+        """In the place of one that has this name. Raises `AdapterError`."""
+        adapter = read_adapter(name, Path(folder), dtype=self._dtype, device=self._device)
+        if adapter.rank > self._max_rank:
+            raise AdapterError(
+                f"adapter {name} has rank {adapter.rank}, the limit is {self._max_rank} (--max-lora-rank)"
+            )
+        for module, product in adapter.products.items():
+            size = self._sizes.get(module)
+            if size is None:
+                raise AdapterError(f"adapter {name} changes {module}, which this model does not have as a linear layer")
+            if size != (product.down.shape[1], product.up.shape[0]):
+                raise AdapterError(f"adapter {name}: the matrices of {module} are not those of this model's layer")
+        self._by_name[name] = self._by_fingerprint[adapter.fingerprint] = adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Its weights stay until `collect`. Raises `AdapterError`."""
+        if self._by_name.pop(name, None) is None:
+            raise AdapterError(f"no adapter is named {name}")
+
+    def collect(self, in_use: Collection[str]) -> None:
+        """Frees adapters that have no name any more and are in no request."""
+        named = {adapter.fingerprint for adapter in self._by_name.values()}
+        self._by_fingerprint = {key: one for key, one in self._by_fingerprint.items() if key in named or key in in_use}
+
+    def has(self, fingerprint: str) -> bool:
+        """Whether new requests may name it."""
+        return any(adapter.fingerprint == fingerprint for adapter in self._by_name.values())
+
+    def all(self) -> list[Adapter]:
+        return list(self._by_name.values())
+
+    def rows(self, step: Iterable[tuple[str, Tensor | None]]) -> Sequence[AdapterRows]:
+        """Of a step's inputs."""
+        return [AdapterRows(self._by_fingerprint[fingerprint], rows) for fingerprint, rows in step]

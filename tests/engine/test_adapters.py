@@ -1,0 +1,209 @@
+"""Adapters: greedy answers are those of transformers with the adapter merged into its weights."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from contracts.messages import Work
+from contracts.naming import root_name
+from engine import ConfigError, Engine, EngineConfig
+from engine.config import Quantization
+from engine.errors import AdapterError, RequestError
+from engine.quantization.formats import scheme
+from tests.adapters import merged, write_adapter
+from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.test_quantization import rounded
+from tests.tiny_models import load_reference, write_tiny_model
+
+PROMPT = [7 + (31 * i + i * i) % 200 for i in range(70)]
+OTHER = PROMPT[:40] + [9 + (17 * i) % 190 for i in range(20)]
+
+
+def adapted(engine: Engine, name: str, tokens: list[int], adapter: str = "", **params: Any) -> Work:
+    """A work of one of the loaded adapters."""
+    work = make_work(engine, name, tokens, ignore_eos=True, **params)
+    if not adapter:
+        return work
+    lora = next(one.fingerprint for one in engine.adapters.records() if one.name == adapter)
+    layout = engine.layout
+    root = root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, lora=lora)
+    return msgspec.structs.replace(work, lora=lora, root=root)
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int = 12) -> list[int]:
+    torch.set_num_threads(1)
+    model.generation_config.eos_token_id = None
+    answer = model.generate(torch.tensor([list(prompt)]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return [int(token) for token in answer[0, len(prompt) :]]
+
+
+def lora_engine(model: Path, *adapters: Path, **settings: Any) -> Engine:
+    values: dict[str, Any] = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "dtype": "float32", **settings}
+    return make_engine(model, lora_modules=tuple(f"{one.name}={one}" for one in adapters), **values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> list[Path]:
+    """Of several ranks, of attention, of the MLP, of both; one with the other scale."""
+    folder = model.parent
+    return [
+        write_adapter(folder / "all", model, rank=8, seed=1),
+        write_adapter(folder / "attention", model, rank=3, targets=("q_proj", "k_proj", "v_proj", "o_proj"), seed=2),
+        write_adapter(folder / "mlp", model, rank=32, targets=("gate_proj", "up_proj", "down_proj"), seed=3),
+        write_adapter(folder / "value", model, rank=16, targets=("v_proj",), seed=4, use_rslora=True),
+    ]
+
+
+def expected_of(model: Path, adapters: Sequence[Path], prompt: list[int]) -> dict[str, list[int]]:
+    references = {one.name: merged(model, one) for one in adapters} | {"": load_reference(model)}
+    return {name: greedy(reference, prompt) for name, reference in references.items()}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_batch_mixes_adapters_and_the_base_model(model: Path, adapters: list[Path], chunked: bool) -> None:
+    expected = {prompt: expected_of(model, adapters, prompt_) for prompt, prompt_ in (("a", PROMPT), ("b", OTHER))}
+    assert len({tuple(tokens) for tokens in expected["a"].values()}) == 5
+    limits = {"max_num_batched_tokens": 32} if chunked else {}
+    with lora_engine(model, *adapters, **limits) as engine:
+        for again in ("", "2"):  # the second time prefixes are cached
+            for key, prompt in (("a", PROMPT), ("b", OTHER)):
+                for name in expected[key]:
+                    engine.add(adapted(engine, f"{key}{name}{again}", prompt, name))
+        answers = run(engine)
+    assert answers == {
+        (f"{key}{name}{n}", 0): expected[key][name] for key in "ab" for name in expected["a"] for n in ("", "2")
+    }
+
+
+def test_a_step_mixes_no_more_adapters_than_it_may(model: Path, adapters: list[Path]) -> None:
+    expected = expected_of(model, adapters, PROMPT)
+    mixed: set[int] = set()
+    with lora_engine(model, *adapters, max_loras=2) as engine:
+        compute = engine._runner._executor.compute
+
+        def counted(arrays: Any) -> Any:
+            mixed.add(len(arrays.adapters))
+            return compute(arrays)
+
+        engine._runner._executor.compute = counted  # type: ignore[method-assign]
+        for name in expected:
+            engine.add(adapted(engine, name, PROMPT, name))
+        assert run(engine) == {(name, 0): tokens for name, tokens in expected.items()}
+    assert max(mixed) == 2
+
+
+def test_a_handoff_carries_the_adapter(model: Path, adapters: list[Path]) -> None:
+    expected = expected_of(model, adapters[:1], PROMPT)
+    with lora_engine(model, adapters[0]) as source, lora_engine(model, adapters[0]) as sink:
+        for name, tokens in expected.items():
+            work = adapted(source, f"request {name}", PROMPT, name)
+            assert hand_over(source, sink, work) == {(f"request {name}", 0): tokens}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "phi3", "mixtral"])
+def test_other_families_too(tmp_path: Path, family: str) -> None:
+    """Through fused layers, and through transformers' own where those do not fit."""
+    model = write_tiny_model(tmp_path / "model", family)
+    targets = (
+        ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if family == "phi3" else ("q_proj", "v_proj", "o_proj")
+    )
+    adapter = write_adapter(tmp_path / "adapter", model, targets=targets)
+    with lora_engine(model, adapter) as engine:
+        engine.add(adapted(engine, "with", PROMPT, "adapter"))
+        engine.add(adapted(engine, "without", PROMPT))
+        answers = run(engine)
+    assert answers["with", 0] == greedy(merged(model, adapter), PROMPT)
+    assert answers["without", 0] == greedy(load_reference(model), PROMPT)
+    assert answers["with", 0] != answers["without", 0]
+
+
+@pytest.mark.parametrize("name", ["int8", "asym_int4"])
+def test_quantized_weights_take_adapters_too(model: Path, adapters: list[Path], name: Quantization) -> None:
+    how = scheme(name, fp8_dtype="e4m3", group_size=32)
+    expected = {one.name: greedy(merged(rounded(model, how), one), PROMPT) for one in adapters[:3]}
+    expected[""] = greedy(rounded(model, how), PROMPT)
+    with lora_engine(model, *adapters, quantization=name, quantization_group_size=32) as engine:
+        for name_ in expected:
+            engine.add(adapted(engine, name_, PROMPT, name_))
+        assert run(engine) == {(one, 0): tokens for one, tokens in expected.items()}
+
+
+def test_the_cpus_own_dtype_takes_adapters(model: Path, adapters: list[Path]) -> None:
+    """Batched as alone; without adapters it is C++ that computes, with them torch."""
+    alone: dict[tuple[str, int], list[int]] = {}
+    with lora_engine(model, *adapters, dtype="bfloat16") as engine:
+        for name in ("all", "mlp", ""):
+            engine.add(adapted(engine, name, PROMPT, name))
+            alone |= run(engine)
+        for name in ("all", "mlp", ""):
+            engine.add(adapted(engine, name, PROMPT, name))
+        assert run(engine) == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) == 3
+
+
+def test_adapters_come_and_go(model: Path, adapters: list[Path]) -> None:
+    expected = expected_of(model, adapters[:1], PROMPT)["all"]
+    with lora_engine(model) as engine:
+        engine.adapters.load("all", str(adapters[0]))
+        engine.add(adapted(engine, "a", PROMPT, "all"))
+        first = engine.step().tokens[0].token_ids
+        work = adapted(engine, "b", PROMPT, "all")
+        engine.adapters.unload("all")
+        with pytest.raises(RequestError, match="not loaded"):
+            engine.add(work)
+        assert first + run(engine)["a", 0] == expected
+        assert not engine.adapters.records()
+        with pytest.raises(AdapterError, match="no adapter is named all"):
+            engine.adapters.unload("all")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too high a rank": ({"rank": 65}, "rank 65, the limit is 64"),
+    "DoRA": ({"use_dora": True}, "use_dora = True is not supported"),
+    "biases": ({"bias": "all"}, "bias = 'all' is not supported"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "the head": ({"targets": ("lm_head",)}, "changes lm_head"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(model: Path, tmp_path: Path, case: str) -> None:
+    how, message = REFUSED[case]
+    adapter = write_adapter(tmp_path / "adapter", model, **how)
+    with lora_engine(model) as engine, pytest.raises(AdapterError, match=message):
+        engine.adapters.load("adapter", str(adapter))
+
+
+def test_an_adapter_of_another_model_or_of_none_is_refused(model: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", hidden_size=128)
+    adapter = write_adapter(tmp_path / "adapter", other, targets=("q_proj",))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    with lora_engine(model) as engine:
+        for folder, message in ((adapter, "not those of this"), ("empty", "adapter_config"), ("broken", "safetensors")):
+            with pytest.raises(AdapterError, match=message):
+                engine.adapters.load("adapter", str(tmp_path / folder))
+
+
+def test_settings_that_cannot_be(model: Path) -> None:
+    for settings, message in (
+        ({"lora_modules": ("a=b",)}, "needs enable_lora"),
+        ({"enable_lora": True, "lora_modules": ("a",)}, "name=folder"),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora keeps adapters whole"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig(model=str(model), **settings).check()
+    with make_engine(model) as engine, pytest.raises(AdapterError, match="--enable-lora"):
+        engine.adapters.load("a", "b")
