@@ -75,6 +75,17 @@ def test_it_is_ready_when_the_router_knows_all_instances_and_all_end_when_it_sto
     run(lambda: Stage(["ready"], ["ready"]), body)
 
 
+def test_each_process_has_a_group_of_its_own_in_one_session() -> None:
+    """Ctrl-C reaches `serve` alone, and niceness counts between instances on kernels that share time among sessions."""
+
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        pid = stage.pid("prefill-0")
+        assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
+
+    run(lambda: Stage(["ready"]), body)
+
+
 def test_a_killed_instance_is_reported_and_started_again() -> None:
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
