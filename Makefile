@@ -10,13 +10,18 @@ INTEL := .venv-intel
 # Pins that work together; newer ones of each miss a library of another (docs/hardware.md). 2.8 GB, under a minute to install.
 INTEL_PINS := oneccl==2021.17.2 impi-rt==2021.18.1 intel-sycl-rt==2025.3.3 intel-opencl-rt==2025.3.3 dpctl==0.21.1
 
-.PHONY: setup demo test test-intel check format clean bench
+FUZZ := .venv-fuzz
+FUZZ_PINS := atheris==3.0.0
+FUZZ_SECONDS ?= 60
+
+.PHONY: setup demo test test-intel fuzz check format clean bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a local cluster (router + prefill + decode) answers a chat; TORCH_INDEX=... picks other torch wheels"
 	@echo "make test    set up and run the whole test suite"
 	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
+	@echo "make fuzz    strange bytes into the decoders of the wire, for FUZZ_SECONDS (60), in a .venv-fuzz of its own"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
 
 $(BIN)/python:
@@ -47,6 +52,14 @@ test-intel: $(INTEL)/.installed
 	OCL_ICD_FILENAMES=$(CURDIR)/$(INTEL)/lib/libintelocl.so $(INTEL)/bin/python -m pytest -q tests/intel
 	$(INTEL)/bin/python -m pytest -q tests/contract/test_transports_processes.py -k oneccl
 
+$(FUZZ)/.installed: Makefile
+	$(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/bin/pip install -q $(FUZZ_PINS) msgspec numpy pyzmq uvloop xxhash
+	touch $@
+
+fuzz: $(FUZZ)/.installed
+	PYTHONPATH=$(CURDIR) $(FUZZ)/bin/python tools/fuzz_wire.py $(FUZZ)/corpus -max_total_time=$(FUZZ_SECONDS)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,4 +72,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(INTEL) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEL) $(FUZZ) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

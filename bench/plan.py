@@ -9,6 +9,7 @@ answers that become the prefix of a later turn, and host tiers.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,12 @@ def parser() -> argparse.ArgumentParser:
     shared.add_objective(made)
     group = made.add_argument_group("what to find out")
     group.add_argument("--policy", nargs="+", choices=shared.POLICIES, default=["prefix"], help="several are compared")
+    group.add_argument(
+        "--bound",
+        action="store_true",
+        help="also the policy shared_cache: all prefill instances have one cache of their sizes' sum and the shortest "
+        "queue takes each prompt, so a block found anywhere is found everywhere",
+    )
     group.add_argument(
         "--search",
         action="store_true",
@@ -77,8 +84,8 @@ def _wrong(options: argparse.Namespace) -> str | None:
             return "--search finds the pools: leave out --prefill, --decode and --unified"
         if len(options.policy) > 1 or len(options.time_scale) > 1:
             return "--search takes one --policy and one --time-scale"
-        if options.autoscale:
-            return "--search and --autoscale exclude each other"
+        if options.autoscale or options.bound:
+            return "--search excludes --autoscale and --bound"
         if options.instances is not None and options.instances < 2:
             return "--instances must be at least 2: one prefill, one decode"
         return None
@@ -104,6 +111,12 @@ def _compare(
             pools = (options.prefill, options.decode)
             scenario = shared.scenario(options, trace, cost, policy=policy, pools=pools, scaling=scaling)
             results.append(simulate(scenario))
+            summaries.append(summarise(results[-1], shared.objective(options)))
+            _progress(summaries[-1])
+        if options.bound:
+            pools = (options.prefill, options.decode)
+            scenario = shared.scenario(options, trace, cost, policy="least_loaded", pools=pools)
+            results.append(simulate(replace(scenario, shares_cache=True)))
             summaries.append(summarise(results[-1], shared.objective(options)))
             _progress(summaries[-1])
     _show(options, summaries)

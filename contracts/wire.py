@@ -35,5 +35,5 @@ class Decoder(Generic[T]):
             raise WireError(f"frame of {len(frame)} bytes exceeds the limit of {self._max_bytes}")
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise WireError(f"undecodable frame: {exc}") from exc

@@ -6,6 +6,7 @@ from itertools import count
 
 import msgspec
 
+from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.fabric import Fabric
 from bench.simulation.instance import SimulatedInstance
@@ -54,7 +55,9 @@ class _Subscriber:
 class SimulatedCluster:
     """View and connector in one. Instances come and go by `add` and `drain`."""
 
-    def __init__(self, cost: CostModel, *, block_tokens: int, gaps: Distribution) -> None:
+    def __init__(self, cost: CostModel, *, block_tokens: int, gaps: Distribution, num_sharers: int = 0) -> None:
+        """With `num_sharers`, so many prefill instances have one cache of their sizes' sum, as if every block were
+        everywhere: what no placement can beat."""
         self.instances: dict[InstanceId, SimulatedInstance] = {}
         self.gone: list[SimulatedInstance] = []
         self._cost = cost
@@ -69,6 +72,8 @@ class SimulatedCluster:
             dtype="int8",
         )
         self._fabric = Fabric(bytes_per_token=cost.kv_bytes_per_token, bytes_per_s=cost.link_bytes_per_s)
+        self._shared = BlockCache(cost.kv_tokens // block_tokens * num_sharers) if num_sharers else None
+        self._sharers: list[SimulatedInstance] = []
         self._numbers: dict[Role, count[int]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
@@ -96,7 +101,13 @@ class SimulatedCluster:
             host=name,
             load=Load(free_blocks=total, total_blocks=total),
         )
-        self.instances[name] = SimulatedInstance(record, self._cost, self._fabric, self._gaps)
+        is_shared = role == "prefill" and self._shared is not None
+        cache = self._shared if is_shared and self._shared is not None else BlockCache(total)
+        instance = SimulatedInstance(record, self._cost, self._fabric, self._gaps, cache)
+        if is_shared:
+            self._sharers.append(instance)
+            instance.sharers = self._sharers
+        self.instances[name] = instance
         self._on_change()
 
     def drain(self, instance: SimulatedInstance) -> None:

@@ -62,9 +62,11 @@ class Owner(Protocol):
 
 
 class SimulatedEngine:
-    def __init__(self, cost: CostModel, *, block_tokens: int, owner: Owner, gaps: Distribution) -> None:
+    def __init__(
+        self, cost: CostModel, *, cache: BlockCache, block_tokens: int, owner: Owner, gaps: Distribution
+    ) -> None:
         self.cost = cost
-        self.cache = BlockCache(cost.kv_tokens // block_tokens)
+        self.cache = cache
         self.waiting: deque[Stream] = deque()
         self.prompts: list[Stream] = []
         self.decoding: list[Stream] = []

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Callable
 from math import ceil
 
+from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.engine import SimulatedEngine, Stream
 from bench.simulation.fabric import Arrival, Fabric
 from bench.simulation.measures import Distribution
-from contracts.events import EventBatch
+from contracts.events import BlockEvent, EventBatch
 from contracts.identity import RequestId
 from contracts.instance import InstanceRecord, LinkStatus, Load
 from contracts.messages import (
@@ -38,11 +39,15 @@ _TOKEN = 0
 class SimulatedInstance:
     """The router's messages come by `on_message`; the answers go to `router` and `subscriber`, once they are set."""
 
-    def __init__(self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Distribution) -> None:
+    def __init__(
+        self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Distribution, cache: BlockCache
+    ) -> None:
         self.record = record
         self.router: Callable[[ToRouter], None] | None = None
         self.subscriber: Callable[[EventBatch], None] | None = None
-        self.engine = SimulatedEngine(cost, block_tokens=record.layout.block_tokens, owner=self, gaps=gaps)
+        self.sharers: list[SimulatedInstance] = [self]
+        """All whose cache this is, itself included."""
+        self.engine = SimulatedEngine(cost, cache=cache, block_tokens=record.layout.block_tokens, owner=self, gaps=gaps)
         self.started_at = asyncio.get_running_loop().time()
         self.ended_at: float | None = None
         self._fabric = fabric
@@ -249,7 +254,10 @@ class SimulatedInstance:
     def _publish(self) -> None:
         events = self.engine.cache.take_events()
         if events:
-            self._sequence += 1
-            batch = EventBatch(self.record.instance, self.record.generation, self._sequence, events)
-            if self.subscriber is not None:
-                self.subscriber(batch)
+            for sharer in self.sharers:
+                sharer.tell(events)
+
+    def tell(self, events: list[BlockEvent]) -> None:
+        self._sequence += 1
+        if self.subscriber is not None:
+            self.subscriber(EventBatch(self.record.instance, self.record.generation, self._sequence, events))

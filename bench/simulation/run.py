@@ -43,6 +43,8 @@ class Scenario:
     dispatch_ahead_s: float = 1.0
     """As the router's setting: what is more waits in the router. inf: nothing does."""
     seed: int = 0
+    shares_cache: bool = False
+    """All prefill instances have one cache of their sizes' sum."""
     scaling: ScalingRules | None = None
 
 
@@ -85,7 +87,12 @@ def simulate(scenario: Scenario) -> Result:
 async def _simulate(scenario: Scenario) -> Result:
     loop = asyncio.get_running_loop()
     result = Result(scenario)
-    simulated = SimulatedCluster(scenario.cost, block_tokens=scenario.block_tokens, gaps=result.gaps)
+    simulated = SimulatedCluster(
+        scenario.cost,
+        block_tokens=scenario.block_tokens,
+        gaps=result.gaps,
+        num_sharers=scenario.num_prefill if scenario.shares_cache else 0,
+    )
     sizes: list[tuple[Role, int]] = [
         ("prefill", scenario.num_prefill),
         ("decode", scenario.num_decode),

@@ -83,7 +83,7 @@ def summarise(result: Result, objective: Objective) -> Summary:
         time_scale=scenario.trace.time_scale,
         length_scale=scenario.trace.length_scale,
         cost=scenario.cost.name,
-        policy=scenario.policy,
+        policy="shared_cache" if scenario.shares_cache else scenario.policy,
         seed=scenario.seed,
         prefill=scenario.num_prefill,
         decode=scenario.num_decode,

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.router.asgi import DisconnectWatch, EventStream, Receive, Send, send_json
+from services.router.asgi import DisconnectWatch, EventStream, Receive, RequestContext, Send, send_json
 from services.router.errors import ApiError, ClientGoneError
 from services.router.generation import Answering
 from services.router.openai_schema import GenerationRequest
@@ -69,7 +69,7 @@ async def answer(
     form: Format,
     head: Head,
     *,
-    explain: bool,
+    context: RequestContext,
     receive: Receive,
     send: Send,
 ) -> None:
@@ -77,9 +77,10 @@ async def answer(
     try:
         with DisconnectWatch(receive, generation.abandon):
             if request.stream:
-                await _stream(request, generation, form, Chunks(head), EventStream(send), explain=explain)
+                events = EventStream(send, slow_client_s=context.limits.slow_client_s)
+                await _stream(request, generation, form, Chunks(head), events, explain=context.explain)
             else:
-                await _whole(generation, form, send, explain=explain)
+                await _whole(generation, form, send, explain=context.explain)
     except ClientGoneError:
         return
     finally:

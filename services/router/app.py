@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from services.common.version import VERSION
 from services.router.api_keys import ApiKeys
+from services.router.asgi import RequestLimits
 from services.router.audit import AuditLog
 from services.router.chat import ChatEndpoint
 from services.router.completions import CompletionEndpoint
@@ -56,7 +57,7 @@ def create_app(frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None 
         app,
         direct,
         keys=api_keys,
-        max_body_bytes=frontend.settings.max_request_bytes,
+        limits=RequestLimits(frontend.settings.max_request_bytes, frontend.settings.slow_client_s),
         metrics=frontend.metrics,
         clock=frontend.clock,
         audit=audit,

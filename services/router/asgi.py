@@ -14,11 +14,15 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CONTEXT = "baton"
-SLOW_CLIENT_S = 60.0
-"""For a body to arrive, and for a client to take what it is sent."""
-
 _MOST_DISCARDED_BYTES = 64 * 1024 * 1024
 _WATCH_AFTER_S = 0.05
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """`slow_client_s`: for a body to arrive, and for a client to take what it is sent."""
+
+    max_body_bytes: int
+    slow_client_s: float
 
 
 class RequestContext(msgspec.Struct, frozen=True):
@@ -27,7 +31,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     request_id: str
     arrived_at: float
     explain: bool
-    max_body_bytes: int
+    limits: RequestLimits
     trace_headers: Mapping[str, str]
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
@@ -57,12 +61,13 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Raises `RequestTooLargeError`, after reading to the end: a client that still sends would not see the answer."""
-    limit = RequestContext.of(scope).max_body_bytes
+    limits = RequestContext.of(scope).limits
+    limit = limits.max_body_bytes
     chunks: list[bytes] = []
     size = 0
-    deadline = asyncio.get_running_loop().time() + SLOW_CLIENT_S
+    deadline = asyncio.get_running_loop().time() + limits.slow_client_s
     while True:
-        message = await receive() if not chunks else await _soon(receive, deadline)
+        message = await receive() if not chunks else await _soon(receive, deadline, limits)
         if message["type"] == "http.disconnect":
             break
         chunk = message.get("body", b"")
@@ -78,12 +83,12 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     return b"".join(chunks)
 
 
-async def _soon(receive: Receive, deadline: float) -> MutableMapping[str, Any]:
+async def _soon(receive: Receive, deadline: float, limits: RequestLimits) -> MutableMapping[str, Any]:
     try:
         async with asyncio.timeout_at(deadline):
             return await receive()
     except TimeoutError:
-        raise RequestTimeoutError(f"the body did not arrive within {SLOW_CLIENT_S:g} s") from None
+        raise RequestTimeoutError(f"the body did not arrive within {limits.slow_client_s:g} s") from None
 
 
 async def send_json(
@@ -108,7 +113,7 @@ async def send_error(send: Send, error: ApiError, body: object = None) -> None:
 class EventStream:
     """Server-sent events. The head of the response leaves with the first of them."""
 
-    def __init__(self, send: Send, *, slow_client_s: float = SLOW_CLIENT_S) -> None:
+    def __init__(self, send: Send, *, slow_client_s: float) -> None:
         self._send = send
         self._slow_client_s = slow_client_s
         self._stuck_since: float | None = None

@@ -42,7 +42,7 @@ class ChatEndpoint:
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
         shape = ChatShape(request, begun.message_format, role=frontend.settings.response_role)
         form = ChatFormat(shape, head, begun.generation, writer)
-        await answer(request, begun.generation, form, head, explain=context.explain, receive=receive, send=send)
+        await answer(request, begun.generation, form, head, context=context, receive=receive, send=send)
 
 
 class ChatShape:

@@ -46,7 +46,7 @@ class CompletionEndpoint:
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
         form = CompletionFormat(request, head, generation, writer, texts if request.echo else None)
-        await answer(request, generation, form, head, explain=context.explain, receive=receive, send=send)
+        await answer(request, generation, form, head, context=context, receive=receive, send=send)
 
 
 class CompletionFormat:

@@ -169,6 +169,7 @@ class Frontend:
             max_model_len=max_model_len,
             max_logprobs=self.settings.max_logprobs,
             max_sequences=self.settings.max_sequences,
+            beam_search_max_tokens=self.settings.beam_search_max_tokens,
             defaults=self.model.sampling_defaults,
         )
 
@@ -180,7 +181,7 @@ class Frontend:
             tokenized_at=self.clock(),
             trace_headers=context.trace_headers,
             caller=context.caller,
-            slo=self._slo(context),
+            slo=self.slo(context),
         )
 
     async def tokenize(self, text: str, limits: Limits, *, add_special_tokens: bool, truncate: int | None) -> list[int]:
@@ -285,7 +286,7 @@ class Frontend:
             timeout_s=self.settings.request_timeout_s,
         )
 
-    def _slo(self, context: RequestContext) -> Slo:
+    def slo(self, context: RequestContext) -> Slo:
         """What the request says, else what the settings say for this model."""
         ttft_ms, itl_ms = self.settings.default_ttft_ms, self.settings.default_itl_ms
         ttft_s, itl_s = context.slo.ttft_s, context.slo.itl_s

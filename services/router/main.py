@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from services.common.cluster_key import read_cluster_key
 from services.common.configuration import load_settings
 from services.common.errors import ConfigurationError
+from services.common.http_protocol import HeadLimits
 from services.common.http_server import AsgiApp, HttpServer
 from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
@@ -88,6 +89,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         root_path=settings.root_path,
+        head_limits=HeadLimits(max_bytes=settings.max_header_bytes, timeout_s=settings.header_timeout_s),
     )
     try:
         await cluster.start()

@@ -93,6 +93,7 @@ class Models:
                         admission=admission,
                         metrics=of_model,
                         clock=time.monotonic,
+                        tracing=tracing,
                     ),
                     metrics=of_model,
                     clock=time.monotonic,

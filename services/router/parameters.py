@@ -51,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_logprobs: int
     max_sequences: int
+    beam_search_max_tokens: int
     defaults: SamplingDefaults
 
 
@@ -220,7 +221,8 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limi
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", request.max_completion_tokens
     if wanted is None:
-        return min(room, limits.defaults.max_new_tokens or room)
+        most = limits.beam_search_max_tokens if request.use_beam_search else room
+        return min(room, limits.defaults.max_new_tokens or most)
     if wanted == 0:
         if isinstance(request, CompletionRequest) and request.echo:
             return 1

@@ -107,6 +107,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
 
     max_request_bytes: Annotated[int, Meta(description="greatest body of a request", ge=1)] = 8 * 1024 * 1024
+    max_header_bytes: Annotated[
+        int, Meta(description="greatest head of a request: its first line and headers", ge=1024)
+    ] = 64 * 1024
+    header_timeout_s: Annotated[float, Meta(description="time for the head of a request to arrive", gt=0)] = 10.0
+    slow_client_s: Annotated[
+        float, Meta(description="time for a body to arrive, and for a client to take what it is sent", gt=0)
+    ] = 60.0
+    beam_search_max_tokens: Annotated[
+        int, Meta(description="tokens of an answer found by beam search where the request states none", ge=1)
+    ] = 256
     max_sequences: Annotated[int, Meta(description="most sequences (prompts times n) of one request", ge=1)] = 128
     max_concurrent_requests: Annotated[
         int, Meta(description="requests in flight before others get status 429", ge=1)

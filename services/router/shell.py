@@ -9,7 +9,7 @@ from typing import Any
 from services.common.logs import request_logs
 from services.common.tracing import trace_headers
 from services.router.api_keys import ApiKeys
-from services.router.asgi import Receive, RequestContext, Scope, Send, send_error
+from services.router.asgi import Receive, RequestContext, RequestLimits, Scope, Send, send_error
 from services.router.audit import AuditLog
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.dialects.messages_errors import PATHS as MESSAGES_PATHS
@@ -42,7 +42,7 @@ class Shell:
         direct: Mapping[str, Asgi],
         *,
         keys: ApiKeys,
-        max_body_bytes: int,
+        limits: RequestLimits,
         metrics: RouterMetrics,
         clock: Callable[[], float],
         audit: AuditLog | None = None,
@@ -51,7 +51,7 @@ class Shell:
         self._app = app
         self._direct = direct
         self.keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
         self._metrics = metrics
         self._clock = clock
 
@@ -84,7 +84,7 @@ class Shell:
                 request_id=response.request_id,
                 arrived_at=arrived_at,
                 explain=headers.get(b"x-baton-explain") in (b"1", b"true"),
-                max_body_bytes=self._max_body_bytes,
+                limits=self._limits,
                 trace_headers=_trace_headers(headers),
                 caller=self._caller(scope["path"], headers),
                 slo=_slo(headers),

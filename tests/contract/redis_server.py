@@ -1,6 +1,7 @@
 """A private Redis for one test: on a unix socket, without files, ended by its pid."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -39,6 +40,15 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def freeze(self) -> None:
+        """It takes connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:

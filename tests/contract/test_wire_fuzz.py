@@ -54,6 +54,12 @@ def test_a_frame_is_decoded_or_refused(name: str, frame: bytes) -> None:
     assert DECODERS[name](again) == message or message != message, "what was taken can be said again"
 
 
+def test_a_frame_nested_too_deeply_is_refused() -> None:
+    nested = b"\x83\xa4type\xa6cancel\xaarequest_id\xa1r\xa5extra" + b"\x91" * 5000 + b"\x90"
+    with pytest.raises(WireError):
+        DECODERS["ToInstance"](nested)
+
+
 def test_lengths_are_bounded_before_anything_is_allocated() -> None:
     claims_4_gib = b"\xdd\xff\xff\xff\xff"
     for decode in DECODERS.values():

@@ -52,7 +52,14 @@ class MessagesEndpoint:
         api_id = f"msg_{context.request_id}"
         frontend = frontend.of(request.model)
         begun = await begin_chat(frontend, as_chat(request), context, api_id)
-        await serve(begun, Messages(api_id, begun.model), stream=bool(request.stream), receive=receive, send=send)
+        await serve(
+            begun,
+            Messages(api_id, begun.model),
+            stream=bool(request.stream),
+            context=context,
+            receive=receive,
+            send=send,
+        )
 
 
 class CountTokensEndpoint:

@@ -56,7 +56,7 @@ class ResponsesEndpoint:
         api_id = f"resp_{request.request_id or context.request_id}"
         begun = await begin_chat(frontend, chat, context, api_id)
         dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
-        await serve(begun, dialect, stream=bool(request.stream), receive=receive, send=send)
+        await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
 
 class Responses:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.router.asgi import DisconnectWatch, EventStream, Receive, Send, send_json
+from services.router.asgi import DisconnectWatch, EventStream, Receive, RequestContext, Send, send_json
 from services.router.conversation import BegunChat
 from services.router.dialects.blocks import Block, Blocks, Change
 from services.router.errors import ApiError, ClientGoneError
@@ -45,14 +45,18 @@ class Dialect(Protocol):
     def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct: ...
 
 
-async def serve(begun: BegunChat, dialect: Dialect, *, stream: bool, receive: Receive, send: Send) -> None:
+async def serve(
+    begun: BegunChat, dialect: Dialect, *, stream: bool, context: RequestContext, receive: Receive, send: Send
+) -> None:
     """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation."""
     generation = begun.generation
     answer = _Answer(begun)
     try:
         with DisconnectWatch(receive, generation.abandon):
             if stream:
-                await _stream(generation, answer, dialect, EventStream(send))
+                await _stream(
+                    generation, answer, dialect, EventStream(send, slow_client_s=context.limits.slow_client_s)
+                )
             else:
                 while not generation.is_done:
                     answer.changes([piece for _, piece in await generation.take()])

@@ -5,14 +5,17 @@ However a call ends, every instance that works for it is told.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from contracts.identity import InstanceId, RequestId
 from contracts.messages import Answer, Cancel, Failed, Pool, Pooled
 from contracts.pooling import PoolingInput, PoolingParams
+from services.common.tracing import Tracing
 from services.router.block_index import Match
-from services.router.caller import ANONYMOUS, Caller
+from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.cluster import Cluster, serves
 from services.router.dispatch import Admission
 from services.router.errors import ApiError, BadRequestError, DeadlineError, RateLimitError, UnavailableError
@@ -20,8 +23,10 @@ from services.router.job import FlightRules
 from services.router.member import Member, Share
 from services.router.metrics import RouterMetrics
 from services.router.placement import Candidate
+from services.router.pooling.turns import Turn, Turns
 from services.router.pooling.vectors import Vector
 from services.router.refusals import failure
+from services.router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +38,7 @@ _RETRY_AFTER_S = 1.0
 _NO_MATCH = Match()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingJob:
+class PoolingJob(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` is unique in the cluster."""
 
     request_id: str
@@ -42,6 +46,9 @@ class PoolingJob:
     params: PoolingParams
     priority: int = 0
     caller: Caller = ANONYMOUS
+    slo: Slo = NO_SLO
+    """Its time to the first token is that to the whole answer."""
+    trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     model: frozenset[str] | None = None
     """Names of the model whose instances may compute it; None where the router serves no other."""
 
@@ -59,6 +66,7 @@ class PoolingCalls:
         admission: Admission,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
         self._cluster = cluster
         self._rules = rules
@@ -68,13 +76,15 @@ class PoolingCalls:
         self._tasks: set[asyncio.Task[list[Vector]]] = set()
         self._num_inputs = 0
         self._is_closed = False
+        self._tracing = tracing or Tracing()
+        self._turns = Turns(admission, metrics, clock=clock)
+        cluster.listen(self._turns.pump)
 
     async def vectors(self, job: PoolingJob, *, arrived_at: float) -> list[Vector]:
         """One for each input, in their order. Raises `ApiError`; cancelling it ends the work."""
         self._check_limits(job)
         self._num_inputs += len(job.inputs)
-        call = _Call(job, self._cluster, self._rules, deadline=arrived_at + self._rules.request_timeout_s)
-        task = asyncio.create_task(call.run(self._clock()))
+        task = asyncio.create_task(self._in_turn(job, arrived_at))
         self._tasks.add(task)
         try:
             found = await task
@@ -86,9 +96,40 @@ class PoolingCalls:
         finally:
             self._tasks.discard(task)
             self._num_inputs -= len(job.inputs)
+            self._turns.pump()
         lengths = [len(given.token_ids) for given in job.inputs]
         self._metrics.pooled(lengths, self._clock() - arrived_at)
         return found
+
+    async def _in_turn(self, job: PoolingJob, arrived_at: float) -> list[Vector]:
+        with self._tracing.span("pooling_request", job.trace_headers, at=arrived_at) as span:
+            span.set({"gen_ai.request.id": job.request_id, "gen_ai.usage.prompt_tokens": job.num_tokens})
+            await self._turns.take(self._turn(job, arrived_at))
+            call = _Call(
+                msgspec.structs.replace(job, trace_headers=span.headers),
+                self._cluster,
+                self._rules,
+                deadline=arrived_at + self._rules.request_timeout_s,
+                clock=self._clock,
+                retries=self._admission.retries,
+                on_asked=lambda: self._turns.gone(job.num_tokens),
+            )
+            self._admission.retries.request()
+            try:
+                return await call.run()
+            finally:
+                call.asked()
+
+    def _turn(self, job: PoolingJob, arrived_at: float) -> Turn:
+        return Turn(
+            num_tokens=job.num_tokens,
+            priority=job.priority,
+            caller=job.caller,
+            slo=job.slo,
+            arrived_at=arrived_at,
+            candidates=lambda: candidates(self._cluster, self._clock(), job.model),
+            granted=asyncio.get_running_loop().create_future(),
+        )
 
     def _check_limits(self, job: PoolingJob) -> None:
         """Raises `RateLimitError`."""
@@ -105,6 +146,7 @@ class PoolingCalls:
 
     def close(self) -> None:
         self._is_closed = True
+        self._turns.close()
         for task in self._tasks:
             task.cancel()
 
@@ -118,45 +160,66 @@ class _Group:
 
 
 class _Call:
-    def __init__(self, job: PoolingJob, cluster: Cluster, rules: FlightRules, *, deadline: float) -> None:
+    def __init__(
+        self,
+        job: PoolingJob,
+        cluster: Cluster,
+        rules: FlightRules,
+        *,
+        deadline: float,
+        clock: Callable[[], float],
+        retries: RetryBudget,
+        on_asked: Callable[[], None],
+    ) -> None:
+        """`on_asked` is called once: when the first instance has work, or when the call is over."""
         self._job = job
         self._cluster = cluster
         self._rules = rules
         self._deadline = deadline
+        self._clock = clock
+        self._retries = retries
+        self._on_asked: Callable[[], None] | None = on_asked
         self._found: dict[int, Vector] = {}
         self._avoid: set[InstanceId] = set()
         self._num_asked = 0
 
-    async def run(self, now: float) -> list[Vector]:
-        left_s = max(0.0, self._deadline - now)
+    def asked(self) -> None:
+        if self._on_asked is not None:
+            self._on_asked()
+            self._on_asked = None
+
+    async def run(self) -> list[Vector]:
+        left_s = max(0.0, self._deadline - self._clock())
         try:
             async with asyncio.timeout(left_s):
-                await self._compute_all(now, left_s)
+                await self._compute_all(left_s)
         except TimeoutError as exc:
             seconds = self._rules.request_timeout_s
             raise DeadlineError(f"the request was not done within {seconds:g} s") from exc
         return [self._found[position] for position in range(len(self._job.inputs))]
 
-    async def _compute_all(self, now: float, left_s: float) -> None:
+    async def _compute_all(self, left_s: float) -> None:
         error: ApiError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group in split(self._job.inputs, max(1, len(candidates(self._cluster, now, self._job.model)))):
-                    tasks.create_task(self._compute(group, now, left_s))
+                found = candidates(self._cluster, self._clock(), self._job.model)
+                for group in split(self._job.inputs, max(1, len(found))):
+                    tasks.create_task(self._compute(group, left_s))
         except* ApiError as errors:
             error = _first(errors)
         if error is not None:
             raise error
 
-    async def _compute(self, group: _Group, now: float, left_s: float) -> None:
+    async def _compute(self, group: _Group, left_s: float) -> None:
         """Asks instances until all of the group's vectors are there."""
         for attempt in range(self._rules.max_replays + 1):
-            member = await self._member(group, now)
+            member = await self._member(group)
             asked = _Asked(self._positions_left(group), self._found)
             self._num_asked += 1
             await self._ask(member, asked, RequestId(f"{self._job.request_id}~{self._num_asked}"), left_s)
             error = asked.error()
             if error is None:
+                member.circuit.succeeded()
                 return
             if isinstance(error, BadRequestError):
                 raise error
@@ -164,9 +227,16 @@ class _Call:
             extra = {"request_id": self._job.request_id}
             logger.warning("asked again: %s: %s", instance, error.message, extra=extra)
             self._avoid.add(instance)
-            if attempt == self._rules.max_replays:
+            if attempt == self._rules.max_replays or not self._may_retry(member, asked):
                 raise error
             await asyncio.sleep(_BACKOFF_S * 2**attempt)
+
+    def _may_retry(self, member: Member, asked: "_Asked") -> bool:
+        """Blames the instance, unless it was lost (the cluster has done so) or is merely full."""
+        code = asked.failed.code if asked.failed is not None else None
+        if code in ("internal", "timeout"):
+            member.circuit.failed(self._clock())
+        return code not in ("overloaded", "internal") or self._retries.allows_retry(self._clock())
 
     async def _ask(self, member: Member, asked: "_Asked", request_id: RequestId, left_s: float) -> None:
         inputs = [self._job.inputs[position] for position in asked.positions]
@@ -179,23 +249,26 @@ class _Call:
             priority=self._job.priority,
             timeout_s=max(0.1, left_s),
         )
+        member.circuit.tries(self._clock())
+        self.asked()
         try:
             member.send(message)
             await asked.end
         finally:
             member.release(request_id)
+            member.circuit.given_up()
             if not asked.is_over:
                 member.send(Cancel(request_id))
 
-    async def _member(self, group: _Group, now: float) -> Member:
+    async def _member(self, group: _Group) -> Member:
         """The one that is done first; waits a while for one to come. Raises `UnavailableError`."""
-        chosen = self._choose(group, now)
+        chosen = self._choose(group)
         if chosen is None and self._cluster.awaits_instances(within_s=self._rules.instance_wait_s):
             changed = asyncio.Event()
             unlisten = self._cluster.listen(changed.set)
             try:
                 async with asyncio.timeout(self._rules.instance_wait_s):
-                    while (chosen := self._choose(group, now)) is None:
+                    while (chosen := self._choose(group)) is None:
                         await changed.wait()
                         changed.clear()
             except TimeoutError:
@@ -206,8 +279,8 @@ class _Call:
             raise UnavailableError("no instance is ready that computes vectors", retry_after_s=_RETRY_AFTER_S)
         return chosen
 
-    def _choose(self, group: _Group, now: float) -> Member | None:
-        found = candidates(self._cluster, now, self._job.model)
+    def _choose(self, group: _Group) -> Member | None:
+        found = candidates(self._cluster, self._clock(), self._job.model)
         trusted = [candidate for candidate in found if candidate.instance not in self._avoid]
         best = quickest(group.num_tokens, trusted or found)
         return self._cluster.member(best.instance) if best is not None else None
@@ -265,7 +338,9 @@ class _Asked:
 def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None) -> list[Candidate]:
     """Instances that compute vectors and take work; with `model`, those of one of its names alone."""
     members = [m for m in cluster.members() if m.takes_work and m.record.pooling is not None]
-    return [m.candidate(_NO_MATCH, now) for m in members if model is None or serves(m.record, model)]
+    members = [m for m in members if model is None or serves(m.record, model)]
+    sound = [m for m in members if m.circuit.allows(now)]  # where all circuits are open, any instance is better
+    return [m.candidate(_NO_MATCH, now) for m in sound or members]
 
 
 def quickest(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:

@@ -80,6 +80,8 @@ class Call:
         self._request = request
         self._arrived_at = context.arrived_at
         self._caller = context.caller
+        self._slo = frontend.slo(context)
+        self._trace_headers = context.trace_headers
         self._num_tokens = 0
 
     def require(self, *tasks: PoolingTask) -> None:
@@ -141,6 +143,8 @@ class Call:
             params=params,
             priority=self._request.priority or 0,
             caller=self._caller,
+            slo=self._slo,
+            trace_headers=self._trace_headers,
             model=self.frontend.only_names(),
         )
         self._num_tokens += job.num_tokens

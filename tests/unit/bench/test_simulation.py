@@ -125,3 +125,14 @@ def test_searches_find_the_smallest_pools_and_the_best_split() -> None:
     assert smallest_pools(Trials(made_up), attainment=0.9, most=4) is None
     for instances, best in ((8, 5), (32, 20)):
         assert best_split(Trials(made_up), instances).prefill == best
+
+
+def test_no_placement_finds_more_than_a_cache_that_all_share(tmp_path: Path) -> None:
+    trace = conversations(tmp_path, time_scale=0.2)
+    bound = summarise(
+        simulate(replace(scenario(trace, policy="least_loaded", prefill=4, decode=2), shares_cache=True)), Objective()
+    )
+    ours = summarise(simulate(scenario(trace, prefill=4, decode=2)), Objective())
+    assert bound.policy == "shared_cache"
+    assert bound.block_hit_rate >= ours.block_hit_rate > 0.3
+    assert bound.ttft.mean_ms <= ours.ttft.mean_ms

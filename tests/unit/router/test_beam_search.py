@@ -143,6 +143,14 @@ def test_beams_are_asked_for_step_by_step_and_answered_at_once(serve: Serve) -> 
     serve(scenario)
 
 
+def test_beams_of_a_request_without_a_limit_do_not_fill_the_context(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.complete(prompt="hello", use_beam_search=True)
+        assert answer["usage"]["completion_tokens"] == 7
+
+    serve(scenario, beam_search_max_tokens=7)
+
+
 def test_a_chat_may_be_answered_by_beams_and_an_end_is_not_shown(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body = {"messages": [{"role": "user", "content": "hello"}], "use_beam_search": True, "best_of": 2, "seed": 0}

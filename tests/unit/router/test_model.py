@@ -25,6 +25,7 @@ def sampled(folder: Path, request: CompletionRequest, **settings: str) -> Sampli
         max_model_len=100,
         max_logprobs=5,
         max_sequences=8,
+        beam_search_max_tokens=6,
         defaults=model.sampling_defaults,
     )
     return sampling_params(request, num_prompt_tokens=10, rules=TextRules(), limits=limits)

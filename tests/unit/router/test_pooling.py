@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from contracts.messages import Cancel, Pool
+from contracts.messages import Batch, Cancel, Pool
 from contracts.pooling import PoolingInput, PoolingProfile
 from services.router.api_keys import ApiKeys
 from services.router.caller import Caller
@@ -19,7 +19,7 @@ from services.router.pooling.inputs import InputRules, of_texts, shares
 from services.router.pooling.score_endpoints import paired
 from services.router.pooling.vectors import cosine
 from tests.unit.router.conftest import Router, Serve, settle
-from tests.unit.router.fakes import record
+from tests.unit.router.fakes import pooled, record
 
 EMBEDS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3)
 SHRINKS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3, is_matryoshka=True)
@@ -372,3 +372,50 @@ def test_instances_of_a_model_that_answers_with_vectors_write_no_text(serve: Ser
         assert not router.fakes["prefill-9"].assignments()
 
     serve(scenario)
+
+
+def test_a_call_that_cannot_be_in_time_is_refused_at_once(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.post("/v1/embeddings", json={"input": "abc"}, headers={"x-baton-ttft-ms": "0.0001"})
+        assert answer.status_code == 429 and "was asked for" in answer.text
+        assert "retry-after" in answer.headers
+        assert not messages(router)
+        metrics = (await router.http.get("/metrics")).text
+        assert 'baton:admission_refusals_total{cause="ttft",model_name="tiny"} 1.0' in metrics
+        await ask(router, "/v1/embeddings", input="abc")
+
+    serve(scenario, pooling=EMBEDS, **WORKERS)
+
+
+def test_what_is_more_than_instances_have_to_do_waits_in_the_router_by_priority(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        instance = router.fakes["prefill-0"]
+        instance.hold = 0
+        # 1,000 tokens take a second, and instances get one second of work.
+        first = asyncio.create_task(ask(router, "/v1/embeddings", input=[[97] * 60] * 20))
+        await settle()
+        later = asyncio.create_task(ask(router, "/v1/embeddings", input="abc", priority=5))
+        await settle()
+        sooner = asyncio.create_task(ask(router, "/v1/embeddings", input="ab"))
+        await settle()
+        assert {len(m.inputs[0].token_ids) for m in messages(router)} == {60}
+        metrics = (await router.http.get("/metrics")).text
+        assert 'baton:router_waiting_requests{model_name="tiny"} 2.0' in metrics
+        instance.hold = None
+        for message in messages(router):
+            instance.send(Batch([pooled(message, index, None) for index in range(len(message.inputs))]))
+        await asyncio.gather(first, later, sooner)
+        assert [len(m.inputs[0].token_ids) for m in messages(router)][-2:] == [2, 3]
+
+    serve(scenario, pooling=EMBEDS, **WORKERS)
+
+
+def test_an_instance_that_fails_again_and_again_is_left_alone(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes["prefill-0"].refuses = "internal"
+        for _ in range(8):
+            await ask(router, "/v1/embeddings", input="abc")
+        assert 5 <= len(messages(router)) < 8
+        assert len(messages(router, "prefill-1")) == 8
+
+    serve(scenario, pooling=EMBEDS, prefill=2, decode=0)

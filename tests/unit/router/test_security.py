@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.router import asgi
 from services.router.api_keys import ApiKeys
 from services.router.app import create_app
 from services.router.asgi import EventStream
@@ -59,9 +58,7 @@ def test_the_audit_log_tells_who_asked_and_nothing_of_what_was_said(serve: Serve
     serve(test)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "SLOW_CLIENT_S", 0.05)
-
+def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve) -> None:
     async def test(router: Router) -> None:
         sent: list[Any] = []
         parts = [{"type": "http.request", "body": b'{"prompt"', "more_body": True}]
@@ -79,7 +76,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve, monkeypatch: 
         await router.app(scope, receive, send)
         assert sent[0]["status"] == 408 and time.monotonic() - began < 5
 
-    serve(test)
+    serve(test, slow_client_s=0.05)
 
 
 def test_a_client_that_takes_nothing_is_given_up() -> None:

@@ -1,0 +1,119 @@
+"""Two routers over a Redis that fails in every way while clients stream: serving goes on from the last view."""
+
+import contextlib
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.redis_server import RedisServer
+from tests.e2e.cluster import ROOT, Api, baton, environment, free_port, wait_until
+from tests.e2e.test_faults import text_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis]
+
+BODY: dict[str, Any] = {"prompt": [7, 8, 9] * 30, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+@contextmanager
+def process(*args: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with tempfile.TemporaryFile() as log:
+        started = subprocess.Popen(baton(*args), cwd=ROOT, env=environment(), stdout=log, stderr=log)
+        try:
+            yield started
+        except BaseException:
+            log.seek(0)
+            print(log.read().decode())  # noqa: T201 - pytest shows it with the failure
+            raise
+        finally:
+            started.send_signal(signal.SIGTERM)
+            try:
+                started.wait(20)
+            except subprocess.TimeoutExpired:
+                started.kill()
+                started.wait()
+
+
+class Client(threading.Thread):
+    """Asks one router again and again until told to stop. `answers` are texts; an error is its own text."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(daemon=True)
+        self._api = api
+        self.over = threading.Event()
+        self.answers: list[str] = []
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            try:
+                self.answers.append(text_of(list(self._api.stream("/v1/completions", BODY))))
+            except (httpx.HTTPError, AssertionError) as exc:
+                self.answers.append(f"{type(exc).__name__}: {exc}")
+                return
+
+    def goes_on(self) -> None:
+        """Returns when it has got two more answers: one of them was asked for after this call."""
+        before = len(self.answers)
+        wait_until(lambda: len(self.answers) >= before + 2 or not self.is_alive(), timeout_s=60, what="answers go on")
+
+
+def test_redis_may_fail_and_routers_may_be_killed_under_load(llama: Path, tmp_path: Path) -> None:
+    redis = RedisServer(tmp_path)
+    redis.start()
+    ports = [free_port(), free_port()]
+    common = ("--model", str(llama), "--registry", redis.url)
+    with ExitStack() as stack:
+        stack.callback(redis.kill)
+        instance = ("unified", *common, "--device", "cpu", "--dtype", "float32", "--http-port", "0")
+        stack.enter_context(process(*instance, "--kv-cache-memory-bytes", "64M", "--threads", "1"))
+        routers = [stack.enter_context(process("router", *common, "--port", str(port))) for port in ports]
+        apis = [stack.enter_context(Api(f"http://127.0.0.1:{port}")) for port in ports]
+
+        def health(api: Api) -> dict[str, Any]:
+            with contextlib.suppress(httpx.TransportError):
+                return dict(api.client.get("/health").json())
+            return {}
+
+        def sees_it(api: Api) -> bool:
+            return bool(health(api).get("pools", {}).get("unified") == 1)
+
+        for api in apis:
+            wait_until(lambda api=api: sees_it(api), timeout_s=120, what="a router that sees the instance")  # type: ignore[misc]
+        expected = text_of(list(apis[0].stream("/v1/completions", BODY)))
+        clients = [Client(api) for api in apis]
+        for client in clients:
+            client.start()
+
+        def all_go_on() -> None:
+            for client in clients:
+                client.goes_on()
+
+        redis.freeze()
+        all_go_on()
+        redis.thaw()
+        redis.kill()
+        wait_until(lambda: not health(apis[0])["registry_connected"], timeout_s=30, what="the loss is seen")
+        all_go_on()
+        redis.start()
+        for api in apis:
+            wait_until(
+                lambda api=api: health(api)["registry_connected"] and sees_it(api),  # type: ignore[misc]
+                timeout_s=30,
+                what="a router that has recovered",
+            )
+        all_go_on()
+
+        routers[0].kill()
+        clients[0].join(30)
+        clients[1].goes_on()
+        clients[1].over.set()
+        clients[1].join(60)
+        assert clients[0].answers[-1] != expected, "its stream broke with it"
+        assert set(clients[0].answers[:-1]) == set(clients[1].answers) == {expected}

@@ -1,0 +1,189 @@
+"""Coverage-guided fuzzing of everything that decodes bytes of a stranger: `make fuzz`, or
+
+`python tools/fuzz_wire.py [CORPUS_FOLDER] -max_total_time=60`
+
+Needs atheris (`pip install atheris`). The first byte of an input chooses the decoder. Each takes its bytes or refuses
+them with `WireError`; what it took it says again in bytes that it takes as the same. Anything else is a finding, and
+atheris writes the input to a file `crash-…`. A corpus folder that is empty is filled with real frames first.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import atheris  # type: ignore[import-untyped,unused-ignore]
+
+with atheris.instrument_imports(include=["contracts", "kvtransfer.frames"]):
+    import msgspec
+
+    from contracts.events import BlocksRemoved, BlocksStored, EventBatch
+    from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+    from contracts.instance import InstanceRecord, Load
+    from contracts.layout import KVLayout
+    from contracts.messages import (
+        Batch,
+        Cancel,
+        Decode,
+        Failed,
+        Heartbeat,
+        LoadReport,
+        Pool,
+        Pooled,
+        Prefill,
+        Registered,
+        Snapshot,
+        Ticket,
+        ToInstance,
+        Tokens,
+        ToRegistry,
+        ToRouter,
+        Work,
+    )
+    from contracts.pooling import PoolingInput, PoolingParams
+    from contracts.sampling import SamplingParams
+    from contracts.wire import Decoder, WireError, encode
+    from kvtransfer.frames import ToConsumer, ToProducer
+
+MAX_BYTES = 1 << 16
+ODDITIES: list[Any] = [None, True, 0, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, float("inf"), float("nan"), "", "x"]
+ODDITIES += [[], [[]], {}, {"type": "tokens"}, list(range(50)), msgspec.Raw(b"\x91" * 5000 + b"\x90")]
+ODDITIES += ["\0", "prefill", "\U0001f525" * 3, b"", b"\xff" * 16]
+KINDS: list[object] = [
+    ToInstance,
+    ToRouter,
+    ToRegistry,
+    Registered,
+    InstanceRecord,
+    EventBatch,
+    ToConsumer,
+    ToProducer,
+]
+DECODERS: list[Callable[[bytes], object]] = [Decoder[object](kind, max_bytes=MAX_BYTES).decode for kind in KINDS]
+
+
+def seeds() -> list[bytes]:
+    """Real frames, each behind the number of its decoder."""
+    name, instance, generation = BlockName(b"n" * 16), InstanceId("prefill-0"), Generation(7)
+    layout = KVLayout(fingerprint="f", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="bfloat16")
+    work = Work(
+        request_id=RequestId("r-1"),
+        token_ids=[1, 2, 70_000],
+        num_prompt_tokens=3,
+        sampling=SamplingParams(seed=3, max_tokens=16, stop_token_ids=[2], logit_bias={5: 1.5}, logprobs=2),
+        root=name,
+    )
+    ticket = Ticket(
+        ticket=TicketId("t"),
+        source=instance,
+        source_generation=generation,
+        source_address="tcp://127.0.0.1:1",
+        sink=InstanceId("decode-0"),
+        sink_generation=generation,
+        timeout_s=5.0,
+    )
+    load = Load(free_blocks=3, total_blocks=9)
+    record = InstanceRecord(
+        instance=instance,
+        generation=generation,
+        role="prefill",
+        model="m",
+        layout=layout,
+        max_model_len=64,
+        rpc_address="tcp://127.0.0.1:1",
+        transfer_address="tcp://127.0.0.1:2",
+        events_address="tcp://127.0.0.1:3",
+        http_address="127.0.0.1:4",
+        host="h",
+        load=load,
+    )
+    pool = Pool(request_id=RequestId("p"), inputs=[PoolingInput(token_ids=[1, 2])], params=PoolingParams(task="embed"))
+    tokens = Tokens(request_id=RequestId("r-1"), sequence=0, position=0, token_ids=[5], finish_reason="stop")
+    to_router: list[msgspec.Struct] = [
+        Batch([tokens]),
+        Failed(request_id=RequestId("r-1"), code="internal", message="m"),
+        LoadReport(instance=instance, generation=generation, load=load),
+        Pooled(request_id=RequestId("p"), index=0, shape=[3], data=b"\0" * 12),
+        Snapshot(instance=instance, generation=generation, sequence=2, device=[name]),
+    ]
+    to_instance: list[msgspec.Struct] = [
+        Prefill(work, ticket),
+        Decode(work, ticket),
+        Cancel(RequestId("r-1")),
+        Heartbeat(),
+        pool,
+    ]
+    events = EventBatch(instance, generation, 4, [BlocksStored([name]), BlocksRemoved([name])])
+    found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, record), (5, events)]
+    return [bytes([number]) + encode(message) for number, message in found]
+
+
+def one_input(data: bytes) -> None:
+    if not data:
+        return
+    decode = DECODERS[data[0] % len(DECODERS)]
+    try:
+        message = decode(data[1:])
+    except WireError:
+        return
+    said = msgspec.msgpack.encode(message)  # compared as bytes: a NaN equals nothing
+    if msgspec.msgpack.encode(decode(said)) != said:
+        raise AssertionError("what was taken is not what is said again")
+
+
+def mutated(data: bytes, max_size: int, seed: int) -> bytes:
+    """Half of all inputs are real frames or what became of them, changed inside their structure: bytes changed at
+    random are seldom MessagePack at all, and msgspec, which is C, tells no coverage that would keep the better ones."""
+    rng = random.Random(seed)
+    if rng.random() < 0.5:
+        data = data if rng.random() < 0.3 else rng.choice(SEEDS)
+        try:
+            value = msgspec.msgpack.decode(data[1:])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            value = None
+        if isinstance(value, dict | list):
+            for _ in range(rng.randrange(1, 4)):
+                _change(value, rng)
+            changed = data[:1] + msgspec.msgpack.encode(value)
+            if len(changed) <= max_size:
+                return changed
+    return bytes(atheris.Mutate(data, max_size))
+
+
+def _change(value: Any, rng: random.Random) -> None:
+    """One place in a tree of dicts and lists."""
+    places = list(value) if isinstance(value, dict) else list(range(len(value)))
+    if not places:
+        return
+    place = rng.choice(places)
+    inner = value[place]
+    if isinstance(inner, dict | list) and inner and rng.random() < 0.8:
+        _change(inner, rng)
+    elif rng.random() < 0.1:
+        del value[place]
+    else:
+        value[place] = copy.deepcopy(rng.choice(ODDITIES))
+
+
+SEEDS = seeds()
+
+
+def fill(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        for number, seed in enumerate(SEEDS):
+            (folder / f"seed-{number:02}").write_bytes(seed)
+
+
+def main() -> None:
+    for argument in sys.argv[1:]:
+        if not argument.startswith("-"):
+            fill(Path(argument))
+    atheris.Setup(sys.argv, one_input, custom_mutator=mutated)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
