@@ -37,8 +37,6 @@ __all__ = [
 ]
 
 _HEADS_PER_PROGRAM = 8
-_ADDING_ROWS = 1024
-"""From here on a norm is limited by memory, so each pass over a residual counts."""
 
 
 def rms_norm(
@@ -78,18 +76,18 @@ def linear_norm(
     x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
 ) -> Activations:
     """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum: of a few rows with the product's
-    parts added up by the norm, of many with the residual added by the product, which then rounds once."""
+    parts added up by the norm."""
     weight = product.weight
-    if isinstance(x, Tensor) and isinstance(weight, Tensor) and product.bias is None:
-        if triton_split.fits(x, weight):
-            return triton_split.linear_norm(x, weight, residual, norm.weight, norm.eps)
-        if x.shape[0] >= _ADDING_ROWS and x.dtype.itemsize == 2:
-            residual.addmm_(x, weight.t())
-            return rms_norm(residual, norm.weight, norm.eps)
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):
+        return triton_split.linear_norm(x, weight, residual, norm.weight, norm.eps)
     output = linear(x, weight, product.bias)
     if then is not None:
         return norm_for(output, norm, then, residual=residual)
     return rms_norm(output, norm.weight, norm.eps, residual=residual)
+
+
+def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and triton_split.fits(x, weight)
 
 
 def silu_for(gate_up: Tensor, then: Weight) -> Activations:

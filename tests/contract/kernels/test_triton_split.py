@@ -1,4 +1,4 @@
-"""Products whose parts the norm adds up, and products that add the residual, against the twin."""
+"""Products whose parts the norm adds up, against the twin."""
 
 import pytest
 import torch
