@@ -8,12 +8,14 @@ from engine import fused, fused_adapted, fused_cpu
 from engine.adapters.products import adapt_modules
 from engine.adapters.store import AdapterStore
 from engine.attention import PagedAttention, StepHolder
+from engine.errors import UnsupportedModelError
 from engine.inputs import StepInputs
 from engine.kernels import AttentionBackend, LayerKernels
 from engine.kernels.cpu_layers import CpuLayers
 from engine.model import LoadedModel
 from engine.parallel.collectives import Collectives
 from engine.quantization import install
+from engine.quantization.experts import QuantizedExperts
 
 
 class Forward(Protocol):
@@ -67,5 +69,7 @@ def choose_forward(
             return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
         return fused.FusedForward(model, backend, kernels, collectives)
     assert model.is_whole, "only fused layers sum over ranks"
+    if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):
+        raise UnsupportedModelError(f"{model.name}: experts in few bits are served in fused layers only")
     install(model.module, kernels)
     return TransformersForward(model, backend, adapters)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.kernels import Experts, LayerKernels
+from engine.kernels import Experts, LayerKernels, StackedWeight
 
 ALWAYS_RENORMALIZED = {"MixtralTopKRouter", "GptOssTopKRouter"}
 """A softmax over the chosen logits alone, as gpt-oss has it, is the renormalised softmax over all."""
@@ -33,10 +33,11 @@ def pack_mixture(mlp: Any) -> Mixture | None:
     parameters stay views of them."""
     router: Any = getattr(mlp, "router", None) or getattr(mlp, "gate", None)
     experts: Any = getattr(mlp, "experts", None)
-    if type(router).__name__ not in ROUTERS or not hasattr(experts, "gate_up_proj"):
+    stacked: dict[str, StackedWeight] = getattr(experts, "weights", {})
+    if type(router).__name__ not in ROUTERS or not (stacked or hasattr(experts, "gate_up_proj")):
         return None  # experts apart from one another, as older transformers have them, included
     is_transposed = type(router).__name__ == "GptOssTopKRouter"
-    gate_up, down = (_rows(experts, name, is_transposed) for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (stacked.get(name) or _rows(experts, name, is_transposed) for name in ("gate_up_proj", "down_proj"))
     return Mixture(
         router=router.weight,
         router_bias=getattr(router, "bias", None),

@@ -11,7 +11,7 @@ from engine.kernels.metadata import (
     Norm,
     Weight,
 )
-from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.quantized import QuantizedWeight, StackedWeight
 from engine.kernels.selection import argmax_kernel, attention_backend, layer_kernels
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Linear",
     "Norm",
     "QuantizedWeight",
+    "StackedWeight",
     "Weight",
     "argmax_kernel",
     "attention_backend",

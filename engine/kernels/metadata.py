@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.quantized import QuantizedWeight, StackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,17 @@ class Experts:
     """The weights of one layer's experts, stacked. An expert is down(silu(gate) * up); with `limit` both are clamped
     and it is down((up + 1) * gate * sigmoid(alpha * gate)), as gpt-oss has it."""
 
-    gate_up: Tensor  # [num_experts, 2 * width, hidden]
-    down: Tensor  # [num_experts, hidden, width]
+    gate_up: Tensor | StackedWeight  # [num_experts, 2 * width, hidden]
+    down: Tensor | StackedWeight  # [num_experts, hidden, width]; in few bits both or none
     gate_up_bias: Tensor | None = None  # [num_experts, 2 * width]
     down_bias: Tensor | None = None  # [num_experts, hidden]
     is_interleaved: bool = False  # gate and up rows are neighbours, not halves
     limit: float | None = None
     alpha: float = 1.0
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.count if isinstance(self.down, StackedWeight) else self.down.shape[0]
 
 
 class AttentionBackend(Protocol):

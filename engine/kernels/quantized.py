@@ -90,6 +90,23 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Weights of one shape, their outputs one after the other: the experts of a mixture."""
+
+    weight: QuantizedWeight
+    count: int
+
+    @property
+    def outputs(self) -> int:
+        """Of one."""
+        return self.weight.outputs // self.count
+
+    def one(self, number: int) -> QuantizedWeight:
+        """A view."""
+        return self.weight.rows(number * self.outputs, (number + 1) * self.outputs)
+
+
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One weight with all outputs; None where the parts are not of one kind."""
     first = parts[0]

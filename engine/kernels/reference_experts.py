@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.metadata import Experts
+from engine.kernels.quantized import StackedWeight, dequantize
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -19,7 +20,7 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """See triton_experts.mix. Rows are sorted by expert once; only experts that somebody chose are visited."""
     top_k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=experts.gate_up.shape[0]).tolist()
+    counts = chosen.flatten().bincount(minlength=experts.num_experts).tolist()
     rows, factors = x[order // top_k], weights.flatten()[order, None]
     outputs = x.new_empty(rows.shape)
     start = 0
@@ -33,14 +34,21 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     return placed.view(*chosen.shape, -1).float().sum(dim=1).to(x.dtype)
 
 
+def activated(gate_up: Tensor, experts: Experts) -> Tensor:
+    """gate_up [rows, 2 * width] -> [rows, width]."""
+    gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if experts.is_interleaved else gate_up.chunk(2, dim=-1)
+    if experts.limit is None:
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+
+
 def _one(x: Tensor, experts: Experts, number: int) -> Tensor:
     biases = (experts.gate_up_bias, experts.down_bias)
     gate_up_bias, down_bias = (None if bias is None else bias[number] for bias in biases)
-    gate_up = functional.linear(x, experts.gate_up[number], gate_up_bias)
-    gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if experts.is_interleaved else gate_up.chunk(2, dim=-1)
-    if experts.limit is None:
-        active = functional.silu(gate) * up
-    else:
-        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-        active = (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
-    return functional.linear(active, experts.down[number], down_bias)
+    gate_up = functional.linear(x, _matrix(experts.gate_up, number, x.dtype), gate_up_bias)
+    return functional.linear(activated(gate_up, experts), _matrix(experts.down, number, x.dtype), down_bias)
+
+
+def _matrix(weight: Tensor | StackedWeight, number: int, dtype: torch.dtype) -> Tensor:
+    return dequantize(weight.one(number), dtype) if isinstance(weight, StackedWeight) else weight[number]

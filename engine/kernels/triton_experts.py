@@ -74,6 +74,7 @@ def mix(
 ) -> Tensor:
     """x [num_tokens, hidden] -> the weighted sum of each token's experts, same shape. `weights` and `chosen` are
     what `route` gives; a token chooses an expert at most once."""
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     num_tokens, hidden = x.shape
     top_k, num_experts, width = chosen.shape[1], experts.gate_up.shape[0], experts.down.shape[2]
     pairs = num_tokens * top_k
@@ -81,11 +82,11 @@ def mix(
     rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     chunk = 1024 if pairs <= 1024 else 4096
-    _assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
+    assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
     active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     output = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k}
-    _gate_up_kernel[(_num_blocks(pairs, num_experts, first.rows) * triton.cdiv(width, first.columns),)](
+    _gate_up_kernel[(num_blocks(pairs, num_experts, first.rows) * triton.cdiv(width, first.columns),)](
         active,
         x,
         experts.gate_up,
@@ -110,7 +111,7 @@ def mix(
         num_stages=first.stages,
         **shared,
     )
-    _down_kernel[(_num_blocks(pairs, num_experts, second.rows) * triton.cdiv(hidden, second.columns),)](
+    _down_kernel[(num_blocks(pairs, num_experts, second.rows) * triton.cdiv(hidden, second.columns),)](
         output,
         active,
         experts.down,
@@ -133,13 +134,13 @@ def mix(
     )
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     tile = min(1024, padded(hidden))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
+    sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
         result, output, hidden=hidden, tile=tile, top_k=top_k, num_warps=4
     )
     return result
 
 
-def _num_blocks(pairs: int, num_experts: int, rows: int) -> int:
+def num_blocks(pairs: int, num_experts: int, rows: int) -> int:
     """An upper bound: every expert that is chosen may leave its last block all but empty."""
     return min(pairs, num_experts + pairs // rows)
 
@@ -175,7 +176,7 @@ def _route_kernel(  # noqa: PLR0913
 
 
 @triton.jit(do_not_specialize=["pairs", "num_tokens"])
-def _assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
+def assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
     """Expert e's rows, in order: pair p is choice p % top_k of token p // top_k."""
     expert, step = tl.program_id(0), tl.arange(0, chunk)
     count = 0
@@ -189,7 +190,7 @@ def _assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr)
 
 
 @triton.jit
-def _find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
+def find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
     """(expert, its number of rows, first row) of a block of rows; an expert of `num_experts` or more: none."""
     ids = tl.arange(0, experts)
     blocks = (tl.load(counts + ids, ids < num_experts, other=0) + tile_rows - 1) // tile_rows
@@ -228,7 +229,7 @@ def _gate_up_kernel(  # noqa: PLR0913
 ):
     num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
     block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
+    expert, count, first = find(block, counts, num_experts, experts, tile_rows)
     if expert < num_experts:
         row = first + tl.arange(0, tile_rows)
         live = row < count
@@ -288,7 +289,7 @@ def _down_kernel(  # noqa: PLR0913
 ):
     num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
     block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
+    expert, count, first = find(block, counts, num_experts, experts, tile_rows)
     if expert < num_experts:
         row = first + tl.arange(0, tile_rows)
         live = row < count
@@ -312,7 +313,7 @@ def _down_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _sum_kernel(result, output, hidden: tl.constexpr, tile: tl.constexpr, top_k: tl.constexpr):
+def sum_kernel(result, output, hidden: tl.constexpr, tile: tl.constexpr, top_k: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
     kept = column < hidden
     total = tl.zeros([tile], tl.float32)

@@ -16,7 +16,8 @@ from engine.kernels.metadata import Activations, Linear, Norm, Weight
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.reference_layers import embed
 from engine.kernels.triton_digits import norm_split, silu_split
-from engine.kernels.triton_experts import mix, route
+from engine.kernels.triton_experts import route
+from engine.kernels.triton_experts_codes import mix
 from engine.kernels.triton_linear import linear, pack
 from engine.kernels.triton_quant_digits import has_nibbles, takes_digits
 from engine.kernels.triton_store import coded, largest_of, scale_of

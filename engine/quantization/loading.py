@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.errors import UnsupportedModelError
+from engine.quantization.experts import WEIGHTS, check_experts, expert_names, quantize_experts
 from engine.quantization.modules import QuantizedLinear
 from engine.quantization.online import Plan, linear_names, quantize_layer, share_head, tied_embedding
 
@@ -28,7 +29,9 @@ Tensors = dict[str, Callable[[], Tensor]]
 
 def round_loaded(module: nn.Module, plan: Plan, target: torch.device, dtype: torch.dtype) -> nn.Module:
     """Rounds a model that lies whole in host memory, layer by layer, and moves the rest of it to `target`."""
-    refuse_experts(module)
+    check_experts(module)
+    for name in expert_names(module):
+        quantize_experts(module, name, lambda full: module.get_parameter(full).detach().to(target), plan)
     embedding = tied_embedding(module)
     for name in linear_names(module):
         linear = module.get_submodule(name)
@@ -41,15 +44,18 @@ def round_loaded(module: nn.Module, plan: Plan, target: torch.device, dtype: tor
 
 def fill(module: nn.Module, tensors: Tensors, plan: Plan, target: torch.device, dtype: torch.dtype) -> nn.Module:
     """Gives a skeleton on torch's meta device its tensors. `fits` has said that these are all of them."""
-    refuse_experts(module)
+    check_experts(module)
+    mixtures = expert_names(module)
+    stacked = {f"{name}.{leaf}" for name in mixtures for leaf in WEIGHTS}
     embedding = tied_embedding(module)
     linears = {f"{name}.weight": name for name in linear_names(module)}
     if embedding is not None and plan.scheme_of("lm_head") is not None:
         tensors = {**tensors, "lm_head.weight": tensors.get("lm_head.weight", tensors[f"{embedding}.weight"])}
         tensors.pop(f"{embedding}.weight")
     for name, read in tensors.items():
-        if name not in linears:
+        if name not in linears and name not in stacked:
             set_parameter(module, name, read().to(target, dtype))
+    _fill_experts(module, mixtures, {name: tensors[name] for name in stacked}, plan, (target, dtype))
     for name in sorted(linears, key=lambda n: -module.get_parameter(n).numel()):
         if name in tensors:  # a head that is tied and skipped is not
             weight = tensors[name]().to(target, dtype)
@@ -61,6 +67,15 @@ def fill(module: nn.Module, tensors: Tensors, plan: Plan, target: torch.device, 
         setattr(module.get_submodule("lm_head"), "weight", module.get_parameter(f"{embedding}.weight"))  # noqa: B010
     _report(module)
     return module
+
+
+def _fill_experts(
+    module: nn.Module, mixtures: list[str], tensors: Tensors, plan: Plan, kind: tuple[torch.device, torch.dtype]
+) -> None:
+    for name in mixtures:
+        if not quantize_experts(module, name, lambda full: tensors[full]().to(*kind), plan):
+            for leaf in WEIGHTS:
+                set_parameter(module, f"{name}.{leaf}", tensors[f"{name}.{leaf}"]().to(*kind))
 
 
 def fits(module: nn.Module, tensors: Tensors) -> bool:
@@ -94,15 +109,6 @@ def checkpoint_tensors(folder: Path, stack: ExitStack) -> Tensors:
         file = stack.enter_context(safe_open(path, framework="pt"))
         tensors.update(_readers(file))
     return tensors
-
-
-def refuse_experts(module: nn.Module) -> None:
-    """Raises `UnsupportedModelError`: most of such a model would stay as it is."""
-    if any(parameter.dim() == 3 for name, parameter in module.named_parameters() if "experts" in name):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} is a mixture of experts, whose experts --quantization cannot round yet; leave"
-            " --quantization out"
-        )
 
 
 def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.kernels.quantized import QuantizedWeight
+from engine.kernels.quantized import QuantizedWeight, StackedWeight
 from engine.quantization.checkpoints.layout import CheckpointFormat, Made
+from engine.quantization.experts import expert_names, place_experts
 from engine.quantization.loading import Tensors, fits, set_parameter
 from engine.quantization.modules import QuantizedLinear, ReorderedLinear
 from engine.quantization.online import linear_names, tied_embedding
@@ -108,14 +109,17 @@ def _add_biases(module: nn.Module, stored: StoredModel) -> None:
 
 
 def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
-    linears, as_numbers = set(linear_names(module)), 0
+    linears, mixtures, as_numbers = set(linear_names(module)), expert_names(module), 0
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     for layer in stored.layers:
         made = stored.made(layer, target)
         name = layer + stored.form.target
         weight = made.weight
-        _check_shape(module.get_parameter(name), weight, layer, stored.form)
+        _check_shape(shapes[name], weight, layer, stored.form)
         if layer in linears and isinstance(weight, QuantizedWeight) and _is_served(weight):
             _place(module, layer, weight, made.order)
+        elif isinstance(weight, StackedWeight) and layer.rpartition(".")[0] in mixtures:
+            place_experts(module, layer, weight)
         else:
             set_parameter(module, name, made.dense(dtype))
             as_numbers += 1
@@ -132,11 +136,16 @@ def _place(module: nn.Module, layer: str, weight: QuantizedWeight, order: Tensor
     module.set_submodule(layer, linear if order is None else ReorderedLinear(linear, order))
 
 
-def _check_shape(parameter: Tensor, weight: QuantizedWeight | Tensor, layer: str, form: CheckpointFormat) -> None:
-    shape = tuple(weight.shape) if isinstance(weight, Tensor) else (weight.outputs, weight.inputs)
-    if shape != tuple(parameter.shape):
+def _check_shape(
+    asked: torch.Size, weight: QuantizedWeight | StackedWeight | Tensor, layer: str, form: CheckpointFormat
+) -> None:
+    if isinstance(weight, StackedWeight):
+        shape: tuple[int, ...] = (weight.count, weight.weight.inputs, weight.outputs)
+    else:
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else (weight.outputs, weight.inputs)
+    if shape != tuple(asked):
         raise ModelError(
-            f"{layer} is stored as {form.label} of shape {list(shape)}, but its config asks for {list(parameter.shape)}"
+            f"{layer} is stored as {form.label} of shape {list(shape)}, but its config asks for {list(asked)}"
         )
 
 

@@ -8,8 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine import ModelError
+from engine import EngineConfig, ModelError
 from engine.kernels.quantized import code_values
+from engine.model_loader import load_model
+from engine.quantization.experts import QuantizedExperts
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import add_to_config
@@ -51,6 +53,16 @@ def test_answers_are_those_of_the_dequantized_experts(tmp_path: Path) -> None:
     with make_engine(tmp_path / "model", quantization="mxfp4") as engine:
         engine.add(make_work(engine, "a", PROMPT))
         assert run(engine)["a", 0] == greedy_answer(model, PROMPT)
+
+
+def test_experts_stay_in_four_bits(tmp_path: Path) -> None:
+    make(tmp_path / "model")
+    config = EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32")
+    module = load_model(config, torch.device("cpu"), lambda what, fraction: None).module
+    experts = [part for part in module.modules() if isinstance(part, QuantizedExperts)]
+    assert experts
+    assert all({w.weight.codebook for w in part.weights.values()} == {"fp4"} for part in experts)
+    assert not any(parameter.dim() == 3 for parameter in module.parameters())
 
 
 def test_blocks_without_scales_are_an_error(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UnsupportedModelError
-from engine.kernels.quantized import QuantizedWeight, dequantize, pack_codes
+from engine.kernels.quantized import QuantizedWeight, StackedWeight, dequantize, pack_codes
 
 Parts = Mapping[str, Tensor]
 """One layer's stored tensors, by the ends of their names."""
@@ -16,14 +16,17 @@ Parts = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """`weight` is quantized, or numbers where the engine has no codes for it. `order` [inputs]: column `i` of the
-    weight multiplies input `order[i]`; None: they are in order."""
+    """`weight` is quantized (stacked: of experts), or numbers where the engine has no codes for it. `order` [inputs]:
+    column `i` of the weight multiplies input `order[i]`; None: they are in order."""
 
-    weight: QuantizedWeight | Tensor
+    weight: QuantizedWeight | StackedWeight | Tensor
     order: Tensor | None = None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs], inputs in order."""
+        """[outputs, inputs], inputs in order; of experts [experts, inputs, outputs], as their models have them."""
+        if isinstance(self.weight, StackedWeight):
+            stacked = dequantize(self.weight.weight, dtype)
+            return stacked.view(self.weight.count, self.weight.outputs, -1).transpose(1, 2).contiguous()
         numbers = self.weight.to(dtype) if isinstance(self.weight, Tensor) else dequantize(self.weight, dtype)
         return numbers if self.order is None else numbers[:, torch.argsort(self.order)]
 

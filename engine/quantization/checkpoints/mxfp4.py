@@ -1,4 +1,4 @@
-"""gpt-oss's experts in MXFP4 (OCP Microscaling specification 1.0), which become numbers while loading.
+"""gpt-oss's experts in MXFP4 (OCP Microscaling specification 1.0), which stay as they are.
 
 `…_blocks` uint8 [experts, outputs, inputs / 32, 16]: two E2M1 codes a byte, the earlier in the low bits; `…_scales`
 uint8 [experts, outputs, inputs / 32]: exponents of two, 127 more. The model multiplies by [experts, inputs, outputs].
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from engine.kernels.quantized import code_values
+from engine.kernels.quantized import QuantizedWeight, StackedWeight, pack_codes
 from engine.quantization.checkpoints.layout import Made, Parts
 
 BIAS = 127
+GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,11 @@ class Mxfp4:
         blocks, scales = parts["_blocks"], parts["_scales"]
         if blocks.dim() != 4 or blocks.shape[:3] != scales.shape:
             raise ValueError(f"blocks of shape {list(blocks.shape)} with scales of shape {list(scales.shape)}")
-        return Made(torch.stack([_numbers(*expert) for expert in zip(blocks, scales, strict=True)]))
+        experts, outputs, groups, _ = blocks.shape
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(experts * outputs, groups * GROUP)
+        powers = torch.exp2(scales.float() - BIAS).to(torch.bfloat16).view(experts * outputs, groups)
+        return Made(StackedWeight(QuantizedWeight("fp4", groups * GROUP, GROUP, pack_codes(codes, 4), powers), experts))
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
     return Mxfp4()
-
-
-def _numbers(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Of one expert: bfloat16 [inputs, outputs], exactly."""
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    table = torch.tensor(code_values("fp4"), dtype=torch.bfloat16, device=blocks.device)
-    powers = torch.exp2(scales.float() - BIAS).to(torch.bfloat16)
-    return (table[codes.int()] * powers[..., None]).flatten(1).T.contiguous()

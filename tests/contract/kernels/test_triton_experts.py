@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import Experts, reference_experts, triton_experts
+from engine.config import Quantization
+from engine.kernels import Experts, StackedWeight, reference_experts, triton_experts, triton_layers
+from engine.quantization.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 
 EXPERTS, HIDDEN, WIDTH = 6, 40, 24
@@ -63,6 +65,7 @@ def test_rows_of_one_expert_span_several_blocks_in_half_precision() -> None:
     logits[:, 1] = 50.0
     weights, chosen = reference_experts.route(logits, 2, renormalize=False)
     mixed = triton_experts.mix(x, weights, chosen, experts)
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     wide = Experts(experts.gate_up.float(), experts.down.float())
     expected = reference_experts.mix(x.float(), weights, chosen, wide)
     torch.testing.assert_close(mixed.float(), expected, rtol=3e-2, atol=0.02 * float(expected.abs().max()))
@@ -74,3 +77,30 @@ def test_tiles_fit_the_shared_memory_of_small_devices() -> None:
             gate_up, down = triton_experts.expert_tiles(pairs, 128, element_bytes)
             assert (gate_up.rows + 2 * gate_up.columns) * gate_up.depth * element_bytes * gate_up.stages <= 100 << 10
             assert (down.rows + down.columns) * down.depth * element_bytes * down.stages <= 100 << 10
+
+
+@pytest.mark.parametrize("name", ["sym_int4", "asym_int4", "fp6", "mxfp4", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("like_gpt_oss", [False, True])
+def test_experts_in_few_bits_equal_their_twin(name: Quantization, like_gpt_oss: bool) -> None:
+    torch.manual_seed(0)
+    hidden, width, tokens = 96, 64, 7
+    how = scheme(name, fp8_dtype="e4m3", group_size=32)
+
+    def stack(outputs: int, inputs: int) -> StackedWeight:
+        made = quantize(draw(EXPERTS * outputs, inputs), how)
+        assert made is not None
+        return StackedWeight(made, EXPERTS)
+
+    experts = Experts(
+        gate_up=stack(2 * width, hidden),
+        down=stack(hidden, width),
+        gate_up_bias=draw(EXPERTS, 2 * width) if like_gpt_oss else None,
+        down_bias=draw(EXPERTS, hidden) if like_gpt_oss else None,
+        is_interleaved=like_gpt_oss,
+        limit=3.0 if like_gpt_oss else None,
+    )
+    x = draw(tokens, hidden)
+    weights, chosen = reference_experts.route(draw(tokens, EXPERTS), 2, renormalize=True)
+    wanted = reference_experts.mix(x, weights, chosen, experts)
+    result = triton_layers.mix(x, weights, chosen, experts)
+    torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
