@@ -122,7 +122,21 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """
 
 
-ToInstance = Prefill | Decode | Generate | Pool | Cancel | SnapshotRequest | Heartbeat
+class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
+    """`ticket.source` leaves: fetch its hottest blocks, as far as they are missing here. Fetch even if none is: the
+    source waits for it."""
+
+    ticket: Ticket
+    names: list[BlockName]
+
+
+class Heirs(msgspec.Struct, frozen=True, tag="heirs"):
+    """The answer to `HotBlocks`: what instances have been told to adopt. Empty: there is nobody."""
+
+    tickets: list[TicketId]
+
+
+ToInstance = Prefill | Decode | Generate | Pool | Cancel | SnapshotRequest | Heartbeat | Adopt | Heirs
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -232,7 +246,16 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     messages: list[Answer]
 
 
-ToRouter = Batch | Answer | Snapshot | LoadReport
+class HotBlocks(msgspec.Struct, frozen=True, tag="hot_blocks", kw_only=True):
+    """This instance leaves, and would hand these on within `timeout_s`; the hottest first, parents before children."""
+
+    instance: InstanceId
+    generation: Generation
+    names: list[BlockName]
+    timeout_s: float
+
+
+ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

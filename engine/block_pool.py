@@ -41,6 +41,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
         self._blocks: dict[BlockName, int] = {}
+        self._hits = [0] * num_blocks
+        """Since the block got its name."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._events: list[BlockEvent] = []
 
@@ -63,6 +65,12 @@ class BlockPool:
 
     def cached_names(self) -> list[BlockName]:
         return list(self._blocks)
+
+    def hot_names(self, limit: int) -> list[BlockName]:
+        """Those found most often, then those used last; a prefix before what follows it."""
+        age = {block: number for number, block in enumerate(reversed(self._free), 1)}  # owned ones are in use now
+        cached = sorted(self._blocks.items(), key=lambda item: (-self._hits[item[1]], age.get(item[1], 0)))
+        return [name for name, _ in cached[:limit]]
 
     def match(self, names: Iterable[BlockName]) -> list[int]:
         """The blocks of the longest cached prefix. Owns nothing: call `share` before anything else."""
@@ -118,6 +126,7 @@ class BlockPool:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
+            self._hits[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
         """Blocks without content, owned once; None, and nothing taken, when there are too few."""
@@ -150,6 +159,7 @@ class BlockPool:
             if name not in self._blocks and self._names[block] is None:
                 self._blocks[name] = block
                 self._names[block] = name
+                self._hits[block] = 0
                 stored.append(name)
         if stored:
             self._record(BlocksStored(stored))

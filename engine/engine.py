@@ -281,6 +281,10 @@ class Engine:
     def cached_names(self) -> list[BlockName]:
         return self._pool.cached_names()
 
+    def hot_names(self, limit: int) -> list[BlockName]:
+        """Of the device tier, the most wanted first."""
+        return self._pool.hot_names(limit)
+
     def host_names(self) -> list[BlockName]:
         """What the host tier keeps."""
         return self._host.tier.names() if self._host.tier is not None else []

@@ -37,6 +37,7 @@ class Fabric:
     """Every instance sends and receives at its own speed; a transfer takes both ends' links."""
 
     def __init__(self, *, bytes_per_token: int, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
         self._seconds_per_token = bytes_per_token / bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._handoffs: dict[TicketId, _Handoff] = {}

@@ -10,7 +10,7 @@ from bench.simulation.engine import SimulatedEngine, Stream
 from bench.simulation.fabric import Arrival, Fabric
 from bench.simulation.measures import Distribution
 from contracts.events import BlockEvent, EventBatch
-from contracts.identity import RequestId
+from contracts.identity import InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus, Load
 from contracts.messages import (
     Cancel,
@@ -57,6 +57,8 @@ class SimulatedInstance:
         self._held: dict[RequestId, Stream] = {}
         """Streams whose blocks wait to be fetched."""
         self._num_pulls = 0
+        self._peers: dict[InstanceId, None] = {}
+        """Those that blocks have come from."""
         self._fabric.caches[record.instance] = self.engine.cache
         self._sequence = 0
         self._reported: Load | None = None
@@ -88,7 +90,10 @@ class SimulatedInstance:
                     instance=self.record.instance,
                     generation=self.record.generation,
                     load=load,
-                    links=list[LinkStatus](),
+                    links=[
+                        LinkStatus(peer=peer, transport="simulated", bytes_per_second=self._fabric.bytes_per_s)
+                        for peer in self._peers
+                    ],
                     draining=self.record.draining,
                 )
             )
@@ -110,6 +115,7 @@ class SimulatedInstance:
 
     def on_reserved(self, sequence: Stream) -> None:
         ticket = self._tickets[sequence.request_id]
+        self._peers[ticket.source] = None
         self._fabric.reserved(ticket, sequence.cached, lambda arrival: self._arrived(sequence, arrival))
 
     def on_chunk(self, sequence: Stream) -> None:
@@ -168,6 +174,7 @@ class SimulatedInstance:
     def _pull(self, stream: Stream, pull: Pull) -> None:
         """What the source has by now comes first; the prompt is added then."""
         own, source = self.engine.cache, self._fabric.caches[pull.ticket.source]
+        self._peers[pull.ticket.source] = None
         names = list(stream.names[: pull.num_blocks])
         missing = names[own.match(names) : source.match(names)]
         self._num_pulls += 1

@@ -46,7 +46,7 @@ spec:
       runtimeClassName: {{ . }}
       {{- end }}
       # The drain: no new work, requests end or are handed over, leases run out. preStop waits for it; SIGTERM is the same.
-      {{- $drain := add $pool.drainTimeoutSeconds $values.kvTransfer.leaseSeconds 10 }}
+      {{- $drain := add $pool.drainTimeoutSeconds $values.kvTransfer.leaseSeconds (ceil $values.engine.drainHandoverS | int) 10 }}
       terminationGracePeriodSeconds: {{ add $drain 20 }}
       securityContext:
         {{- toYaml $values.podSecurityContext | nindent 8 }}

@@ -1,8 +1,8 @@
 """How an instance stops taking work: asked by a signal, or by an operator over HTTP.
 
 The registry says so first, so that whoever looks sees it; then what runs gets its time to end, what does not is handed
-over (its router replays it elsewhere), and blocks under a lease are waited for. Whether the process ends afterwards
-is for the caller to choose.
+over (its router replays it elsewhere), blocks under a lease are waited for, and hot ones handed on. Whether the process
+ends afterwards is for the caller to choose.
 """
 
 import asyncio
@@ -36,7 +36,11 @@ class Draining:
         announce: Callable[[], Awaitable[None]],
         request_stop: Callable[[str], None],
         timeout_s: float,
+        hand_on: Callable[[], Awaitable[None]],
     ) -> None:
+        """`hand_on`: called once, when all requests have ended; it bounds itself."""
+        self._hand_on = hand_on
+        self._handing: asyncio.Task[None] | None = None
         self._serving = serving
         self._announce = announce
         self._request_stop = request_stop
@@ -59,6 +63,9 @@ class Draining:
     async def finish(self) -> None:
         """Returns when nothing is left."""
         await self._serving.drain(self._timeout_s)
+        if self._handing is None:
+            self._handing = asyncio.create_task(_all_of(self._hand_on), name="handover")
+        await asyncio.shield(self._handing)
 
     async def ask(self, *, exit_afterwards: bool) -> None:
         """An operator's wish: begins now, and goes on after this returns."""
@@ -67,3 +74,7 @@ class Draining:
             self._request_stop("drained on request")
         elif self._task is None:
             self._task = asyncio.create_task(self.finish(), name="drain")
+
+
+async def _all_of(action: Callable[[], Awaitable[None]]) -> None:
+    await action()

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from contracts.identity import new_generation
 from contracts.instance import InstanceRecord, LinkStatus, Load, Role
-from contracts.messages import ToInstance
+from contracts.messages import Adopt, Heirs, ToInstance
 from engine import Engine, EngineError, EngineStats
 from engine.pooling.engine import PoolingEngine
 from kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
@@ -35,6 +35,7 @@ from services.instance.draining import Draining
 from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
 from services.instance.engine_thread import EngineThread, Turn
 from services.instance.errors import EngineBroken, InstanceError, StartFailed
+from services.instance.handover import Handover
 from services.instance.health import Health, create_app
 from services.instance.membership import Membership
 from services.instance.metrics import EngineCollector, TransferMetrics
@@ -107,6 +108,7 @@ class InstanceProcess:
         self._counter = TransferMetrics(self._metrics)
         self._engine_thread = engine_thread(settings, role)
         self._transfer: TransferNode | None = None
+        self._handover: Handover | None = None
         self._started_at = time.monotonic()
 
     @property
@@ -167,9 +169,20 @@ class InstanceProcess:
         )
         await transfer.start()
         thread = cast("EngineThread[Engine]", self._engine_thread)  # it is the one that has just built `engine`
-        lifecycle.on_stop("sharing", Sharing(thread, transfer).close)
+        sharing = Sharing(thread, transfer)
+        lifecycle.on_stop("sharing", sharing.close)
         lifecycle.on_stop("transfer", transfer.close)
         puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=self._counter)
+        self._handover = Handover(
+            identity,
+            engine=thread,
+            router=self._rpc,
+            sharing=sharing,
+            puller=puller,
+            timeout_s=settings.drain_handover_s,
+            max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
+        )
+        lifecycle.on_stop("adoptions", self._handover.close)
         parts = Parts(thread, transfer, self._rpc, self._counter, puller)
         return Serving(
             identity,
@@ -202,8 +215,19 @@ class InstanceProcess:
             lifecycle.fail(error)
 
         self._engine_thread.attach(on_turn=serving.on_turn, on_broken=on_broken)
-        await self._rpc.start(serving.on_message, serving.on_router_lost)
+        await self._rpc.start(self._on_message, serving.on_router_lost)
         lifecycle.on_stop("rpc", self._rpc.close)
+
+    def _on_message(self, router: RouterId, message: ToInstance) -> None:
+        match message:
+            case Adopt() if self._handover is not None and not self._serving.is_draining:
+                self._handover.on_adopt(message)
+            case Heirs() if self._handover is not None:
+                self._handover.on_heirs(message)
+            case Adopt() | Heirs():
+                return
+            case _:
+                self._serving.on_message(router, message)
 
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
         """Returns what renews the record at once."""
@@ -228,8 +252,9 @@ class InstanceProcess:
             announce=announce,
             request_stop=lifecycle.request_stop,
             timeout_s=settings.drain_timeout_s,
+            hand_on=self._handover.hand_on if self._handover is not None else _nobody_to_tell,
         )
-        deadline_s = settings.drain_timeout_s + settings.kv_lease_s + 5.0
+        deadline_s = settings.drain_timeout_s + settings.kv_lease_s + settings.drain_handover_s + 5.0
         lifecycle.on_stop("requests", draining.finish, deadline_s=deadline_s)
         lifecycle.on_stop("admission", draining.begin, deadline_s=3.0)
 

@@ -53,11 +53,14 @@ class Puller:
         arrived = await self.adopt(pull.ticket, names, span=request.span)
         request.pulled = Pulled(pull.ticket.source, arrived * size, self._clock() - began)
 
-    async def adopt(self, ticket: Ticket, names: Sequence[BlockName], *, span: Span = NO_SPAN) -> int:
-        """Number of blocks that came. Never raises but for a cancellation."""
+    async def adopt(
+        self, ticket: Ticket, names: Sequence[BlockName], *, span: Span = NO_SPAN, is_awaited: bool = False
+    ) -> int:
+        """Number of blocks that came. Never raises but for a cancellation. `is_awaited`: the source waits to be asked,
+        even for nothing."""
         import_id = RequestId(f"import:{ticket.ticket}")
         wanted = await self._begin(import_id, names)
-        if not wanted:
+        if not wanted and not is_awaited:
             return 0
         arrived: list[BlockName] = []
         try:

@@ -193,6 +193,11 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(description="time for running requests to end after SIGTERM or POST /admin/drain", ge=0)
     ] = 30.0
 
+    drain_handover_s: Annotated[
+        float, Meta(description="time after that for another instance to fetch the hottest blocks; 0: none", ge=0)
+    ] = 5.0
+    drain_handover_gb: Annotated[float, Meta(description="GiB of blocks that are handed on at most", ge=0)] = 4.0
+
     threads: Annotated[
         int | None,
         Meta(description="CPU threads for the model (default: torch's choice)", ge=1, extra={"group": "process"}),

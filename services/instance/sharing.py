@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from contracts.identity import BlockName, RequestId
+from contracts.identity import BlockName, RequestId, TicketId
 from contracts.messages import Ticket
 from kvtransfer.errors import LocalTransferError
 from services.instance.engine_thread import EngineCalls
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARES = 32
 """At once. More are refused, so that those who ask compute instead of waiting."""
+
+
+MAX_REMEMBERED = 1024
 
 
 class AskedPort(SourcePort, Protocol):
@@ -34,7 +37,12 @@ class Sharing:
         self._transfer = transfer
         self._max_shares = max_shares
         self._shares: set[asyncio.Task[None]] = set()
+        self._awaited: dict[TicketId, asyncio.Event] = {}
         transfer.on_fetch(self._begin)
+
+    async def ended(self, ticket: TicketId) -> None:
+        """Returns when the blocks of this ticket, which somebody has been told to ask for, were read."""
+        await self._awaited.setdefault(ticket, asyncio.Event()).wait()
 
     async def close(self) -> None:
         """After the transfer node has closed, which ends all shares."""
@@ -67,4 +75,7 @@ class Sharing:
 
     async def _let_go(self, ticket: Ticket, pin_id: RequestId) -> None:
         await self._transfer.released(ticket.ticket)
+        self._awaited.setdefault(ticket.ticket, asyncio.Event()).set()
+        while len(self._awaited) > MAX_REMEMBERED:
+            del self._awaited[next(iter(self._awaited))]
         self._engine.post(lambda engine: engine.unpin(pin_id))

@@ -20,6 +20,8 @@ from contracts.messages import (
     Batch,
     Failed,
     HandoffReport,
+    Heirs,
+    HotBlocks,
     LoadReport,
     Pooled,
     PrefillReport,
@@ -29,6 +31,7 @@ from contracts.messages import (
     ToRouter,
 )
 from services.router.block_index import BlockIndex, Match
+from services.router.heirs import bequeath
 from services.router.member import Link, Member
 from services.router.placement import UNMEASURED_TOKENS_PER_S, Candidate, ClusterView
 
@@ -246,6 +249,8 @@ class Cluster:
                 self._on_load(member, message)
             case Snapshot():
                 self._on_snapshot(member, message)
+            case HotBlocks():
+                self._on_hot_blocks(member, message)
 
     def _deliver(self, member: Member, answer: Answer) -> None:
         share = member.shares.get(answer.request_id)
@@ -305,6 +310,17 @@ class Cluster:
             subscriber.rebase(applied)
         if self.index.is_waiting(member.record.instance):
             member.send(SnapshotRequest())
+
+    def _on_hot_blocks(self, member: Member, hot: HotBlocks) -> None:
+        """It leaves: another instance of its pool is told to fetch them."""
+        if hot.generation != member.record.generation:
+            return
+        found = bequeath(member, hot, self.members())
+        if found is not None:
+            heir, adopt = found
+            logger.info("%s takes over %d blocks of %s", heir.record.instance, len(adopt.names), hot.instance)
+            heir.send(adopt)
+        member.send(Heirs([found[1].ticket.ticket] if found is not None else []))
 
     def _notify(self) -> None:
         self.version += 1

@@ -7,6 +7,7 @@ computing costs tokens over the measured rate. A fetch must be cheaper by a marg
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
+from statistics import median_low
 from typing import Literal, Protocol
 
 from contracts.identity import InstanceId
@@ -18,7 +19,7 @@ LATENCY_S = 0.004
 """From the decision to the first block: asking the source's engine between two of its steps, and the connection."""
 LOCAL_BYTES_PER_S = 2e9
 REMOTE_BYTES_PER_S = 1e9
-"""Of links that nobody has measured yet, inside one machine and between two."""
+"""Where no link of either end has been measured yet, inside one machine and between two."""
 LARGEST_PRICE = 0.7
 """Of the time that a fetch saves, for what it costs."""
 MAX_SOURCES = 4
@@ -45,6 +46,8 @@ class Holder(Protocol):
     def held_tokens(self) -> int: ...
     @property
     def layout(self) -> KVLayout: ...
+    @property
+    def link_speeds(self) -> Mapping[InstanceId, float]: ...
 
 
 class Reader(Holder, Protocol):
@@ -52,8 +55,6 @@ class Reader(Holder, Protocol):
     def own_tokens(self) -> int: ...
     @property
     def tokens_per_s(self) -> float: ...
-    @property
-    def link_speeds(self) -> Mapping[InstanceId, float]: ...
 
 
 def best_holders(candidates: Iterable[Holder]) -> list[Holder]:
@@ -84,8 +85,12 @@ def plan_pull(
 
 
 def link_speed(reader: Reader, holder: Holder) -> float:
-    """Bytes a second, as the reader measured it; else what may be expected."""
-    measured = reader.link_speeds.get(holder.instance, 0.0)
+    """Bytes a second, as the reader measured it, or the holder the other way round, as in a handoff; else as either's
+    links are in the median."""
+    measured = reader.link_speeds.get(holder.instance, 0.0) or holder.link_speeds.get(reader.instance, 0.0)
     if measured > 0:
         return measured
+    others = [speed for end in (reader, holder) for speed in end.link_speeds.values() if speed > 0]
+    if others:
+        return median_low(others)
     return LOCAL_BYTES_PER_S if reader.machine == holder.machine else REMOTE_BYTES_PER_S

@@ -91,3 +91,24 @@ def test_only_an_instance_can_be_drained_and_errors_are_one_line(llama: Path) ->
     assert refused.stderr.count("\n") == 1 and "does not answer" in refused.stderr
     wrong = run_baton("rotate", "decode", "--registry", "memory://127.0.0.1:1")
     assert wrong.returncode == 2 and "ask that with --url" in wrong.stderr
+
+
+def test_an_instance_that_leaves_hands_its_hot_blocks_on(llama: Path) -> None:
+    """To another one of its pool, which then finds the prefix in its own cache."""
+    prompt = [7 + (13 * i) % 200 for i in range(300)]
+    with Cluster(llama, prefill=2, args=(*FLAGS, "--kv-pull", "never")) as cluster:
+
+        def ask() -> dict[str, Any]:
+            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+            answer = cluster.client.post("/v1/completions", json=body, headers={"x-baton-explain": "1"}).json()
+            return {**answer["baton"], "text": answer["choices"][0]["text"]}
+
+        first = ask()
+        before = {i["instance"]: i["http_address"] for i in cluster.instances("prefill")}
+        httpx.post(f"http://{before.pop(first['prefill'])}/admin/drain?exit=0").raise_for_status()
+        ((heir, address),) = before.items()
+        wait_until(lambda: "blocks of an instance that leaves" in cluster.log(), timeout_s=20, what="an heir")
+        assert cluster.metrics(address)["baton:kv_bytes_total"] > 0
+        again = ask()
+        assert (again["prefill"], again["text"]) == (heir, first["text"])
+        assert again["cached_tokens"]["device"] >= 288

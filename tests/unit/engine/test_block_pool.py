@@ -118,3 +118,17 @@ def test_without_caching_nothing_is_ever_matched() -> None:
     pool.register([name(1)], blocks)
     assert pool.match([name(1)]) == []
     assert pool.take_events() == []
+
+
+def test_the_hottest_are_those_found_most_often_then_those_used_last() -> None:
+    pool = BlockPool(8)
+    for number in (1, 3, 5):
+        blocks = pool.allocate(2)
+        assert blocks
+        pool.register([name(number), name(number + 1)], blocks)
+        pool.release(blocks)
+    found = pool.match([name(3)])
+    pool.share(found)
+    pool.release(found)
+    assert pool.hot_names(9) == [name(3), name(5), name(6), name(4), name(1), name(2)]
+    assert pool.hot_names(1) == [name(3)]

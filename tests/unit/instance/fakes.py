@@ -147,6 +147,9 @@ class FakeEngine:
     def end_import(self, import_id: RequestId, received: Sequence[BlockName]) -> None:
         self._ask("end_import", import_id, list(received))
 
+    def hot_names(self, limit: int) -> list[BlockName]:
+        return [name(1), name(2)][:limit]
+
     def host_names(self) -> list[BlockName]:
         return [BlockName(b"h" * 16)]
 

@@ -27,7 +27,11 @@ def draining(log: list[str]) -> tuple[Draining, FakeServing]:
     async def announce() -> None:
         log.append("announce")
 
-    return Draining(serving, announce=announce, request_stop=log.append, timeout_s=7.0), serving
+    async def hand_on() -> None:
+        log.append("hand on")
+
+    made = Draining(serving, announce=announce, request_stop=log.append, timeout_s=7.0, hand_on=hand_on)
+    return made, serving
 
 
 def test_new_work_is_refused_before_the_registry_is_told() -> None:
@@ -56,5 +60,20 @@ def test_a_drain_with_exit_ends_the_process_and_one_without_waits_here() -> None
         assert d.state == "drained"
         await d.ask(exit_afterwards=True)
         assert log[-1] == "drained on request"
+
+    run(scenario())
+
+
+def test_hot_blocks_are_handed_on_once_when_all_requests_have_ended() -> None:
+    async def scenario() -> None:
+        log: list[str] = []
+        d, serving = draining(log)
+        first = asyncio.create_task(d.finish())
+        await settle()
+        assert "hand on" not in log
+        serving.idle.set()
+        await first
+        await d.finish()
+        assert log.count("hand on") == 1
 
     run(scenario())

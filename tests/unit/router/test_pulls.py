@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from contracts.identity import InstanceId
 from contracts.layout import KVLayout
 from services.router.placement import Candidate, ClusterView, Demand, NoCapacity, Placement, PlacementPolicy, place
-from services.router.pulls import LATENCY_S, LOCAL_BYTES_PER_S, best_holders, plan_pull
+from services.router.pulls import LATENCY_S, LOCAL_BYTES_PER_S, best_holders, link_speed, plan_pull
 
 LAYOUT = KVLayout(fingerprint="f", num_layers=4, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="bfloat16")
 
@@ -53,6 +53,13 @@ def test_a_slow_link_a_fast_instance_or_few_tokens_are_not_worth_it() -> None:
     assert plan_pull(replace(P0, prefill_tokens_per_s=1e7), [D0], num_tokens=5000) is None
     assert plan_pull(replace(P0, cached_tokens=3984), [D0], num_tokens=5000) is None
     assert plan_pull(P0, [D0], num_tokens=5000, policy="never") is None
+
+
+def test_a_link_is_as_fast_as_the_handoffs_over_it_or_as_others() -> None:
+    handed = replace(D0, link_speeds={P0.instance: 3e9, P1.instance: 1e9})
+    assert link_speed(P0, handed) == 3e9
+    assert link_speed(candidate("p2"), handed) == 1e9
+    assert link_speed(P0, P1) == LOCAL_BYTES_PER_S
 
 
 def test_a_faster_link_may_beat_a_longer_prefix() -> None:

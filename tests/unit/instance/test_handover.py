@@ -1,0 +1,67 @@
+import asyncio
+
+from contracts.identity import TicketId
+from contracts.messages import Adopt, Heirs, HotBlocks
+from services.instance.handover import Handover
+from services.instance.pulling import Puller
+from services.instance.sharing import Sharing
+from services.unified.handler import UnifiedHandler
+from tests.unit.instance.fakes import IDENTITY, Bench, Fetched, NoPulls, name, run, settle, ticket
+
+
+def handover_of(*, timeout_s: float = 5.0) -> tuple[Bench, Handover]:
+    b = Bench(lambda b: UnifiedHandler(b.calls, NoPulls()))
+    handover = Handover(
+        IDENTITY,
+        engine=b.calls,
+        router=b.router,
+        sharing=Sharing(b.calls, b.transfer),
+        puller=Puller(b.calls, b.transfer, block_tokens=4, counter=b.transfer),
+        timeout_s=timeout_s,
+        max_blocks=8,
+    )
+    return b, handover
+
+
+def test_hot_blocks_are_offered_and_waited_for_until_they_were_read() -> None:
+    async def test() -> None:
+        b, handover = handover_of()
+        leaving = asyncio.create_task(handover.hand_on())
+        await settle()
+        (hot,) = b.router.answers()
+        assert isinstance(hot, HotBlocks)
+        assert hot.names == [name(1), name(2)]
+        handover.on_heirs(Heirs([TicketId("t")]))
+        b.transfer.ask(ticket(), hot.names)
+        await settle()
+        assert not leaving.done()
+        b.transfer.release.set_result("received")
+        await leaving
+
+    run(test())
+
+
+def test_nobody_to_inherit_or_no_answer_delays_nothing_for_long() -> None:
+    async def test() -> None:
+        _, handover = handover_of()
+        leaving = asyncio.create_task(handover.hand_on())
+        await settle()
+        handover.on_heirs(Heirs([]))
+        await leaving
+        _, late = handover_of(timeout_s=0.01)
+        await late.hand_on()
+
+    run(test())
+
+
+def test_an_heir_asks_even_if_it_lacks_nothing() -> None:
+    async def test() -> None:
+        b, handover = handover_of()
+        b.engine.num_imported = 0
+        handover.on_adopt(Adopt(ticket=ticket(), names=[name(1)]))
+        await settle()
+        assert b.transfer.asked == [("fetch", [])]
+        b.transfer.fetched.set_result(Fetched(b""))
+        await handover.close()
+
+    run(test())
