@@ -61,7 +61,8 @@ class Handover:
                 self._router.send(routers[0], hot)
                 tickets = await self._heirs
                 await asyncio.gather(*(self._sharing.ended(ticket) for ticket in tickets))
-                logger.info("hot blocks are handed on", extra={"blocks": len(names), "heirs": len(tickets)})
+                if tickets:
+                    logger.info("hot blocks are handed on", extra={"blocks": len(names)})
         except TimeoutError:
             logger.warning("hot blocks were not handed on within %g s", self._timeout_s)
         except InstanceError as exc:
