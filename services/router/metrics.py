@@ -108,6 +108,10 @@ class RouterMetrics:
     def between_tokens(self, seconds: float) -> None:
         self._tpot.observe(seconds)
 
+    @property
+    def generated_tokens(self) -> int:
+        return int(self._generation_tokens.value)
+
     def generated(self, num_tokens: int) -> None:
         self._generation_tokens.value += num_tokens
 

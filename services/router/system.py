@@ -57,6 +57,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     pools: dict[str, int]
     registry_connected: bool
     requests_in_flight: int
+    generated_tokens: int
+    """Since this router was started."""
     instances: list[InstanceHealth]
 
 
@@ -78,6 +80,7 @@ def health(frontend: Frontend) -> Health:
         pools=pools,
         registry_connected=cluster.is_registry_connected(),
         requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings),
         instances=[_instance_health(member) for member in ready],
     )
 
