@@ -250,7 +250,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"])
     parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
     parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")
-    parser.add_argument("--batch-mib", nargs="+", type=int, default=[64])
+    parser.add_argument("--batch-mib", nargs="+", type=int, default=[128])
     parser.add_argument("--ring-mib", type=int, default=256)
     parser.add_argument("--block-kib", type=int, default=8192)
     parser.add_argument("--scattered", action="store_true", help="a prompt's blocks are nowhere neighbours")

@@ -72,7 +72,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
     window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 16 << 20
     batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
-    device_batch_bytes: Annotated[int, Meta(ge=1, description="as batch_bytes, of a device's blocks")] = 64 << 20
+    device_batch_bytes: Annotated[
+        int, Meta(ge=1, description="as batch_bytes, of a device's blocks; half of it where a message is staged")
+    ] = 128 << 20
     device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 512 << 20
     ring_bytes: Annotated[int, Meta(ge=1, description="pinned memory of one connection between devices")] = 256 << 20
     inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20

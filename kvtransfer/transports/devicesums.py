@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtransfer.transports.devicecopy import DeviceBlocks, index_of
+from kvtransfer.transports.devicecopy import DeviceBlocks, index_of, is_run
 
 PRODUCT_BYTES = 32 << 20
 """Memory for products, of neighbours that are summed up together."""
@@ -33,7 +33,11 @@ def start_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> 
     """int64 `[len(chosen)]` in host memory: there when the current stream has come so far."""
     words = blocks.tensor.view(torch.int64)
     if sample:
-        some = words[:, :: max(words.shape[1] // SAMPLE_WORDS, 1)].index_select(0, index_of(chosen, blocks.device))
+        some = words[:, :: max(words.shape[1] // SAMPLE_WORDS, 1)]
+        if is_run(chosen):
+            some = some[chosen[0] : chosen[0] + len(chosen)]
+        else:
+            some = some.index_select(0, index_of(chosen, blocks.device))
         sums = (some * weights(some.shape[1], blocks.device)).sum(1)
     else:
         factors = weights(words.shape[1], blocks.device)

@@ -34,7 +34,8 @@ class DeviceOutlet:
 
     def __init__(self, offer: Offer, thread: PairThread, blocks: DeviceBlocks, settings: TransferSettings) -> None:
         self.offer = offer
-        self.batch_bytes = settings.device_batch_bytes
+        is_staged = offer.dialect.endswith(STAGED)
+        self.batch_bytes = max(settings.device_batch_bytes // 2, 1) if is_staged else settings.device_batch_bytes
         self.taper_bytes: int | None = None
         self.window_bytes: int | None = settings.device_window_bytes
         self._mode = settings.checksum
