@@ -271,6 +271,7 @@ class Flight:
             max_new_tokens=self.job.sampling.max_tokens - len(sequences[0].token_ids),
             avoid=self._avoid,
             keep_decode=self._keep_decode,
+            itl_s=self.arrival.slo.itl_s,
         )
         placement = place(demand, self._cluster.view(naming.names, self.job.model, self.job.lora), self._rules.policy)
         if isinstance(placement, NoCapacity):

@@ -45,6 +45,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that failed this request before."""
     keep_decode: InstanceId | None = None
     """Where blocks of this request have arrived already."""
+    itl_s: float | None = None
+    """The longest time between tokens that was promised; those who write beside it are taken to want the same."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +223,17 @@ def _split(
     if prefill is None or decode.uncached(demand.num_tokens) < policy.disaggregation_min_tokens:
         return _alone("decode_only", decode, demand)
     ttft_s = prefill.time_to_first_token_s(demand.num_tokens)
+    alone = _alone("decode_only", decode, demand)
+    if alone.predicted_ttft_s < ttft_s and _bears(decode, demand):
+        return alone
     return Placement(decision="disaggregated", prefill=prefill, decode=decode, predicted_ttft_s=ttft_s)
+
+
+def _bears(decode: Candidate, demand: Demand) -> bool:
+    """Whether the prompt, computed beside the answers written there, keeps the promised time between tokens."""
+    if demand.itl_s is None or not decode.next_step_s or not decode.prefill_tokens_per_s:
+        return False
+    return decode.next_step_s + decode.time_to_first_token_s(demand.num_tokens) <= demand.itl_s
 
 
 def _alone(decision: Decision, candidate: Candidate, demand: Demand) -> Placement:

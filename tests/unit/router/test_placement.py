@@ -115,6 +115,18 @@ def test_a_short_uncached_prompt_stays_on_decode() -> None:
     assert chosen(short, P0, D0)[0] == "disaggregated"
 
 
+def test_a_prompt_goes_past_a_busy_prefill_where_the_promised_pace_bears_it() -> None:
+    """400 tokens take 0.4 s; a decode step 0.1 s."""
+    busy, decode = replace(P0, queued_tokens=1000), replace(D0, next_step_s=0.1)
+    relaxed = replace(LONG, itl_s=0.6)
+    assert chosen(relaxed, busy, decode) == ("decode_only", "", "d0")
+    assert chosen(relaxed, P0, decode)[0] == "disaggregated", "no faster there"
+    assert chosen(replace(LONG, itl_s=0.49), busy, decode)[0] == "disaggregated", "answers there would stall"
+    assert chosen(LONG, busy, decode)[0] == "disaggregated", "nothing was promised"
+    assert chosen(relaxed, busy, replace(decode, queued_tokens=200))[0] == "disaggregated", "another prompt is there"
+    assert chosen(relaxed, busy, D0)[0] == "disaggregated", "its pace is not known"
+
+
 def test_an_empty_pool_leaves_the_work_to_the_other() -> None:
     assert chosen(LONG, D0) == ("decode_only", "", "d0")
     assert chosen(LONG, U0) == ("unified", "", "u0")
