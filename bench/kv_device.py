@@ -5,7 +5,8 @@
 8B-shaped KV: blocks of 8 MiB. Limits: one large NCCL message at a time (`oneccl`), a pinned copy one way (`usm`,
 `zeromq`). Every byte of every transfer is checked on the device where it lands. Exposed: the producer publishes the
 prompt chunk by chunk while its device multiplies matrices for as long as prefill would, then says `finish`; exposed is
-the time from there to the end of the fetch. With one device both processes share it; with `cpu` the paths run.
+the time from there to the end of the fetch. With `--tail-parts` the last chunk leaves in so many groups of layers
+while the later ones are computed. With one device both processes share it; with `cpu` the paths run.
 """
 
 import argparse
@@ -95,23 +96,29 @@ async def throughput(pair: Pair, concurrency: int, num_blocks: int, digest: Sequ
     await asyncio.gather(*(_fetch(pair, ticket, i * each, each) for i, ticket in enumerate(tickets)))
     seconds = time.perf_counter() - began
     await pair.order(msgspec.structs.replace(order, op="released"))
-    count = each * concurrency
-    found, where = pair.memory.digest(), [place for _, place in pair.places(0, count)]
-    if [found[place] for place in where] != [digest[place] for place in where]:
-        raise SystemExit("wrong bytes arrived")
+    _compare(pair, each * concurrency, digest)
     return seconds
 
 
-async def exposed(pair: Pair, num_blocks: int, seconds: float) -> float:
+async def exposed(pair: Pair, num_blocks: int, seconds: float, parts: int, digest: Sequence[int]) -> float:
     """Seconds from the producer's `finish` to the end of the fetch."""
-    order = Order(op="open", tickets=pair.tickets(1), blocks_each=num_blocks, seconds=seconds)
+    order = Order(op="open", tickets=pair.tickets(1), blocks_each=num_blocks, seconds=seconds, parts=parts)
+    pair.memory.device_tensor.zero_()
+    _synchronize(pair.memory)
     await pair.order(order)
     fetch = asyncio.create_task(_fetch(pair, order.tickets[0], 0, num_blocks))
     await asyncio.sleep(0.002)
     await pair.order(msgspec.structs.replace(order, op="prefill"))
     result = await fetch
     await pair.order(msgspec.structs.replace(order, op="released"))
+    _compare(pair, num_blocks, digest)
     return float(result.exposed_s)
+
+
+def _compare(pair: Pair, count: int, digest: Sequence[int]) -> None:
+    found, where = pair.memory.digest(), [place for _, place in pair.places(0, count)]
+    if [found[place] for place in where] != [digest[place] for place in where]:
+        raise SystemExit("wrong bytes arrived")
 
 
 async def large_messages(pair: Pair, options: argparse.Namespace) -> float:
@@ -167,7 +174,7 @@ async def measure(options: argparse.Namespace) -> list[Row]:
     rows = [Row("kv-device", "peer copy in one process", peer_copy(options) / 1e9, "GB/s")]
     prompt = options.prompt_mib * MIB
     num_blocks = prompt // (options.block_kib << 10)
-    for transport, dialect, checksum, batch in _cases(options):
+    for transport, dialect, checksum, batch, parts in _cases(options):
         settings = msgspec.convert(
             {
                 "transports": [transport],
@@ -175,10 +182,13 @@ async def measure(options: argparse.Namespace) -> list[Row]:
                 "checksum": checksum,
                 "device_batch_bytes": batch * MIB,
                 "ring_bytes": options.ring_mib * MIB,
+                "parts": parts,
             },
             TransferSettings,
         )
-        name = " ".join([transport, *([dialect] if dialect != "auto" else []), f"checksum={checksum} batch={batch}M"])
+        name = " ".join(
+            [transport, *([dialect] if dialect != "auto" else []), f"checksum={checksum} batch={batch}M parts={parts}"]
+        )
         try:
             rows += await _measure_one(options, name, settings, num_blocks)
         except (TransferError, TimeoutError, RuntimeError, OSError) as exc:
@@ -199,7 +209,10 @@ async def _measure_one(
             seconds = min([await throughput(pair, concurrency, num_blocks, digest) for _ in range(options.repeats)])
             speed, case = concurrency * prompt / seconds, f"{name} x{concurrency}"
             rows.append(Row("kv-device", case, speed / 1e9, "GB/s", limit / 1e9, speed / limit))
-        times = [await exposed(pair, num_blocks, options.prefill_s) for _ in range(options.repeats + 2)]
+        times = [
+            await exposed(pair, num_blocks, options.prefill_s, settings.parts, digest)
+            for _ in range(options.repeats + 2)
+        ]
         milliseconds = statistics.median(times) * 1e3
         case = f"{name} exposed, median (of prefill: {milliseconds / 1e3 / options.prefill_s:.2%})"
         rows.append(Row("kv-device", case, milliseconds, "ms"))
@@ -212,11 +225,12 @@ async def _limit(pair: Pair, options: argparse.Namespace, settings: TransferSett
     return min(pinned_copy(pair.memory, to_host=True), pinned_copy(pair.memory, to_host=False))
 
 
-def _cases(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
-    cases: list[tuple[str, str, str, int]] = []
-    for transport, checksum, batch in itertools.product(options.transports, options.checksum, options.batch_mib):
+def _cases(options: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
+    cases: list[tuple[str, str, str, int, int]] = []
+    chosen = itertools.product(options.transports, options.checksum, options.batch_mib, options.tail_parts)
+    for transport, checksum, batch, parts in chosen:
         dialects = options.dialects if transport == "oneccl" else ["auto"]
-        cases += [(transport, dialect, checksum, batch) for dialect in dialects]
+        cases += [(transport, dialect, checksum, batch, parts) for dialect in dialects]
     return cases
 
 
@@ -251,6 +265,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
     parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")
     parser.add_argument("--batch-mib", nargs="+", type=int, default=[128])
+    parser.add_argument("--tail-parts", nargs="+", type=int, default=[1, 8], help="of the last chunk; 1: whole")
     parser.add_argument("--ring-mib", type=int, default=256)
     parser.add_argument("--block-kib", type=int, default=8192)
     parser.add_argument("--scattered", action="store_true", help="a prompt's blocks are nowhere neighbours")

@@ -65,6 +65,8 @@ class Order(msgspec.Struct, kw_only=True):
     address: str = ""
     backend: str = ""
     is_scattered: bool = False
+    parts: int = 1
+    """In which the last chunk leaves."""
 
 
 def node_of(
@@ -126,13 +128,19 @@ def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) ->
 
 
 async def _prefill(node: TransferNode, memory: DeviceMemory, order: Order) -> None:
-    """As an engine does: each chunk's blocks are published when it is computed, while the next one is."""
+    """As an engine does: each chunk's blocks are published when it is computed, while the next one is; of the last
+    one, with parts, each group of layers."""
     (ticket,), each = order.tickets, order.blocks_each // CHUNKS
-    for chunk in range(CHUNKS):
+    for chunk in range(CHUNKS - 1):
         await asyncio.to_thread(_compute, memory, order.seconds / CHUNKS)
-        _publish(
-            node, memory, order, ticket, chunk * each, each if chunk + 1 < CHUNKS else order.blocks_each - chunk * each
-        )
+        _publish(node, memory, order, ticket, chunk * each, each)
+    first, is_scattered = (CHUNKS - 1) * each, order.is_scattered
+    last = places_of(first, order.blocks_each - first, memory.num_blocks, is_scattered=is_scattered)
+    for part in range(order.parts):
+        await asyncio.to_thread(_compute, memory, order.seconds / CHUNKS / order.parts)
+        if order.parts > 1:
+            node.publish_part(ticket.ticket, last, part)
+    node.publish(ticket.ticket, last)
     node.finish(ticket.ticket, b"first tokens")
 
 

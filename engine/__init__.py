@@ -19,6 +19,7 @@ from engine.errors import (
 )
 from engine.outputs import (
     CompletedBlocks,
+    CompletedPart,
     EngineStats,
     FailedRequest,
     FirstTokenInfo,
@@ -47,6 +48,7 @@ __all__ = [
     "LLM",
     "CapacityError",
     "CompletedBlocks",
+    "CompletedPart",
     "ConfigError",
     "Engine",
     "EngineConfig",

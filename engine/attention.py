@@ -6,6 +6,7 @@ the model's own `StepHolder` instead. It is never global state. No mask function
 so transformers builds no mask at all (masking_utils: implementations without one are told None).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,10 +33,14 @@ class PagedAttention:
     layers: list[Tensor]
     specs: list[AttentionSpec]
     meta: AttentionMetadata
+    after_layer: Callable[[int], None] | None = None
+    """As in `StepInputs`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
         cache = self.layers[layer]
         self.backend.store(key, value, cache, self.meta)
+        if self.after_layer is not None:
+            self.after_layer(layer)
         return self.backend.attend(query, cache, self.meta, self.specs[layer])
 
 

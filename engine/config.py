@@ -59,6 +59,8 @@ class EngineConfig:
     """Inputs that share a scale, in formats of four and six bits."""
     quantization_skip: tuple[str, ...] = ()
     """Modules that keep their dtype, by name or last part of it, such as `lm_head`."""
+    tail_parts: int = 1
+    """Groups of layers in which a prompt's last blocks are told of. A divisor of the layers is taken; 1: whole."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """`auto`: as the model computes."""
     enable_lora: bool = False
@@ -81,6 +83,7 @@ class EngineConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_loras": self.max_loras,
             "max_lora_rank": self.max_lora_rank,
+            "tail_parts": self.tail_parts,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:

@@ -39,6 +39,7 @@ from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, Request, State
 from engine.setup import Setup
+from engine.tail import Tail, Tell, parts_of
 from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise
 
@@ -115,9 +116,17 @@ class Engine:
         self._imports = Imports(self._roster)
         self._pins: dict[RequestId, list[BlockName]] = {}
         self._travel = Travel(self._blocks)
+        self.tail_parts = 1 if self.kv.is_mirrored else parts_of(self.layout.num_layers, config.tail_parts)
+        self._tail: Tail | None = None
         self._ahead: _Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
+
+    def on_tail(self, tell: Tell) -> None:
+        """`tell` hears of the last blocks of `prefill` requests in `tail_parts`, from another thread too; that they are
+        whole is told by `step`. Before the first step."""
+        if self.tail_parts > 1:
+            self._tail = Tail(self.layout.num_layers, self.tail_parts, self._device, tell)
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first
@@ -221,8 +230,10 @@ class Engine:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
         plan = self._schedule(now)
+        tails = self._scheduler.tails(plan) if self._tail is not None else []
+        after_layer = self._tail.follow(tails) if self._tail is not None and tails else None
         try:
-            launched = _Launched(plan, self._runner.start(plan), now)
+            launched = _Launched(plan, self._runner.start(plan, after_layer=after_layer), now)
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
@@ -297,6 +308,8 @@ class Engine:
         self._travel.check_invariants()
 
     def close(self) -> None:
+        if self._tail is not None:
+            self._tail.close()
         self._masking.close()
         self._executor.close()
         self._ranks.close()

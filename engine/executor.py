@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,14 +19,17 @@ from engine.roster import Limits
 logger = logging.getLogger(__name__)
 
 
+AfterLayer = Callable[[int], None]
+
+
 class Executor(Protocol):
     """Calls give the device work and do not wait for it."""
 
     @property
     def has_graphs(self) -> bool: ...
 
-    def compute(self, arrays: StepArrays) -> Tensor:
-        """Logits [num_logits, vocab_size]."""
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        """Logits [num_logits, vocab_size]. `after_layer`: as in `StepInputs`."""
         ...
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
@@ -63,8 +67,9 @@ class LocalExecutor:
         return self._graphs.are_captured
 
     @torch.inference_mode()
-    def compute(self, arrays: StepArrays) -> Tensor:
-        return self._forward(arrays.upload(self._device, self._graphs.last_tokens), self._layers)
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        inputs = arrays.upload(self._device, self._graphs.last_tokens)
+        return self._forward(replace(inputs, after_layer=after_layer), self._layers)
 
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:

@@ -44,7 +44,7 @@ class TransformersForward:
             self._step_adapters.rows = self._adapters.rows(inputs.adapters)
         output = self._step.run(
             self._model.module,
-            PagedAttention(self._backend, layers, self._model.specs, inputs.meta),
+            PagedAttention(self._backend, layers, self._model.specs, inputs.meta, inputs.after_layer),
             input_ids=inputs.input_ids[None],
             position_ids=inputs.position_ids[None],
             logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,

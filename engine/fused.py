@@ -92,6 +92,8 @@ class FusedForward:
         for number, layer in enumerate(self._layers):
             heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
             attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            if inputs.after_layer is not None:
+                inputs.after_layer(number)
             then = None if layer.gate_up is None else layer.gate_up.weight
             hidden = self._linear_norm(attended, layer.output, residual, layer.mlp_norm, then)
             is_last = number + 1 == len(self._layers)

@@ -60,6 +60,8 @@ class AdaptedForward(FusedForward):
         for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
             heads = self._product(hidden, layer.qkv, parts.qkv, step)
             attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            if inputs.after_layer is not None:
+                inputs.after_layer(number)
             output = self._product(attended, layer.output, parts.output, step)
             hidden = self._norm(output, layer.mlp_norm, residual)
             output = self._adapted_mlp(layer, hidden, parts, step)

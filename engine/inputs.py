@@ -1,6 +1,6 @@
 """Turns a plan into arrays, and arrays into tensors, with few operations. Who makes the arrays need not compute."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,6 +22,8 @@ class StepInputs:
     meta: AttentionMetadata
     adapters: Sequence[tuple[str, Tensor | None]] = ()
     """By fingerprint: rows that an adapter changes, int64 [count]; None: all of them."""
+    after_layer: Callable[[int], None] | None = None
+    """Called once the device has been given all that writes a layer's KV; not by all models."""
 
 
 @dataclass(frozen=True, slots=True)

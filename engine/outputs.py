@@ -54,6 +54,14 @@ class CompletedBlocks:
     blocks: list[NamedBlock]
 
 
+@dataclass(frozen=True, slots=True)
+class CompletedPart:
+    """Part `part` of these blocks, a group of their layers, is computed, before the whole step is."""
+
+    part: int
+    blocks: list[CompletedBlocks]
+
+
 class PooledOutput(Struct, frozen=True):
     """The vector of one input of a request, or the matrix of its tokens' vectors: float32, in this machine's order."""
 

@@ -11,7 +11,7 @@ from contracts.messages import TokenLogprobs
 from engine import device as devices
 from engine.block_tables import BlockTables
 from engine.constraints import Constraints
-from engine.executor import Executor
+from engine.executor import AfterLayer, Executor
 from engine.graphs import describe, fits
 from engine.inputs import Described, InputBuilder
 from engine.logprobs import token_logprobs
@@ -66,7 +66,7 @@ class Runner:
         return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
-    def start(self, plan: Plan, *, ahead: bool = False) -> Started:
+    def start(self, plan: Plan, *, ahead: bool = False, after_layer: AfterLayer | None = None) -> Started:
         """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for."""
         if not plan.chunks:
             return Started(plan, None, None, None)
@@ -76,7 +76,7 @@ class Runner:
             result = self._executor.replay(describe(plan, self._tables, self._limits))
             return Started(plan, result.logits, result.greedy, None, constraints)
         inputs = self._inputs.describe(plan)
-        return Started(plan, self._executor.compute(inputs.arrays), None, inputs, constraints)
+        return Started(plan, self._executor.compute(inputs.arrays, after_layer), None, inputs, constraints)
 
     @torch.inference_mode()
     def choose(self, started: Started) -> Chosen:

@@ -262,20 +262,30 @@ class Scheduler:
             self._roster.pool.register(sequence.names[known:full], sequence.blocks[known:full])
             sequence.num_registered = full
 
+    def tails(self, plan: Plan) -> list[CompletedBlocks]:
+        """What `advance` will report of `prefill` requests whose last chunk this is."""
+        last = [chunk for chunk in plan.chunks if chunk.is_last and chunk.sequence.request.mode == "prefill"]
+        return [self._completed_by(chunk.sequence, chunk.start + chunk.length) for chunk in last]
+
     def _publish(self, sequence: Sequence, result: StepResult) -> None:
         """Reports the blocks of a `prefill` request that are new to its owner, cached ones included."""
+        completed = self._completed_by(sequence, sequence.num_computed)
+        if completed.blocks:
+            sequence.request.num_published += len(completed.blocks)
+            result.completed.append(completed)
+
+    def _completed_by(self, sequence: Sequence, num_computed: int) -> CompletedBlocks:
+        """Not reported yet, when `num_computed` tokens are computed."""
         request, block_tokens = sequence.request, self._roster.limits.block_tokens
-        full = sequence.num_computed // block_tokens
+        full = num_computed // block_tokens
         names = sequence.names[request.num_published : full]
-        if sequence.num_computed == len(sequence.token_ids) and sequence.num_computed % block_tokens:
+        if num_computed == len(sequence.token_ids) and num_computed % block_tokens:
             parent = sequence.names[full - 1] if full else None
             tail = sequence.token_ids[full * block_tokens :]
             names = names + block_names(request.work.root, tail, block_tokens, parent=parent)
         blocks = sequence.blocks[request.num_published : request.num_published + len(names)]
-        if names:
-            request.num_published += len(names)
-            named = [NamedBlock(name, block) for name, block in zip(names, blocks, strict=True)]
-            result.completed.append(CompletedBlocks(request.work.request_id, named))
+        named = [NamedBlock(name, block) for name, block in zip(names, blocks, strict=True)]
+        return CompletedBlocks(request.work.request_id, named)
 
     def _report_first(self, request: Request, now: float, result: StepResult) -> None:
         if request.is_first_reported or request.started is None:

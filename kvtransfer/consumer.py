@@ -153,9 +153,11 @@ class ConsumerSide:
             self._apply(fetching, fetching.session.link_failed(Fault.REFUSED, reason))
             return
         fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
-        fetching.block_bytes = link.block_bytes
+        fetching.block_bytes, fetching.parts = link.block_bytes, link.parts
         fetching.stop = StopFlag()
-        steps = fetching.session.linked(transport.name, pulls=transport.pulls, now=self._context.clock())
+        steps = fetching.session.linked(
+            transport.name, pulls=transport.pulls, now=self._context.clock(), parts=link.parts
+        )
         self._apply(fetching, steps)
 
     def _lost(self, link: ConsumerLink, reason: str, dead: bool) -> None:
@@ -348,7 +350,7 @@ class ConsumerSide:
             transport=session.transport,
             seconds=now - fetching.began,
             exposed_s=min(max(now - finished_at, 0.0), now - fetching.began),
-            num_bytes=len(session.received) * fetching.block_bytes,
+            num_bytes=len(session.received) * fetching.parts * fetching.block_bytes,
             num_blocks=len(session.received),
             names=fetching.received,
         )

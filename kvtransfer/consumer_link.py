@@ -35,9 +35,10 @@ from kvtransfer.frames import (
 )
 from kvtransfer.ladder import Ladder, Rung
 from kvtransfer.liveness import ProcessWatch, watch_process
+from kvtransfer.memory import Parts
 from kvtransfer.meter import Meter
 from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
-from kvtransfer.transports.port import Converter, Inlet, Stream, Transport
+from kvtransfer.transports.port import Converter, Inlet, Stream, Target, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ class ConsumerLink:
         self.peer: tuple[InstanceId, Generation] | None = None
         self.layout = context.layout
         """The producer's, once it has said so."""
+        self.parts = 1
         self.block_bytes = 0
-        """Of a block as it travels by `transport`."""
+        """Of a block, or one of its `parts`, as it travels by `transport`."""
         self.transport: Transport | None = None
         self.inlet: Inlet | None = None
         self.ladder: Ladder | None = None
@@ -109,7 +111,9 @@ class ConsumerLink:
         except TimeoutError as exc:
             self.lose("no answer to hello")
             raise PeerLost(f"{self.address} did not answer within {timeout_s:g} s") from exc
-        self.peer, self.layout = peer_of(welcome), welcome.layout
+        self.peer, self.layout, self.parts = peer_of(welcome), welcome.layout, welcome.parts
+        if self.layout != context.layout or context.memory.block_bytes % self.parts:
+            self.parts = 1  # parts of a converted block would mean nothing here
         self.ladder = context.ladders.of(self.address, welcome)
         self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
         await self.attach()
@@ -242,8 +246,7 @@ class ConsumerLink:
         wire = wire_layout(self.layout, context.layout, narrows=transport.narrows)
         offer = await self._ask_for(rung)
         try:
-            converter = None if self.layout == context.layout else _converter(context, wire)
-            inlet = await transport.attach(welcome, offer, converter)
+            inlet = await transport.attach(welcome, offer, self._target(wire))
         except TransportUnavailable:
             raise
         except Exception as exc:
@@ -252,13 +255,19 @@ class ConsumerLink:
         if not self.is_up:
             inlet.close()
             raise PeerLost(f"{self.address}: connection lost")
-        self.block_bytes = wire.block_bytes
+        self.block_bytes = wire.block_bytes // self.parts
         return inlet
+
+    def _target(self, wire: KVLayout) -> Target:
+        context = self._context
+        if self.layout != context.layout:
+            return Target(context.memory, _converter(context, wire))
+        return Target(context.memory if self.parts == 1 else Parts(context.memory, self.parts))
 
     def _difference(self) -> str:
         source, sink = self.layout, self._context.layout
         if source == sink:
-            return ""
+            return f", each block in {self.parts} parts" if self.parts > 1 else ""
         ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
         return f", converting {ends[0]} to {ends[1]}"
 

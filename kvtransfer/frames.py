@@ -76,11 +76,15 @@ class Detach(msgspec.Struct, frozen=True, tag="detach"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The producer's layout need not be the consumer's, if blocks can be converted."""
+    """The producer's layout need not be the consumer's, if blocks can be converted.
+
+    Each block travels as `parts` equal ones: what is said of blocks by number below is said of these.
+    """
 
     instance: InstanceField
     generation: GenerationField
     layout: KVLayout
+    parts: Annotated[int, Meta(ge=1, le=4096)] = 1
     host: Host
     num_blocks: Natural
     transports: Annotated[list[Id], Meta(max_length=16)]
@@ -133,7 +137,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """One block: its place in `Fetch.names`, its place in the producer's memory, xxh3_64 of its bytes."""
+    """One part of a block: its number in the fetch, its number in the producer's memory, xxh3_64 of its bytes.
+
+    Part `p` of the block that `Fetch.names` has at `i` is number `i * parts + p`; in memory likewise.
+    """
 
     index: Natural
     source: Natural
@@ -181,7 +188,7 @@ class Again(msgspec.Struct, frozen=True, tag="again"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Nothing more will be published: `num_blocks` of the wanted blocks were served. May overtake `Blocks`.
+    """Nothing more will be published: `num_blocks` (parts of them) of the wanted were served. May overtake `Blocks`.
 
     `finished_at` is the producer's monotonic clock, of use on the same host only.
     """

@@ -46,6 +46,37 @@ class DeviceMemory(BlockMemory, Protocol):
         ...
 
 
+class Parts:
+    """Each block as `count` neighbours, which travel one by one: part `p` of block `b` is number `b * count + p`.
+
+    `DeviceMemory` if `memory` is.
+    """
+
+    def __init__(self, memory: BlockMemory, count: int) -> None:
+        self._memory: Any = memory
+        self._count = count
+        self.num_blocks = memory.num_blocks * count
+        self.block_bytes = memory.block_bytes // count
+
+    @property
+    def shared_fd(self) -> int | None:
+        found: int | None = self._memory.shared_fd
+        return found
+
+    @property
+    def host_view(self) -> memoryview | None:
+        found: memoryview | None = self._memory.host_view
+        return found
+
+    @property
+    def device_tensor(self) -> Any:
+        return self._memory.device_tensor.view(self.num_blocks, self.block_bytes)
+
+    def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        events: Sequence[Any] = self._memory.ready_after({block // self._count for block in blocks})
+        return events
+
+
 class HostMemory:
     """Blocks in a memfd that peers on this host can map. `close()` frees it."""
 

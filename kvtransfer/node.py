@@ -71,6 +71,8 @@ class TransferNode:
     ) -> None:
         if layout.block_bytes != memory.block_bytes:
             raise LocalTransferError(f"blocks of {memory.block_bytes} bytes do not fit {layout}")
+        if memory.block_bytes % settings.parts:
+            raise LocalTransferError(f"blocks of {memory.block_bytes} bytes have no {settings.parts} equal parts")
         self._instance, self._generation, self._layout = instance, generation, layout
         self._memory, self._settings, self._clock = memory, settings, clock
         ports = ports or NodePorts()
@@ -143,6 +145,12 @@ class TransferNode:
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
         """These blocks are computed and will not move or change until `released` returns."""
         self._producing.publish(ticket, blocks)
+
+    def publish_part(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], part: int) -> None:
+        """As `publish`, for one of the `settings.parts` of each block; the block is whole with `publish` alone."""
+        if not 0 <= part < self._settings.parts:
+            raise LocalTransferError(f"part {part} is not one of {self._settings.parts}")
+        self._producing.publish_part(ticket, blocks, part)
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
         """Nothing more will be published. `payload` (up to 256 KiB) is handed to the consumer."""

@@ -115,6 +115,11 @@ class ProducerSide:
         if handoff is not None:
             self._apply(handoff, handoff.session.publish(blocks))
 
+    def publish_part(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], part: int) -> None:
+        handoff = self._find(ticket)
+        if handoff is not None:
+            self._apply(handoff, handoff.session.publish_part(blocks, part))
+
     def finish(self, ticket: TicketId, payload: bytes) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise LocalTransferError(f"a payload of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
@@ -271,7 +276,7 @@ class ProducerSide:
                 other.drop(fetch.ticket)
             handoff.transport = fetch.transport
         pulls = context.transports[fetch.transport].pulls
-        self._apply(handoff, handoff.session.fetch(fetch, link=link.number, pulls=pulls, now=now))
+        self._apply(handoff, handoff.session.fetch(fetch, link=link.number, pulls=pulls, now=now, parts=link.parts))
         if fetch.partial and self.on_fetch is not None and handoff.released is None and fetch.attempt == 1:
             self.on_fetch(self._ticket_of(fetch, link), list(fetch.names))
 

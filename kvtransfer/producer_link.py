@@ -30,6 +30,7 @@ from kvtransfer.frames import (
     peer_of,
 )
 from kvtransfer.liveness import watch_process
+from kvtransfer.memory import Parts
 from kvtransfer.sockets import LoopSocket
 from kvtransfer.transports.port import Buffer, Outlet, Prepared, Wish
 from kvtransfer.window import Parcel, SendQueue
@@ -73,11 +74,13 @@ class ProducerLink:
     ) -> None:
         self.identity, self.number, self.fd = identity, number, fd
         self.peer = peer_of(hello)
+        self.parts = parts_for(context, hello)
         self.is_up = True
         self._context = context
         self._socket = socket
         self._on_lost = on_lost
         self.hello = hello
+        self._memory = context.memory if self.parts == 1 else Parts(context.memory, self.parts)
         self._ways: dict[str, Way] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
@@ -156,7 +159,7 @@ class ProducerLink:
         reason = f"no transport {name} here"
         if carrier is not None:
             wire = wire_layout(context.layout, self.hello.layout, narrows=carrier.narrows)
-            wish = Wish(self.hello, epoch, message.dialects, context.layout, wire)
+            wish = Wish(self.hello, epoch, message.dialects, self._memory, context.layout, wire)
             try:
                 outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
@@ -165,7 +168,7 @@ class ProducerLink:
                 logger.exception("transport %s cannot be offered", name)
                 reason = f"{type(exc).__name__}: {exc}"
             else:
-                self._ways[name] = Way(epoch, outlet, wire.block_bytes, is_stream=carrier.streams)
+                self._ways[name] = Way(epoch, outlet, wire.block_bytes // self.parts, is_stream=carrier.streams)
                 self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
                 return
         self.send(Attached(transport=name, epoch=epoch, reason=reason))
@@ -256,10 +259,16 @@ def welcome(context: NodeContext, hello: Hello) -> Welcome:
         instance=context.instance,
         generation=context.generation,
         layout=context.layout,
+        parts=parts_for(context, hello),
         host=context.host,
-        num_blocks=context.memory.num_blocks,
+        num_blocks=context.memory.num_blocks * parts_for(context, hello),
         transports=[name for name, t in context.transports.items() if name in hello.transports and t.serves(hello)],
     )
+
+
+def parts_for(context: NodeContext, hello: Hello) -> int:
+    """Parts of a block that this consumer takes one by one. Blocks that are converted stay whole."""
+    return context.settings.parts if hello.layout == context.layout else 1
 
 
 def _checked(mode: str, parcel: Parcel) -> list[bool]:

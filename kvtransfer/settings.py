@@ -45,6 +45,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="folder of the socket that hands out shared memory; empty: a name of this host's network"),
     ] = ""
+    parts: Annotated[
+        int, Meta(ge=1, le=4096, description="a block can be published in so many, and then travels as such")
+    ] = 1
     checksum: Annotated[
         ChecksumMode, Meta(description="of each block, of a sample (one block in eight, or words of each), or none")
     ] = "full"

@@ -38,6 +38,7 @@ SAME_AS_SETTING = {
     "gpu.device": "device",
     "kvTransfer.transport": "kv_transport",
     "kvTransfer.checksum": "kv_checksum",
+    "kvTransfer.tailParts": "kv_tail_parts",
     "kvTransfer.leaseSeconds": "kv_lease_s",
     "kvTransfer.handoffTimeoutSeconds": "handoff_timeout_s",
     "logging.level": "log_level",

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.executor import Executor, LocalExecutor
+from engine.executor import AfterLayer, Executor, LocalExecutor
 from engine.graphs import Capture, DecodeArrays, DecodeResult
 from engine.inputs import StepArrays
 from engine.kv_cache import KVCache
@@ -27,9 +27,9 @@ class LeadingExecutor:
     def has_graphs(self) -> bool:
         return self._own.has_graphs
 
-    def compute(self, arrays: StepArrays) -> Tensor:
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         self._ranks.tell(compute_command(arrays))
-        return self._own.compute(arrays)
+        return self._own.compute(arrays, after_layer)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.tell(replay_command(arrays))

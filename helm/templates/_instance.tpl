@@ -207,6 +207,7 @@ spec:
       "httpPort" 7004
       "kvTransport" $values.kvTransfer.transport
       "kvChecksum" $values.kvTransfer.checksum
+      "kvTailParts" $values.kvTransfer.tailParts
       "kvLeaseS" $values.kvTransfer.leaseSeconds
       "kvRunDir" (ternary "/run/baton" "" $values.kvTransfer.usm.enabled)
       "clusterKeyFile" (include "baton.clusterKeyPath" .root)

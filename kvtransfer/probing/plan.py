@@ -60,6 +60,7 @@ def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: fl
         ring_bytes=RING_BYTES,
         device_batch_bytes=NUM_BLOCKS * BLOCK_BYTES,
         probe=False,
+        parts=1,
     )
 
 

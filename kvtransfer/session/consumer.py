@@ -5,6 +5,7 @@ counts; an end is final only when no copy into the destination runs.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from contracts.identity import BlockName
 from contracts.messages import Ticket
@@ -36,8 +37,18 @@ FAULT_OF: dict[FailCode, Fault] = {
 """A deadline is a deadline, whichever end's clock sees it first."""
 
 
+class Link(NamedTuple):
+    transport: str
+    pulls: bool
+    parts: int
+
+
 class ConsumerSession:
-    """`wanted` pairs each block's name with its place in this node's memory."""
+    """`wanted` pairs each block's name with its place in this node's memory.
+
+    Where a connection carries blocks in parts, placements are of parts, and a block counts when all of its are here.
+    An attempt begins with whole blocks: parts of the one before are fetched again.
+    """
 
     def __init__(
         self,
@@ -58,22 +69,26 @@ class ConsumerSession:
         self._partial = partial
         self._deadline = now + ticket.timeout_s
         self._state_deadline = now + limits.connect_timeout_s
-        self._missing = set(range(len(wanted)))
+        self._lacking: set[int] = set(range(len(wanted)))
+        """Blocks that are not whole."""
+        self._missing: set[int] = set(self._lacking)
+        """Their parts."""
+        self._parts = 1
         self._requested: list[int] = []
         self._copying: dict[int, int] = {}
         self._arrived_now = 0
         self._mismatches = 0
         self._done: Done | None = None
-        self._link: tuple[str, bool] | None = None
+        self._link: Link | None = None
         self._sent_at = now
         self._lease_until = now
         self._end: Give | None = None
 
-    def linked(self, transport: str, *, pulls: bool, now: float) -> list[ConsumerStep]:
+    def linked(self, transport: str, *, pulls: bool, now: float, parts: int = 1) -> list[ConsumerStep]:
         """A connection is ready. `pulls`: our copies read the producer's memory, so its lease must hold."""
         if self.state is not State.LINKING:
             return []
-        self._link = (transport, pulls)
+        self._link = Link(transport, pulls, parts)
         return self._request(now)
 
     def link_failed(self, fault: Fault, reason: str) -> list[ConsumerStep]:
@@ -119,12 +134,12 @@ class ConsumerSession:
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
         """These placements are complete and verified."""
         self._take(indexes)
-        if self._link is not None and self._link[1] and now > self._lease_until:
+        if self._link is not None and self._link.pulls and now > self._lease_until:
             return self._outdated(now)
         fresh = [index for index in indexes if index in self._missing]
         self._missing.difference_update(fresh)
         self._arrived_now += len(fresh)
-        names = [self._wanted[index][0] for index in fresh]
+        names = self._whole(fresh)
         self.received += names
         steps: list[ConsumerStep] = [Arrived(names)] if names and self.state in LIVE else []
         return steps + self._after_copies(now)
@@ -139,7 +154,8 @@ class ConsumerSession:
             self._mismatches = 0
             return self._retry("bytes did not match their checksum", now, demote=self.transport)
         place = {index: position for position, index in enumerate(self._requested)}
-        return [Ask(Again(self.ticket.ticket, self.attempt, [place[index] for index in indexes]))]
+        again = [place[index // self._parts] * self._parts + index % self._parts for index in indexes]
+        return [Ask(Again(self.ticket.ticket, self.attempt, again))]
 
     def abandoned(self, indexes: Sequence[int], now: float, reason: str = "") -> list[ConsumerStep]:
         """These placements were not made: stopped, or (with `reason`) the transport failed."""
@@ -177,11 +193,12 @@ class ConsumerSession:
         return self.state is State.ENDED
 
     def check_invariants(self) -> None:
-        assert not self._missing & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
+        assert not self._lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
+        assert {part // self._parts for part in self._missing} == self._lacking
         if self.state is State.ENDED:
             assert not self._copying
             assert self._end is not None or self._done is not None
-            assert self._end is not None or self._partial or not self._missing
+            assert self._end is not None or self._partial or not self._lacking
 
     def _move(self, trigger: ConsumerTrigger) -> bool:
         following = CONSUMER[self.state].get(trigger)
@@ -196,8 +213,9 @@ class ConsumerSession:
         if self.attempt >= self._limits.max_attempts:
             return self._fail(Fault.LOST, f"given up after {self.attempt} attempts")
         self.attempt += 1
-        self.transport = self._link[0]
-        self._requested = sorted(self._missing)
+        self.transport, self._parts = self._link.transport, self._link.parts
+        self._requested = sorted(self._lacking)
+        self._missing = {index * self._parts + part for index in self._lacking for part in range(self._parts)}
         self._arrived_now = 0
         self._done = None
         self._sent_at = now
@@ -220,14 +238,24 @@ class ConsumerSession:
     def _place(self, message: Blocks) -> list[ConsumerStep]:
         placements: list[Placement] = []
         for position, piece in enumerate(message.pieces):
-            if piece.index >= len(self._requested):
-                return self._fail(Fault.SOURCE_FAILED, f"block {piece.index} was never asked for")
-            index = self._requested[piece.index]
+            number, part = divmod(piece.index, self._parts)
+            if number >= len(self._requested):
+                return self._fail(Fault.SOURCE_FAILED, f"block {number} was never asked for")
+            index = self._requested[number] * self._parts + part
             if index in self._missing and index not in self._copying:
                 self._copying[index] = self.attempt
-                block = self._wanted[index][1]
-                placements.append(Placement(index, position, piece.source, block, piece.checksum))
+                place = self._wanted[self._requested[number]][1] * self._parts + part
+                placements.append(Placement(index, position, piece.source, place, piece.checksum))
         return [Copy(self.attempt, placements)] if placements else []
+
+    def _whole(self, parts: Sequence[int]) -> list[BlockName]:
+        """Names of the blocks of which these parts were the last."""
+        numbers = {part // self._parts for part in parts}
+        whole = [
+            n for n in sorted(numbers) if not any(n * self._parts + p in self._missing for p in range(self._parts))
+        ]
+        self._lacking.difference_update(whole)
+        return [self._wanted[number][0] for number in whole]
 
     def _take(self, indexes: Sequence[int]) -> set[int]:
         return {self._copying.pop(index) for index in indexes}
@@ -248,8 +276,8 @@ class ConsumerSession:
         done = self._done
         if self.state is not State.DRAINING or done is None:
             return []
-        if not self._partial and done.num_blocks < len(self._requested):
-            lacking = len(self._requested) - done.num_blocks
+        if not self._partial and done.num_blocks < len(self._requested) * self._parts:
+            lacking = len(self._requested) - done.num_blocks // self._parts
             return self._fail(Fault.INCOMPLETE, f"the producer finished without {lacking} wanted blocks")
         if self._copying or self._arrived_now < done.num_blocks:
             return []

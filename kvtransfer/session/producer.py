@@ -38,7 +38,10 @@ CODE_OF: dict[ReleaseReason, FailCode] = {
 
 
 class ProducerSession:
-    """Begins with `open` (in state OPEN) or with a `fetch` that came before it (PARKED)."""
+    """Begins with `open` (in state OPEN) or with a `fetch` that came before it (PARKED).
+
+    A block may be published part by part; a connection without parts carries it when the whole of it is.
+    """
 
     def __init__(self, *, now: float, limits: SessionLimits, ticket: Ticket | None = None) -> None:
         self.state = State.PARKED if ticket is None else State.OPEN
@@ -52,7 +55,10 @@ class ProducerSession:
         self._deadline = now + (ticket.timeout_s if ticket is not None else 0.0)
         self._lease_until = now + limits.lease_s
         self._published: dict[BlockName, int] = {}
+        self._begun: dict[tuple[BlockName, int], int] = {}
+        """Parts of blocks that are not whole yet."""
         self._index: dict[BlockName, int] = {}
+        self._parts = 1
         self._served: set[int] = set()
         self._payload: bytes | None = None
         self._finished_at = 0.0
@@ -69,8 +75,9 @@ class ProducerSession:
         self._move(Trigger.OPENED)
         return self._serve_all()
 
-    def fetch(self, fetch: Fetch, *, link: int, pulls: bool, now: float) -> list[ProducerStep]:
-        """`link` names the connection it came by; `pulls`: its consumer reads our memory directly."""
+    def fetch(self, fetch: Fetch, *, link: int, pulls: bool, now: float, parts: int = 1) -> list[ProducerStep]:
+        """`link` names the connection it came by, on which blocks have `parts`; `pulls`: its consumer reads our memory
+        directly."""
         if fetch.attempt <= self.attempt:
             return []
         self._fetch, self.attempt, self.link = fetch, fetch.attempt, link
@@ -79,7 +86,7 @@ class ProducerSession:
         self._pulls = self._pulls or pulls
         self._deadline = max(self._deadline, now + fetch.timeout_s)
         self._index = {name: index for index, name in enumerate(fetch.names)}
-        self._served = set()
+        self._parts, self._served = parts, set()
         self._lease(now)
         ready = Tell(Ready(fetch.ticket, fetch.attempt, self.state is not State.PARKED))
         if self.state is State.PARKED:
@@ -91,6 +98,11 @@ class ProducerSession:
         self._published.update(blocks)
         return self._serve(blocks)
 
+    def publish_part(self, blocks: Sequence[tuple[BlockName, int]], part: int) -> list[ProducerStep]:
+        """This part of each block is there. The others follow, or `publish` says that all are."""
+        self._begun.update(((name, part), block) for name, block in blocks)
+        return self._serve_parts([(name, block, part) for name, block in blocks])
+
     def finish(self, payload: bytes, now: float) -> list[ProducerStep]:
         self._payload = payload
         self._finished_at = now
@@ -100,9 +112,8 @@ class ProducerSession:
         if self.state is not State.STREAMING or message.attempt != self.attempt or self._fetch is None:
             return []
         self._lease(now)
-        names = self._fetch.names
-        known = [i for i in message.indexes if i < len(names) and names[i] in self._published]
-        return [Serve(self.attempt, [(i, self._published[names[i]]) for i in known])] if known else []
+        known = [self._part_at(index) for index in message.indexes if index in self._served]
+        return [Serve(self.attempt, known)] if known else []
 
     def renew(self, now: float) -> bool:
         """False: the ticket is not served here any more."""
@@ -159,7 +170,7 @@ class ProducerSession:
 
     def check_invariants(self) -> None:
         assert (self.reason is not None) or self.state not in (State.ENDING, State.DRAINING, State.ENDED)
-        assert self._served <= set(range(len(self._index)))
+        assert self._served <= set(range(len(self._index) * self._parts))
 
     def _move(self, trigger: ProducerTrigger) -> bool:
         following = PRODUCER[self.state].get(trigger)
@@ -172,18 +183,35 @@ class ProducerSession:
         self._lease_until = now + self._limits.lease_s + self._limits.lease_grace_s
 
     def _serve_all(self) -> list[ProducerStep]:
-        return [*self._serve(list(self._published.items())), *self._done()]
+        begun = [(name, block, part) for (name, part), block in self._begun.items()]
+        return [*self._serve(list(self._published.items())), *self._serve_parts(begun), *self._done()]
 
     def _serve(self, blocks: Sequence[tuple[BlockName, int]]) -> list[ProducerStep]:
+        return self._send([(name, block, part) for name, block in blocks for part in range(self._parts)])
+
+    def _serve_parts(self, begun: Sequence[tuple[BlockName, int, int]]) -> list[ProducerStep]:
+        return self._send(begun) if self._parts > 1 else []
+
+    def _send(self, blocks: Sequence[tuple[BlockName, int, int]]) -> list[ProducerStep]:
+        """Parts that have not been served yet: (name, block, part)."""
         if self.state is not State.STREAMING:
             return []
         fresh: list[tuple[int, int]] = []
-        for name, block in blocks:
-            index = self._index.get(name)
-            if index is not None and index not in self._served:
-                self._served.add(index)
-                fresh.append((index, block))
+        for name, block, part in blocks:
+            position = self._index.get(name)
+            if position is None or (index := position * self._parts + part) in self._served:
+                continue
+            self._served.add(index)
+            fresh.append((index, block * self._parts + part))
         return [Serve(self.attempt, fresh)] if fresh else []
+
+    def _part_at(self, index: int) -> tuple[int, int]:
+        """Of what was served: with its place in memory."""
+        assert self._fetch is not None
+        position, part = divmod(index, self._parts)
+        name = self._fetch.names[position]
+        block = self._published[name] if name in self._published else self._begun[name, part]
+        return index, block * self._parts + part
 
     def _done(self) -> list[ProducerStep]:
         if self.state is not State.STREAMING or self._payload is None or self._fetch is None:

@@ -53,7 +53,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Copy the producer's block `source` to block `destination` here.
+    """Copy the producer's block `source` to block `destination` here; where blocks have parts, each is a part.
 
     `index` counts the ticket's wanted blocks, `position` the pieces of the `Blocks` message.
     """
@@ -112,7 +112,7 @@ ConsumerStep = Ask | Copy | Arrived | Relink | StopCopies | Succeed | Give
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Announce (and push, where the transport pushes) these blocks: (index among the wanted, block here)."""
+    """Announce (and push, where the transport pushes) these blocks: (index among the wanted, block here), or parts."""
 
     attempt: int
     blocks: Sequence[tuple[int, int]]

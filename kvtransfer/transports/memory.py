@@ -10,7 +10,7 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_blocks, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Converter, Inlet, Intake, NodeFacts, Prepared, Wish
+from kvtransfer.transports.port import Announce, Buffer, Converter, Inlet, Intake, NodeFacts, Prepared, Target, Wish
 
 
 class InProcess:
@@ -81,15 +81,17 @@ class MemoryTransport:
         return (hello.instance, hello.generation) in self._shared.memories
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
-        return AnnounceOnly(Offer(self.name), self._facts.memory, self._settings)
+        return AnnounceOnly(Offer(self.name), wish.memory, self._settings)
 
-    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))
         if memory is None:
             raise TransportUnavailable("the producer is not in this process")
-        if converter is not None:
-            return converting(host_blocks(memory), converter)
-        return HostInlet(host_blocks(memory), host_blocks(self._facts.memory))
+        whole = host_blocks(memory)
+        source = HostBlocks(whole.view(0, whole.num_blocks), welcome.num_blocks, target.block_bytes)
+        if target.converter is not None:
+            return converting(source, target.converter)
+        return HostInlet(source, host_blocks(target.memory))
 
     async def close(self) -> None:
         self._shared.memories.pop(self._key, None)

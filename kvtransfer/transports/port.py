@@ -36,8 +36,9 @@ class Wish:
     hello: Hello
     epoch: int
     dialects: Sequence[str]
+    memory: BlockMemory
+    """Where the blocks lie, as this connection counts them."""
     layout: KVLayout
-    """Of the blocks here."""
     wire: KVLayout
     """As they travel to this consumer."""
 
@@ -53,6 +54,19 @@ class Converter(Protocol):
     @property
     def waits(self) -> bool: ...
     def place(self, destination: int, block: memoryview) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a consumer wants blocks: in `memory`, as the connection counts them, or through `converter`."""
+
+    memory: BlockMemory
+    converter: Converter | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, or part of one, that arrives."""
+        return self.memory.block_bytes if self.converter is None else self.converter.wire.block_bytes
 
 
 class Intake(Protocol):
@@ -216,8 +230,8 @@ class Transport(Protocol):
         """For one connection. Raises `TransportUnavailable`. `on_failed`: it broke later; call it on the loop, once."""
         ...
 
-    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
-        """Raises `TransportUnavailable` with the reason. With `converter`, blocks go through it into the memory."""
+    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+        """Raises `TransportUnavailable` with the reason."""
         ...
 
     async def close(self) -> None: ...

@@ -29,7 +29,7 @@ from kvtransfer.memory import seal_size
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
 from kvtransfer.transports.memory import AnnounceOnly, HostInlet, converting
-from kvtransfer.transports.port import Converter, Inlet, NodeFacts, Outlet, Wish
+from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Shown:
 
     fd: int
     num_blocks: int
+    block_bytes: int
     is_ring: bool
 
 
@@ -87,7 +88,7 @@ class UsmTransport:
             if memory.shared_fd is not None:
                 seal_size(memory.shared_fd)
                 fd = os.open(f"/proc/self/fd/{memory.shared_fd}", os.O_RDONLY | os.O_CLOEXEC)
-                self._shown[self._secret] = Shown(fd, memory.num_blocks, is_ring=False)
+                self._shown[self._secret] = Shown(fd, memory.num_blocks, memory.block_bytes, is_ring=False)
         except OSError as exc:
             listener.close()
             logger.warning("shared memory is not offered: %s: %s", self._path or "socket", exc)
@@ -99,25 +100,25 @@ class UsmTransport:
         return self._listener is not None and hello.host.boot_id == self._facts.host.boot_id
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
-        if self._facts.memory.host_view is not None:
-            return AnnounceOnly(Offer(self.name, self._address, self._secret), self._facts.memory, self._settings)
+        if wish.memory.host_view is not None:
+            return AnnounceOnly(Offer(self.name, self._address, self._secret), wish.memory, self._settings)
         ring_module = importlib.import_module("kvtransfer.transports.ring")
-        ring = await asyncio.to_thread(ring_module.Ring, self._facts.memory, self._settings.ring_bytes)
+        ring = await asyncio.to_thread(ring_module.Ring, wish.memory, self._settings.ring_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._shown[secret] = Shown(ring.fd, ring.num_slots, is_ring=True)
+        self._shown[secret] = Shown(ring.fd, ring.num_slots, ring.block_bytes, is_ring=True)
         offer = Offer(self.name, self._address, secret)
         close = partial(self._shown.pop, secret, None)
         outlet: Outlet = ring_module.RingOutlet(offer, ring, self._settings, on_close=close)
         return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 fd, answer = await _ask(offer)
         except (OSError, TimeoutError) as exc:
             raise TransportUnavailable(f"the producer's memory cannot be had: {exc or 'timeout'}") from exc
         try:
-            return await asyncio.to_thread(self._map, fd, answer, converter)
+            return await asyncio.to_thread(_mapped, fd, answer, target)
         finally:
             os.close(fd)
 
@@ -134,26 +135,6 @@ class UsmTransport:
         await asyncio.gather(*self._serving, return_exceptions=True)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-    def _map(self, fd: int, answer: "Answer", converter: Converter | None) -> Inlet:
-        memory = self._facts.memory
-        block_bytes = memory.block_bytes if converter is None else converter.wire.block_bytes
-        size = answer.num_blocks * answer.block_bytes
-        if answer.block_bytes != block_bytes or os.fstat(fd).st_size < size:
-            raise TransportUnavailable(
-                f"the producer's memory is not {answer.num_blocks} blocks of {answer.block_bytes}"
-            )
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if answer.is_ring else 0)
-        mapping = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection))
-        source = HostBlocks(mapping, answer.num_blocks, answer.block_bytes)
-        if converter is not None:
-            return converting(source, converter, is_ring=answer.is_ring)
-        if memory.host_view is not None:
-            return HostInlet(source, host_blocks(memory), stages=answer.is_ring)
-        blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)
-        ring_module = importlib.import_module("kvtransfer.transports.ring")
-        inlet: Inlet = ring_module.DeviceInlet(source, mapping, blocks, is_ring=answer.is_ring)
-        return inlet
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -173,9 +154,26 @@ class UsmTransport:
                     secret += more
             for known, shown in self._shown.items():
                 if secrets.compare_digest(secret, known):
-                    answer = Answer(shown.num_blocks, self._facts.memory.block_bytes, shown.is_ring)
+                    answer = Answer(shown.num_blocks, shown.block_bytes, shown.is_ring)
                     socket.send_fds(connection, [msgspec.msgpack.encode(answer)], [shown.fd])
                     return
+
+
+def _mapped(fd: int, answer: "Answer", target: Target) -> Inlet:
+    size, memory, converter = answer.num_blocks * answer.block_bytes, target.memory, target.converter
+    if answer.block_bytes % target.block_bytes or os.fstat(fd).st_size < size:
+        raise TransportUnavailable(f"the producer's memory is not {answer.num_blocks} blocks of {target.block_bytes}")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if answer.is_ring else 0)
+    mapping = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection))
+    source = HostBlocks(mapping, size // target.block_bytes, target.block_bytes)
+    if converter is not None:
+        return converting(source, converter, is_ring=answer.is_ring)
+    if memory.host_view is not None:
+        return HostInlet(source, host_blocks(memory), stages=answer.is_ring)
+    blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)
+    ring_module = importlib.import_module("kvtransfer.transports.ring")
+    inlet: Inlet = ring_module.DeviceInlet(source, mapping, blocks, is_ring=answer.is_ring)
+    return inlet
 
 
 async def _ask(offer: Offer) -> tuple[int, "Answer"]:

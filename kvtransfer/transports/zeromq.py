@@ -12,7 +12,7 @@ from kvtransfer.memory import BlockMemory, keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Converter, Inlet, NodeFacts, Outlet, Prepared, Wish
+from kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Target, Wish
 
 
 class FrameOutlet(HostOutlet):
@@ -70,7 +70,6 @@ class ZeromqTransport:
     dialects: Sequence[str] = ()
 
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
-        self._memory = facts.memory
         self._settings = settings
 
     async def start(self) -> None:
@@ -82,22 +81,22 @@ class ZeromqTransport:
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
         if wish.wire != wish.layout:
             narrowing: Outlet = _loaded("kvtransfer.conversion.outlets").NarrowingOutlet(
-                Offer(self.name), self._memory, self._settings, layout=wish.layout, wire=wish.wire
+                Offer(self.name), wish.memory, self._settings, layout=wish.layout, wire=wish.wire
             )
             return narrowing
-        if self._memory.host_view is not None:
-            return FrameOutlet(Offer(self.name), self._memory, self._settings)
+        if wish.memory.host_view is not None:
+            return FrameOutlet(Offer(self.name), wish.memory, self._settings)
         staged = _loaded("kvtransfer.transports.staged")
-        outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), self._memory, self._settings)
+        outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), wish.memory, self._settings)
         return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
-        if converter is not None:
-            converting: Inlet = _loaded("kvtransfer.conversion.inlets").FrameInlet(converter)
+    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+        if target.converter is not None:
+            converting: Inlet = _loaded("kvtransfer.conversion.inlets").FrameInlet(target.converter)
             return converting
-        if self._memory.host_view is not None:
-            return FrameInlet(host_blocks(self._memory))
-        inlet: Inlet = _loaded("kvtransfer.transports.staged").StagedFrameInlet(self._memory)
+        if target.memory.host_view is not None:
+            return FrameInlet(host_blocks(target.memory))
+        inlet: Inlet = _loaded("kvtransfer.transports.staged").StagedFrameInlet(target.memory)
         return inlet
 
     async def close(self) -> None:

@@ -43,6 +43,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         quantization_group_size=settings.quantization_group_size,
         quantization_skip=tuple(name.strip() for name in settings.quantization_skip.split(",") if name.strip()),
         kv_cache_dtype=settings.kv_cache_dtype,
+        tail_parts=settings.kv_tail_parts,
         async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,
         max_logprobs=settings.max_logprobs,

@@ -103,7 +103,7 @@ class EngineThread(Generic[E]):
         """From any thread: the engine cannot go on, though its thread may not have noticed."""
         if self._attached.is_set() and not self._is_broken:
             self._is_broken = True
-            self._deliver(self._on_broken, EngineBroken(reason))
+            self.deliver(self._on_broken, EngineBroken(reason))
 
     async def stop(self) -> None:
         """Lets the running step end and closes the engine. Nobody touches its memory any more."""
@@ -147,13 +147,13 @@ class EngineThread(Generic[E]):
             for command in commands:
                 command.run(engine)
             if any(command.future is not None for command in commands):
-                self._deliver(_settle, commands)
+                self.deliver(_settle, commands)
             result = engine.step() if engine.has_work() else StepResult()
             at = time.monotonic()
             is_idle = not engine.has_work()
             if is_idle or commands or _frees_something(result) or at - stats_at > STATS_INTERVAL_S:
                 stats, stats_at = engine.stats(), at
-            self._deliver(self._on_turn, Turn(result, stats, at))
+            self.deliver(self._on_turn, Turn(result, stats, at))
 
     def _take(self, *, wait: bool) -> "list[_Command[E, object]] | None":
         """All commands that are there; when idle, waits for the first. None: stop."""
@@ -165,7 +165,8 @@ class EngineThread(Generic[E]):
             commands.append(command)
         return commands
 
-    def _deliver(self, callback: Callable[[T], None], value: T) -> None:
+    def deliver(self, callback: Callable[[T], None], value: T) -> None:
+        """From any thread, once steps run: calls it on the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, value)
 

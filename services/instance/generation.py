@@ -19,6 +19,9 @@ class Writing:
     def completed(self, blocks: CompletedBlocks) -> None:
         """Nobody waits for these blocks."""
 
+    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+        """Nor parts of them."""
+
     def token(self, output: SequenceOutput) -> None:
         """The router has it already."""
 

@@ -164,7 +164,7 @@ class InstanceProcess:
             generation=identity.generation,
             layout=engine.layout,
             memory=engine.kv,
-            settings=transfer_settings(settings, self._key, peer_access(environment())),
+            settings=transfer_settings(settings, self._key, peer_access(environment()), parts=engine.tail_parts),
             ports=NodePorts(observer=self._counter),
         )
         await transfer.start()
@@ -184,7 +184,7 @@ class InstanceProcess:
         )
         lifecycle.on_stop("adoptions", self._handover.close)
         parts = Parts(thread, transfer, self._rpc, self._counter, puller)
-        return Serving(
+        serving = Serving(
             identity,
             role=ObservedRole(self._make_handler(parts), self._tracing),
             engine=thread,
@@ -193,6 +193,8 @@ class InstanceProcess:
             events=self._events,
             links=transfer,
         )
+        engine.on_tail(lambda tail: thread.deliver(serving.on_tail, tail))
+        return serving
 
     def _pooling(self, engine: PoolingEngine) -> PoolingServing:
         thread = cast("EngineThread[PoolingEngine]", self._engine_thread)
@@ -358,7 +360,7 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
 
 
 def transfer_settings(
-    settings: InstanceSettings, key: ClusterKey | None = None, access: PeerAccess = ""
+    settings: InstanceSettings, key: ClusterKey | None = None, access: PeerAccess = "", *, parts: int = 1
 ) -> TransferSettings:
     return TransferSettings(
         bind=tcp(settings, settings.transfer_port, any_port="*"),
@@ -366,6 +368,7 @@ def transfer_settings(
         transports=(settings.kv_transport,),
         peer_access=access,
         run_dir=settings.kv_run_dir,
+        parts=parts,
         checksum=settings.kv_checksum,
         lease_s=settings.kv_lease_s,
         curve_secret_key=key.secret if key is not None else b"",

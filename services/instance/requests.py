@@ -12,7 +12,7 @@ import msgspec
 from contracts.events import Tier
 from contracts.identity import InstanceId, RequestId
 from contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
-from engine.outputs import CompletedBlocks, FirstTokenInfo, SequenceOutput
+from engine.outputs import CompletedBlocks, CompletedPart, FirstTokenInfo, SequenceOutput
 from services.common.rpc import RouterId
 from services.common.tracing import NO_SPAN, Span
 from services.instance.ports import StepResult
@@ -22,6 +22,9 @@ class Progress(Protocol):
     """What the engine reports of one request, as far as its role cares. Calls must not block."""
 
     def completed(self, blocks: CompletedBlocks) -> None: ...
+    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+        """One group of their layers; `completed` follows."""
+
     def token(self, output: SequenceOutput) -> None: ...
     def held(self, at: float) -> None:
         """The prompt is computed and its first tokens were reported; `at` is when the step ended."""
@@ -128,6 +131,12 @@ class RequestTable:
                     request.progress.token(output)
         self._apply_ends(result, at)
         return answers
+
+    def apply_tail(self, tail: CompletedPart) -> None:
+        """In the middle of a step."""
+        for blocks in tail.blocks:
+            if progress := self._progress(blocks.request_id):
+                progress.completed_part(blocks, tail.part)
 
     def _apply_ends(self, result: StepResult, at: float) -> None:
         for inner in result.held:

@@ -28,6 +28,7 @@ from contracts.messages import (
     ToInstance,
 )
 from engine.errors import RequestError
+from engine.outputs import CompletedPart
 from kvtransfer.errors import TransferError
 from services.common.rpc import RouterId
 from services.instance.engine_thread import EngineCalls, Turn
@@ -128,6 +129,9 @@ class Serving:
             self._router.send(router, Batch(answers))
         self._events.publish(turn.result.events)
         self._role.on_turn(turn.stats)
+
+    def on_tail(self, tail: CompletedPart) -> None:
+        self.table.apply_tail(tail)
 
     def fail_all(self, reason: str) -> None:
         """The engine is gone: all end, and nothing new is taken."""

@@ -175,6 +175,15 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     kv_checksum: Annotated[Checksum, Meta(description="verify blocks that arrive, a sample, or none")] = "full"
+    kv_tail_parts: Annotated[
+        int,
+        Meta(
+            description="a prompt's last chunk leaves in so many groups of layers while later ones are computed"
+            " (at most; a divisor of the layers is taken; 1: when all of it is computed)",
+            ge=1,
+            le=256,
+        ),
+    ] = 1
     kv_run_dir: Annotated[
         str,
         Meta(description="folder shared with instances in other containers of this machine, for usm (default: none)"),

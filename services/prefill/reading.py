@@ -30,6 +30,9 @@ class Reading:
     def completed(self, blocks: CompletedBlocks) -> None:
         """Without a ticket nobody wants them."""
 
+    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+        """As `completed`."""
+
     def token(self, output: SequenceOutput) -> None:
         """The router has it already."""
 
@@ -61,6 +64,13 @@ class HandedReading(Reading):
         if self.is_open:
             try:
                 self._transfer.publish(self._ticket, blocks.blocks)
+            except LocalTransferError as exc:
+                self._given_up(exc)
+
+    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+        if self.is_open:
+            try:
+                self._transfer.publish_part(self._ticket, blocks.blocks, part)
             except LocalTransferError as exc:
                 self._given_up(exc)
 

@@ -21,17 +21,17 @@ FOREVER_S = 600
 receive_all = HostInlet.receive_all
 
 
-async def hang(self: UsmTransport, welcome: Welcome, offer: Offer, converter: object = None) -> Inlet:
+async def hang(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Inlet:
     """With Python's lock held, as a driver might."""
     ctypes.PyDLL(None).sleep(FOREVER_S)
     raise AssertionError
 
 
-async def abort(self: UsmTransport, welcome: Welcome, offer: Offer, converter: object = None) -> Inlet:
+async def abort(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Inlet:
     os.abort()
 
 
-async def leave(self: UsmTransport, welcome: Welcome, offer: Offer, converter: object = None) -> Inlet:
+async def leave(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Inlet:
     sys.stderr.write("the driver says goodbye\n")
     sys.stderr.flush()
     os._exit(3)

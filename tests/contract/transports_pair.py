@@ -222,6 +222,7 @@ async def pair_of(
     consumer_layout: KVLayout = LAYOUT,
     memories: Sequence[Blocks | None] = (None, None),
     probe_command: Sequence[str] = COMMAND,
+    consumer_settings: TransferSettings | None = None,
 ) -> AsyncIterator[Pair]:
     shared, (source, target) = InProcess(), memories
     async with (
@@ -236,7 +237,7 @@ async def pair_of(
         ) as producer,
         running(
             "decode-0",
-            settings,
+            consumer_settings or settings,
             generation=22,
             in_process=shared,
             meddler=meddler,
@@ -253,8 +254,8 @@ async def pair_of(
 def _meddled(transport: Transport, meddler: Meddler, facts: NodeFacts) -> Transport:
     attach = transport.attach
 
-    async def wrapped(welcome, offer, converter=None):  # type: ignore[no-untyped-def]
-        return meddler.wrap(await attach(welcome, offer, converter), transport.name, facts)
+    async def wrapped(welcome, offer, target):  # type: ignore[no-untyped-def]
+        return meddler.wrap(await attach(welcome, offer, target), transport.name, facts)
 
     transport.attach = wrapped  # type: ignore[method-assign]
     return transport

@@ -72,6 +72,12 @@ class _Watched:
         else:
             self._inner.completed(blocks)
 
+    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+        if self._at_blocks:
+            self._stop()
+        else:
+            self._inner.completed_part(blocks, part)
+
     def token(self, output: SequenceOutput) -> None:
         if not self._at_blocks and output.position >= POSITION:
             self._stop()

@@ -81,6 +81,16 @@ def test_tokens_equal_transformers_through_a_collective_library(llama: Path) -> 
         wait_until(lambda: links_of(cluster) == ["oneccl"], timeout_s=5, what="a link over oneccl in /health")
 
 
+def test_tokens_equal_transformers_when_the_last_chunk_leaves_in_parts(llama: Path) -> None:
+    flags = ("--kv-tail-parts", "8", "--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
+    with Cluster(llama, args=(*ALWAYS, *flags)) as cluster:
+        for case, prompt in PROMPTS.items():
+            assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(llama, prompt, NEW_TOKENS), case
+        cluster.wait_idle()
+        (decode,) = cluster.instances("decode")
+        assert "each block in 3 parts" in decode["links"][0]["reason"], "the model has three layers"
+
+
 def test_unified_instances_need_no_transport_between_processes(llama: Path) -> None:
     with Cluster(llama, prefill=0, decode=0, unified=1, args=(*ALWAYS, "--kv-transport", "memory")) as cluster:
         prompt = PROMPTS["many blocks"]

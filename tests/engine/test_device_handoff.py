@@ -9,8 +9,9 @@ import pytest
 
 from contracts.identity import Generation, InstanceId, RequestId, TicketId
 from contracts.messages import Ticket
-from engine import Engine, KVCache
-from kvtransfer import TransferNode
+from contracts.naming import block_names
+from engine import CompletedPart, Engine, KVCache
+from kvtransfer import TransferNode, Translation
 from tests.contract.test_transports import only
 from tests.engine.driving import make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
@@ -30,7 +31,7 @@ def node_of(name: str, engine: Engine, transport: str) -> TransferNode:
         generation=Generation(1),
         layout=engine.layout,
         memory=engine.kv,
-        settings=only(transport),
+        settings=only(transport, parts=engine.tail_parts),
     )
 
 
@@ -51,9 +52,19 @@ async def hand_over(source: Engine, sink: Engine, transport: str) -> tuple[str, 
         )
         reservation = sink.reserve(make_work(sink, "w", PROMPT, **TOKENS))
         assert reservation is not None
-        fetch = asyncio.create_task(consumer.fetch(ticket, reservation.missing))
+        work, layout = make_work(source, "w", PROMPT, **TOKENS), source.layout
+        names = block_names(work.root, PROMPT, layout.block_tokens)
+        translation = Translation(layout, names, reservation.reused, len(PROMPT))
+        fetch = asyncio.create_task(consumer.fetch(ticket, reservation.missing, translation=translation))
         producer.open(ticket)
-        source.add(make_work(source, "w", PROMPT, **TOKENS), mode="prefill")
+        loop = asyncio.get_running_loop()
+
+        def publish_parts(tail: CompletedPart) -> None:
+            for blocks in tail.blocks:
+                producer.publish_part(ticket.ticket, blocks.blocks, tail.part)
+
+        source.on_tail(lambda tail: loop.call_soon_threadsafe(publish_parts, tail))
+        source.add(work, mode="prefill")
         first: list[int] = []
         while source.has_work():
             result = source.step()
@@ -84,3 +95,26 @@ def test_a_handoff_between_devices_changes_no_token(tmp_path: Path, transport: s
         alone.add(make_work(alone, "w", PROMPT, **TOKENS))
         assert asyncio.run(hand_over(source, sink, transport)) == (transport, run(alone)["w", 0])
         assert source.stats().free_blocks == source.stats().total_blocks
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("transport", ["usm", "zeromq", "oneccl"])
+def test_a_tail_in_parts_changes_no_token(tmp_path: Path, transport: str) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=4)
+    make: Any = partial(make_engine, folder, max_num_batched_tokens=32)
+    with make() as alone, make(tail_parts=4) as source, make() as sink:
+        assert source.tail_parts == 4
+        alone.add(make_work(alone, "w", PROMPT, **TOKENS))
+        assert asyncio.run(hand_over(source, sink, transport)) == (transport, run(alone)["w", 0])
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("transport", ["usm", "zeromq"])
+def test_devices_with_other_layouts_hand_over_too(tmp_path: Path, transport: str, kv_cache_dtype: str) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=2)
+    make: Any = partial(make_engine, folder, max_num_batched_tokens=32)
+    other = {"block_size": 32, "kv_cache_dtype": kv_cache_dtype}
+    with make(**other) as alone, make(tail_parts=2) as source, make(**other) as sink:
+        alone.add(make_work(alone, "w", PROMPT, **TOKENS))
+        assert asyncio.run(hand_over(source, sink, transport)) == (transport, run(alone)["w", 0])

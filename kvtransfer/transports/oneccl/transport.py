@@ -13,13 +13,14 @@ from typing import Any
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Hello, Host, Offer, Welcome
+from kvtransfer.memory import BlockMemory
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import host_blocks
 from kvtransfer.transports.oneccl.backends import device_backends, host_backends
 from kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
 from kvtransfer.transports.oneccl.pair import Backend, Pair
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Converter, Inlet, NodeFacts, Outlet, Wish
+from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
 from kvtransfer.transports.zeromq import FrameInlet
 
 logger = logging.getLogger(__name__)
@@ -76,14 +77,14 @@ class OneCclTransport:
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
         thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
         if self._blocks is None:
-            return PairOutlet(offer, thread, self._memory, self._settings)
-        outlet: Outlet = _device_module().DeviceOutlet(offer, thread, self._blocks, self._settings)
+            return PairOutlet(offer, thread, wish.memory, self._settings)
+        outlet: Outlet = _device_module().DeviceOutlet(offer, thread, _blocks_of(wish.memory), self._settings)
         return outlet
 
-    async def attach(self, welcome: Welcome, offer: Offer, converter: Converter | None = None) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
         self._check_secrecy(welcome.host)
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
-        inlet = self._inlet(offer.dialect, converter)
+        inlet = self._inlet(offer.dialect, target)
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
         inlet.thread = thread
         try:
@@ -112,20 +113,22 @@ class OneCclTransport:
     def _find(self) -> list[Backend]:
         if self._memory.host_view is not None:
             return host_backends(self._settings.oneccl_library)
-        self._blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(self._memory)
+        self._blocks = _blocks_of(self._memory)
         return device_backends(self._blocks)
 
-    def _inlet(self, dialect: str, converter: Converter | None) -> Any:
+    def _inlet(self, dialect: str, target: Target) -> Any:
         """Of three kinds, which the caller only hands on."""
         if self._blocks is None:
-            if converter is None:
-                return PairInlet(FrameInlet(host_blocks(self._memory)), self._memory.block_bytes)
+            if target.converter is None:
+                return PairInlet(FrameInlet(host_blocks(target.memory)), target.block_bytes)
             module = importlib.import_module("kvtransfer.conversion.inlets")
-            return PairInlet(module.FrameInlet(converter), converter.wire.block_bytes)
-        if converter is not None:
+            return PairInlet(module.FrameInlet(target.converter), target.block_bytes)
+        if target.converter is not None:
             raise TransportUnavailable("blocks of a device change their layout on other transports only")
         module = _device_module()
-        return (module.StagedInlet if dialect.endswith(module.STAGED) else module.DirectInlet)(self._blocks)
+        return (module.StagedInlet if dialect.endswith(module.STAGED) else module.DirectInlet)(
+            _blocks_of(target.memory)
+        )
 
     def _choose(self, dialects: Sequence[str]) -> Backend:
         for name, backend in self._backends.items():
@@ -140,6 +143,11 @@ class OneCclTransport:
         thread = PairThread(join, on_failed=on_failed, stall_timeout_s=self._settings.stall_timeout_s)
         self._threads.append(thread)
         return thread
+
+
+def _blocks_of(memory: BlockMemory) -> Any:
+    """`devicecopy.DeviceBlocks`. Loads torch."""
+    return importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)
 
 
 def _device_module() -> ModuleType:

@@ -260,6 +260,9 @@ class FakeTransfer:
     def publish(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
         self.asked.append(("publish", list(blocks)))
 
+    def publish_part(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]], part: int) -> None:
+        self.asked.append(("publish_part", list(blocks), part))
+
     def finish(self, ticket_id: TicketId, payload: bytes) -> None:
         self.asked.append(("finish", payload))
 

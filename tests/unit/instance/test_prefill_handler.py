@@ -1,6 +1,7 @@
+from contracts.identity import RequestId
 from contracts.messages import Cancel, Prefill
 from engine.errors import RequestError
-from engine.outputs import CompletedBlocks, NamedBlock
+from engine.outputs import CompletedBlocks, CompletedPart, NamedBlock
 from services.instance.first_tokens import FirstToken, decode_first_tokens
 from services.prefill.handler import PrefillHandler
 from tests.unit.instance.fakes import ROUTER, Bench, NoPulls, name, output, run, settle, ticket, work
@@ -34,6 +35,26 @@ def test_blocks_are_handed_on_as_they_complete_and_first_tokens_with_the_last() 
         await settle()
         assert b.engine.asked[-1] == ("release", inner)
         assert "cancel" not in b.transfer.verbs()
+        b.check()
+
+    run(test())
+
+
+def test_parts_of_the_last_blocks_are_handed_on_before_the_step_has_ended() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        last = CompletedBlocks(inner, [NamedBlock(name(0), 3)])
+        b.serving.on_tail(CompletedPart(0, [last, CompletedBlocks(RequestId("gone"), [])]))
+        assert b.transfer.asked[-1] == ("publish_part", [(name(0), 3)], 0)
+        b.turn(completed=[last], tokens=[output(inner, 5)], held=[inner])
+        assert b.transfer.verbs() == ["open", "publish_part", "publish", "finish"]
+        b.transfer.release.set_result("received")
+        await settle()
+        b.serving.on_tail(CompletedPart(1, [last]))
+        assert b.transfer.verbs()[-1] == "finish", "a part that comes late is nobody's"
         b.check()
 
     run(test())

@@ -84,8 +84,9 @@ class World(RuleBasedStateMachine):
         self.consumer_alive = True
         self.producer: ProducerSession | None = None
         self.producer_alive = True
-        self.memory = {block: name(block) for block in range(NUM_BLOCKS)}
-        self.cache = dict.fromkeys(range(NUM_BLOCKS), GARBAGE)
+        self.parts = 1
+        self.memory: dict[int, bytes] = {}
+        self.cache: dict[int, bytes] = {}
         self.copies: list[Placement] = []
         self.wants_link = False
         self.stopped = False
@@ -115,7 +116,9 @@ class World(RuleBasedStateMachine):
             case Fetch():
                 if self.producer is None:
                     self.producer = ProducerSession(now=self.producer_now, limits=LIMITS)
-                steps = self.producer.fetch(message, link=connection.number, pulls=self.pulls, now=self.producer_now)
+                steps = self.producer.fetch(
+                    message, link=connection.number, pulls=self.pulls, now=self.producer_now, parts=self.parts
+                )
                 self.produce(steps)
             case Release() if self.producer is not None:
                 self.produce(self.producer.release(message))
@@ -148,6 +151,7 @@ class World(RuleBasedStateMachine):
                     if connection is not None:
                         for index, block in step.blocks:
                             assert self.released is None
+                            assert self.memory[block] == self.content(block)
                             connection.to_consumer.append(
                                 Blocks(TICKET.ticket, step.attempt, [Piece(index, block, None)])
                             )
@@ -167,7 +171,7 @@ class World(RuleBasedStateMachine):
                 case Copy():
                     self.copies += step.placements
                 case Arrived():
-                    assert all(self.cache[block] == name(block) for block in self.wanted if name(block) in step.names)
+                    assert all(self.is_here(block) for block in self.wanted if name(block) in step.names)
                 case Relink():
                     self.wants_link = True
                 case StopCopies():
@@ -185,4 +189,16 @@ class World(RuleBasedStateMachine):
             assert {name(block) for block in self.wanted} == set(self.consumer.received)
         for block in self.wanted:
             if name(block) in self.consumer.received:
-                assert self.cache[block] == name(block)
+                assert self.is_here(block)
+
+    def content(self, number: int) -> bytes:
+        """Of part `number` of all blocks'."""
+        return name(number // self.parts) + bytes([number % self.parts])
+
+    def compute(self, block: int, part: int) -> None:
+        number = block * self.parts + part
+        self.memory[number] = self.content(number)
+
+    def is_here(self, block: int) -> bool:
+        numbers = range(block * self.parts, (block + 1) * self.parts)
+        return all(self.cache[number] == self.content(number) for number in numbers)

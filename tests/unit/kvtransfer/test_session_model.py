@@ -1,6 +1,6 @@
 """Both ends of a transfer against a hostile world: messages lost, repeated and reordered, connections that break,
 processes that die, copies that take their time, clocks that differ and jump. Blocks carry no checksum here: the
-protocol alone must keep them right.
+protocol alone must keep them right. They may travel in parts, which hold garbage until they are published.
 """
 
 from hypothesis import HealthCheck, settings
@@ -30,12 +30,22 @@ class BothEnds(World):
         mishaps=st.sampled_from([0, 1, 1, 2, 3]),
         stage=st.integers(0, 4),
         clocks=st.sampled_from([(0.0, 0.0), (5e5, 0.0), (0.0, 5e5)]),
+        parts=st.sampled_from([1, 2, 3]),
     )
     def begin(
-        self, pulls: bool, partial: bool, wanted: set[int], mishaps: int, stage: int, clocks: tuple[float, float]
+        self,
+        pulls: bool,
+        partial: bool,
+        wanted: set[int],
+        mishaps: int,
+        stage: int,
+        clocks: tuple[float, float],
+        parts: int,
     ) -> None:
         """`stage`: how far all goes well before chance takes over."""
-        self.pulls = pulls
+        self.pulls, self.parts = pulls, parts
+        self.memory = dict.fromkeys(range(NUM_BLOCKS * parts), GARBAGE)
+        self.cache = dict(self.memory)
         self.producer_ahead, self.consumer_ahead = clocks
         self.mishaps = mishaps
         self.wanted = sorted(wanted)
@@ -69,14 +79,25 @@ class BothEnds(World):
     @rule(block=st.integers(0, NUM_BLOCKS - 1))
     def publish(self, block: int) -> None:
         assert self.producer is not None
+        for part in range(self.parts):
+            self.compute(block, part)
         self.produce(self.producer.publish([(name(block), block)]))
+
+    @precondition(lambda self: self.is_open() and not self.finished and self.parts > 1)
+    @rule(blocks=st.sets(st.integers(0, NUM_BLOCKS - 1), min_size=1), part=st.integers(0, 2))
+    def publish_part(self, blocks: set[int], part: int) -> None:
+        assert self.producer is not None
+        part %= self.parts
+        for block in blocks:
+            self.compute(block, part)
+        self.produce(self.producer.publish_part([(name(block), block) for block in sorted(blocks)], part))
 
     @precondition(lambda self: self.is_open() and not self.finished)
     @rule()
     def finish(self) -> None:
         assert self.producer is not None
         for block in range(NUM_BLOCKS):
-            self.produce(self.producer.publish([(name(block), block)]))
+            self.publish(block)
         self.finished = True
         self.produce(self.producer.finish(b"payload", self.producer_now))
 
@@ -108,7 +129,7 @@ class BothEnds(World):
             self.link = Connection(len(self.connections) + 1)
             self.connections.append(self.link)
         self.stopped = False
-        self.consume(self.consumer.linked("usm", pulls=self.pulls, now=self.consumer_now))
+        self.consume(self.consumer.linked("usm", pulls=self.pulls, now=self.consumer_now, parts=self.parts))
 
     @precondition(lambda self: self.copies and self.consumer_alive)
     @rule(pick=st.integers(0, 100), damaged=st.sampled_from([False, False, False, True]))
@@ -119,7 +140,7 @@ class BothEnds(World):
         if self.stopped:
             self.consume(self.consumer.abandoned([placement.index], self.consumer_now))
             return
-        read = self.memory[placement.source] if self.pulls else name(placement.source)
+        read = self.memory[placement.source] if self.pulls else self.content(placement.source)
         self.cache[placement.destination] = GARBAGE if damaged else read
         if damaged:
             self.consume(self.consumer.damaged([placement.index], self.consumer_now))
