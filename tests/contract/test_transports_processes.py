@@ -100,6 +100,28 @@ def test_a_killed_producer_is_noticed_at_once(transport: str) -> None:
     run(test())
 
 
+def test_a_producer_killed_in_the_middle_of_a_tail_has_delivered_no_block(transport: str) -> None:
+    async def test() -> None:
+        settings = only(transport, parts=4)
+        heard: list[bytes] = []
+        async with peer("prefill-0", settings, 7) as source, running("decode-0", settings) as here:
+            await here.node.connect(source.address)
+            ticket = to_here(source, here)
+            await source.ask("open", full=text(ticket))
+            fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0), (1, 1), (2, 2)), on_blocks=heard.extend))
+            await source.ask("publish", ticket=ticket.ticket, blocks=[(0, 0)])
+            for part in range(3):
+                await source.ask("publish_part", ticket=ticket.ticket, blocks=[(1, 1), (2, 2)], part=part)
+            await asyncio.sleep(0.2)
+            source.signal(signal.SIGKILL)
+            with pytest.raises(PeerLost):
+                await fetch
+            assert heard == [wanted((0, 0))[0][0]]
+            assert here.node.num_sessions() == 0
+
+    run(test())
+
+
 def test_a_producer_killed_while_a_transport_is_being_attached_is_lost(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)

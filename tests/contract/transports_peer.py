@@ -107,6 +107,10 @@ async def obey(node: Node, command: dict[str, Any], fetches: dict[str, "asyncio.
             for index, place in command["blocks"]:
                 node.fill(place, seed=index)
             node.node.publish(ticket, blocks)
+        case "publish_part":
+            for index, place in command["blocks"]:
+                node.fill(place, seed=index)
+            node.node.publish_part(ticket, blocks, command["part"])
         case "finish":
             node.node.finish(ticket, b"payload")
         case "released":
