@@ -82,6 +82,7 @@ def test_blocks_that_nobody_wants_any_more_leave_the_ring() -> None:
     async def test() -> None:
         small = only("usm", ring_bytes=4 * LAYOUT.block_bytes, device_batch_bytes=2 * LAYOUT.block_bytes)
         async with pair_of(small, memories=(device(), device())) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
             for _ in range(4):
                 ticket = pair.ticket()
                 pair.producer.node.open(ticket)

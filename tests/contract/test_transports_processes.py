@@ -111,8 +111,11 @@ def test_a_producer_killed_in_the_middle_of_a_tail_has_delivered_no_block(transp
             fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0), (1, 1), (2, 2)), on_blocks=heard.extend))
             await source.ask("publish", ticket=ticket.ticket, blocks=[(0, 0)])
             for part in range(3):
-                await source.ask("publish_part", ticket=ticket.ticket, blocks=[(1, 1), (2, 2)], part=part)
-            await asyncio.sleep(0.2)
+                await source.ask("publish", ticket=ticket.ticket, blocks=[(1, 1), (2, 2)], part=part)
+            for _ in range(400):
+                if heard:
+                    break
+                await asyncio.sleep(0.01)
             source.signal(signal.SIGKILL)
             with pytest.raises(PeerLost):
                 await fetch

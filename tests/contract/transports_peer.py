@@ -99,18 +99,11 @@ def answer(value: object) -> None:
 
 async def obey(node: Node, command: dict[str, Any], fetches: dict[str, "asyncio.Task[str]"]) -> object:
     ticket = TicketId(command.get("ticket", ""))
-    blocks = [(name(index), place) for index, place in command.get("blocks", [])]
     match command["op"]:
         case "open":
             node.node.open(msgspec.json.decode(command["full"], type=Ticket))
         case "publish":
-            for index, place in command["blocks"]:
-                node.fill(place, seed=index)
-            node.node.publish(ticket, blocks)
-        case "publish_part":
-            for index, place in command["blocks"]:
-                node.fill(place, seed=index)
-            node.node.publish_part(ticket, blocks, command["part"])
+            _publish(node, ticket, command["blocks"], command.get("part"))
         case "finish":
             node.node.finish(ticket, b"payload")
         case "released":
@@ -127,6 +120,16 @@ async def obey(node: Node, command: dict[str, Any], fetches: dict[str, "asyncio.
         case op:
             raise ValueError(op)
     return None
+
+
+def _publish(node: Node, ticket: TicketId, blocks: list[tuple[int, int]], part: int | None) -> None:
+    for index, place in blocks:
+        node.fill(place, seed=index)
+    named = [(name(index), place) for index, place in blocks]
+    if part is None:
+        node.node.publish(ticket, named)
+    else:
+        node.node.publish_part(ticket, named, part)
 
 
 async def _fetch(node: Node, ticket: Ticket, blocks: list[tuple[int, int]]) -> str:
