@@ -1,9 +1,9 @@
 """Decode attention: one query token per sequence, the context cut into splits, the partial results combined.
 
 How a sequence is cut depends on its own context (of K and V in one byte also on the batch's size: triton_tiles), not on
-its neighbours' contexts. Programs
-walk over (sequence, split, KV head) items that they derive from `context_lens` on the device: the grid depends on
-maximal shapes only, nothing is read back, and a captured graph serves any lengths. Twin: reference._decode.
+its neighbours' contexts. Programs walk over (sequence, split, KV head) items that they derive from `context_lens` on
+the device: the grid depends on maximal shapes only, nothing is read back, and a captured graph serves any lengths.
+Twin: reference._decode.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
