@@ -15,6 +15,7 @@ from contracts.messages import (
     Batch,
     Cancel,
     Decode,
+    ErrorCode,
     Failed,
     Generate,
     Heartbeat,
@@ -31,6 +32,7 @@ from engine.outputs import PooledOutput
 from services.common.rpc import RouterId
 from services.instance.engine_thread import PoolingCalls, Turn
 from services.instance.errors import RequestFailed
+from services.instance.leaving import Leaving
 from services.instance.ports import EngineStats, EventsPort, RouterPort
 from services.instance.serving import LONGEST_TIMEOUT_S, Identity, failure_of, load_of
 
@@ -51,7 +53,7 @@ class _Request:
     deadline: asyncio.TimerHandle
 
 
-class PoolingServing:
+class PoolingServing(Leaving):
     """`services.instance.process.Service`."""
 
     def __init__(
@@ -63,17 +65,14 @@ class PoolingServing:
         router: RouterPort,
         events: EventsPort,
     ) -> None:
+        super().__init__(router)
         self._identity = identity
         self._engine = engine
-        self._router = router
         self._events = events
         self._requests: dict[RequestId, _Request] = {}
         self._by_router: dict[tuple[RouterId, RequestId], _Request] = {}
         self._num_accepted = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.stats = stats
-        self.is_draining = False
 
     @property
     def num_requests(self) -> int:
@@ -118,35 +117,13 @@ class PoolingServing:
             if (request := self._requests.get(inner)) is not None:
                 self._end(request, Failed(request_id=request.request_id, code=code, message=message))
 
-    def fail_all(self, reason: str) -> None:
-        """The engine is gone: all end, and nothing new is taken."""
-        self.is_draining = True
+    def _end_all(self, code: ErrorCode, reason: str) -> None:
         for request in list(self._requests.values()):
-            self._end(request, Failed(request_id=request.request_id, code="internal", message=reason))
-
-    def refuse_new(self) -> None:
-        """From now on; every router is told at once."""
-        self.is_draining = True
-        for router in self._router.routers():
-            self._router.send(router, self._load_report())
-
-    async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, lets what runs end, then ends the rest."""
-        if not self.is_draining:
-            self.refuse_new()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            logger.warning("%d requests did not end within %g s", len(self._requests), timeout_s)
-            for request in list(self._requests.values()):
-                failed = Failed(request_id=request.request_id, code="draining", message="the instance stops")
-                self._end(request, failed)
+            self._end(request, Failed(request_id=request.request_id, code=code, message=reason))
 
     def _accept(self, router: RouterId, message: Pool) -> None:
-        if self.is_draining:
-            failed = Failed(request_id=message.request_id, code="draining", message="the instance stops")
-            self._router.send(router, failed)
+        if (refused := self._refused(message.request_id)) is not None:
+            self._router.send(router, refused)
             return
         if (previous := self._by_router.get((router, message.request_id))) is not None:
             self._end(previous, None)

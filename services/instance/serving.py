@@ -17,6 +17,7 @@ from contracts.messages import (
     Batch,
     Cancel,
     Decode,
+    ErrorCode,
     Failed,
     Generate,
     Heartbeat,
@@ -33,6 +34,7 @@ from kvtransfer.errors import TransferError
 from services.common.rpc import RouterId
 from services.instance.engine_thread import EngineCalls, Turn
 from services.instance.errors import RequestFailed
+from services.instance.leaving import Leaving
 from services.instance.ports import EngineStats, EventsPort, LinksPort, RouterPort
 from services.instance.requests import Request, RequestTable
 
@@ -72,7 +74,7 @@ class _Attempt:
     failure: Failed | None = None
 
 
-class Serving:
+class Serving(Leaving):
     def __init__(
         self,
         identity: Identity,
@@ -84,18 +86,15 @@ class Serving:
         events: EventsPort,
         links: LinksPort,
     ) -> None:
+        super().__init__(router)
         self._identity = identity
         self._role = role
         self._engine = engine
-        self._router = router
         self._events = events
         self._links = links
         self._attempts: dict[Request, _Attempt] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.table = RequestTable()
         self.stats = stats
-        self.is_draining = False
 
     @property
     def num_requests(self) -> int:
@@ -133,34 +132,13 @@ class Serving:
     def on_tail(self, tail: CompletedPart) -> None:
         self.table.apply_tail(tail)
 
-    def fail_all(self, reason: str) -> None:
-        """The engine is gone: all end, and nothing new is taken."""
-        self.is_draining = True
+    def _end_all(self, code: ErrorCode, reason: str) -> None:
         for request in self.table.all():
-            self._abort(request, Failed(request_id=request.request_id, code="internal", message=reason))
-
-    def refuse_new(self) -> None:
-        """From now on; every router is told at once."""
-        self.is_draining = True
-        for router in self._router.routers():
-            self._router.send(router, self._load_report())
-
-    async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""
-        if not self.is_draining:
-            self.refuse_new()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            logger.warning("%d requests did not end within %g s", len(self.table), timeout_s)
-            for request in self.table.all():
-                self._abort(request, _failed(request, RequestFailed("draining", "the instance stops")))
-            await self._idle.wait()
+            self._abort(request, Failed(request_id=request.request_id, code=code, message=reason))
 
     def _accept(self, router: RouterId, message: Assignment) -> None:
         work = message.work
-        refused = refusal(message, can_serve=self._role.can_serve(message), is_draining=self.is_draining)
+        refused = self._refused(work.request_id) or _misplaced(message, can_serve=self._role.can_serve(message))
         if refused is not None:
             self._router.send(router, refused)
             return
@@ -239,15 +217,11 @@ class Serving:
         )
 
 
-def refusal(message: Assignment, *, can_serve: bool, is_draining: bool) -> Failed | None:
-    """Why a message is not served, if it is not."""
-    request_id = message.work.request_id
-    if is_draining:
-        return Failed(request_id=request_id, code="draining", message="the instance stops")
-    if not can_serve:
-        kind = type(message).__name__
-        return Failed(request_id=request_id, code="invalid", message=f"this instance's role does not serve {kind}")
-    return None
+def _misplaced(message: Assignment, *, can_serve: bool) -> Failed | None:
+    if can_serve:
+        return None
+    text = f"this instance's role does not serve {type(message).__name__}"
+    return Failed(request_id=message.work.request_id, code="invalid", message=text)
 
 
 def failure_of(request_id: RequestId, error: BaseException) -> Failed:
