@@ -57,6 +57,7 @@ class Sharing:
             return
         if len(self._shares) >= self._max_shares:
             self._transfer.fail(ticket.ticket, f"{self._max_shares} instances fetch from here already")
+            self._has_ended(ticket)
             return
         task = asyncio.get_running_loop().create_task(self._share(ticket, names), name=f"share-{ticket.ticket}")
         self._shares.add(task)
@@ -75,7 +76,10 @@ class Sharing:
 
     async def _let_go(self, ticket: Ticket, pin_id: RequestId) -> None:
         await self._transfer.released(ticket.ticket)
+        self._has_ended(ticket)
+        self._engine.post(lambda engine: engine.unpin(pin_id))
+
+    def _has_ended(self, ticket: Ticket) -> None:
         self._awaited.setdefault(ticket.ticket, asyncio.Event()).set()
         while len(self._awaited) > MAX_REMEMBERED:
             del self._awaited[next(iter(self._awaited))]
-        self._engine.post(lambda engine: engine.unpin(pin_id))
