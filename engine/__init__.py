@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.errors import (
+    AdapterError,
     CapacityError,
     ConfigError,
     EngineError,
@@ -34,18 +35,21 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.kv_cache import KVCache
     from engine.offline.llm import LLM
+    from engine.offline.lora import LoRARequest
     from engine.offline.params import PoolingParams, SamplingParams
 
 _LATE = {
     "Engine": "engine.engine",
     "KVCache": "engine.kv_cache",
     "LLM": "engine.offline.llm",
+    "LoRARequest": "engine.offline.lora",
     "PoolingParams": "engine.offline.params",
     "SamplingParams": "engine.offline.params",
 }
 
 __all__ = [
     "LLM",
+    "AdapterError",
     "CapacityError",
     "CompletedBlocks",
     "CompletedPart",
@@ -57,6 +61,7 @@ __all__ = [
     "FailedRequest",
     "FirstTokenInfo",
     "KVCache",
+    "LoRARequest",
     "Mode",
     "ModelError",
     "NamedBlock",

@@ -14,6 +14,7 @@ from contracts import pooling
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.offline.lora import LoRARequest, LoRARequests, RequestedAdapters
 from engine.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -57,13 +58,17 @@ class LLM:
         config = _config(model, options)
         self._tokenizer = _tokenizer(tokenizer or model, config)
         self._defaults = _defaults(Path(model))
+        self._enable_lora = config.enable_lora
         self._writer: Writer | None = None
         self._reader: Reader | None = None
         kind = kind_of(Path(model), runner=config.runner, task=config.task)
         if kind == "generate":
             self._engine: Engine | PoolingEngine = Engine(config)
             self._writer = Writer(self._engine, self._tokenizer, seed=config.seed)
+            self._adapters = RequestedAdapters(self._engine.adapters)
         else:
+            if config.enable_lora:
+                raise ConfigError("enable_lora: adapters change models that write text; this one answers with vectors")
             self._engine = PoolingEngine(config, kind)
             self._reader = Reader(self._engine, self._tokenizer)
 
@@ -74,12 +79,14 @@ class LLM:
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues prompts. One `sampling_params` for all, or one for each. Raises `RequestError`, `ConfigError`."""
+        """Continues prompts. `sampling_params` and `lora_request` are one for all, or one for each. Raises
+        `RequestError`, `ConfigError`, `AdapterError`."""
         given = _given(prompts, prompt_token_ids)
         chosen = self._params(sampling_params, len(given))
-        return self._write(given, chosen, use_tqdm, priority, add_special_tokens=True)
+        return self._write(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
 
     def chat(  # noqa: PLR0913 - vLLM's signature
         self,
@@ -87,13 +94,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several. Raises `ConfigError` for a model without a chat template."""
+        """Answers one conversation, or several. Raises as `generate`, and `ConfigError` without a chat template."""
         chats = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         if chat_template is None and self._tokenizer.chat_template is None:
             raise ConfigError("the model has no chat template; give chat_template")
@@ -111,7 +119,7 @@ class LLM:
         ]
         chosen = self._params(sampling_params, len(texts))
         given = [Parsed(text, None) for text in texts]
-        return self._write(given, chosen, use_tqdm, None, add_special_tokens=False)
+        return self._write(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
 
     def encode(
         self,
@@ -189,6 +197,7 @@ class LLM:
         given: Sequence[Parsed],
         params: Sequence[SamplingParams],
         use_tqdm: bool,
+        lora_request: LoRARequests,
         priority: Sequence[int] | None,
         *,
         add_special_tokens: bool,
@@ -197,6 +206,8 @@ class LLM:
             raise ConfigError("this model answers with vectors: use embed, classify, score or encode")
         if priority is not None and len(priority) != len(given):
             raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
+        adapters = self._lora(lora_request, len(given))
+        fingerprints = self._adapters.fingerprints(adapters)
         prompts: list[Prompted] = []
         for number, (prompt, asked) in enumerate(zip(given, params, strict=True)):
             ids = prompt.token_ids
@@ -204,7 +215,8 @@ class LLM:
                 ids = self._tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
             keep = asked.truncate_prompt_tokens
             kept = ids if keep is None else ids[-keep:]
-            prompts.append(Prompted(prompt.text, kept, asked, priority[number] if priority is not None else 0))
+            first = priority[number] if priority is not None else 0
+            prompts.append(Prompted(prompt.text, kept, asked, first, adapters[number], fingerprints[number]))
         with Progress(len(prompts), shown=use_tqdm) as progress:
             return self._writer.write(prompts, progress)
 
@@ -216,6 +228,14 @@ class LLM:
         if len(given) != count:
             raise ConfigError(f"there are {len(given)} sampling_params for {count} prompts")
         return list(given)
+
+    def _lora(self, given: LoRARequests, count: int) -> list[LoRARequest | None]:
+        adapters = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        if len(adapters) != count:
+            raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
+        if any(adapters) and not self._enable_lora:
+            raise ConfigError("lora_request needs LLM(..., enable_lora=True)")
+        return adapters
 
     def _vectors(self) -> Reader:
         if self._reader is None:

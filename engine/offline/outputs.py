@@ -5,6 +5,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from engine.offline.lora import LoRARequest
+
 D = TypeVar("D")
 
 
@@ -40,6 +42,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     finished: bool = True
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

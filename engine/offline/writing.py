@@ -9,6 +9,7 @@ from contracts.messages import TokenLogprobs, Work
 from contracts.naming import root_name
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError
+from engine.offline.lora import LoRARequest
 from engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from engine.offline.params import SamplingParams
 from engine.offline.progress import Progress
@@ -18,12 +19,14 @@ from engine.outputs import SequenceOutput, StepResult
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """`priority`: smaller runs first."""
+    """`priority`: smaller runs first. `lora` is an adapter's fingerprint; empty: none."""
 
     text: str | None
     token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    lora_request: LoRARequest | None = None
+    lora: str = ""
 
 
 @dataclass(slots=True)
@@ -81,9 +84,15 @@ class Writer:
             token_ids=prompted.token_ids,
             num_prompt_tokens=len(prompted.token_ids),
             sampling=params.resolved(seed=self._seed + self._num_requests, room=room),
-            root=root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
+            root=root_name(
+                fingerprint=layout.fingerprint,
+                kv_dtype=layout.dtype,
+                block_tokens=layout.block_tokens,
+                lora=prompted.lora,
+            ),
             sequences=list(range(params.n)),
             priority=prompted.priority,
+            lora=prompted.lora,
         )
         self._num_requests += 1
         engine.add(work)
@@ -147,6 +156,7 @@ class Writer:
             prompt_logprobs=None if logprobs is None else [None if t is None else self._named(t) for t in logprobs],
             outputs=[self._completion(index, s, prompted.params) for index, s in enumerate(request.sequences)],
             num_cached_tokens=request.num_cached_tokens,
+            lora_request=prompted.lora_request,
         )
 
     def _completion(self, index: int, sequence: _Sequence, params: SamplingParams) -> CompletionOutput:
