@@ -1,11 +1,14 @@
 """Block transfer between two processes of this host, against what the machine allows, measured in the same run.
 
-`baton-bench kv [--transports usm zeromq] [--block-kib 256 8192] [--concurrency 1 4 16] [--prompt-mib N] [--json]`
+`baton-bench kv [--transports usm zeromq] [--block-kib 256 8192] [--concurrency 1 4 16] [--prompt-mib N]
+[--peers nixl mooncake] [--plot FILE.png] [--json]`
 
 Throughput: the producer has published everything, then the consumer fetches; the prompt is divided among the concurrent
 fetches. Limits: one memcpy of the prompt in one thread (`usm`, `memory`), and the prompt through a plain TCP socket
-on loopback, straight into the destination (`zeromq`). Short handoffs: from the producer's `finish` to the consumer's
-`fetch` returning, fetch sent before. Best of the repeats for throughput, median for short handoffs.
+on loopback, straight into the destination (`zeromq`). Installed peers (extra `peers`) read the same bytes in the same
+turns: rows of their own, and the fastest of the same medium beside each of Baton's. Every byte is compared.
+Short handoffs: from the producer's `finish` to the consumer's `fetch` returning, fetch sent before. Best of the repeats
+for throughput, median for short handoffs.
 """
 
 import argparse
@@ -21,11 +24,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from bench import plots
 from bench.kv_cases import MIB, block_name, clear, is_filled, layout_of, tickets_to
+from bench.kv_peers import NAMES, Peer, PeerError, Reading, chosen, readings
 from bench.kv_producer import Order
+from bench.kv_results import Point
 from bench.report import Row, show
 from contracts.identity import Generation, InstanceId
 from contracts.messages import Ticket
@@ -89,6 +96,7 @@ async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings)
 
 async def throughput(pair: Pair, concurrency: int) -> float:
     """Seconds for all blocks, divided among `concurrency` fetches."""
+    clear(pair.memory)
     tickets = pair.tickets(concurrency)
     each = pair.memory.num_blocks // concurrency
     order = Order(op="open", tickets=tickets, blocks_each=each)
@@ -126,22 +134,37 @@ async def raw_tcp(pair: Pair) -> float:
     return seconds
 
 
-async def beside_its_limit(pair: Pair, transport: str, concurrency: int, repeats: int) -> tuple[float, float]:
-    """Best seconds of the limit and of the transfer, taken in turns: other load on the machine meets both."""
-    limits: list[float] = []
-    transfers: list[float] = []
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Best seconds of each."""
+
+    limit: float
+    transfer: float
+    peers: list[float]
+
+
+async def in_turns(
+    pair: Pair, transport: str, concurrency: int, readings: Sequence[Reading], *, repeats: int, patience_s: float
+) -> Turns:
+    """Limit, transfer and peers one after another: other load on the machine meets all of them."""
+    found: list[list[float]] = []
     source = HostMemory(1, pair.memory.num_blocks * pair.memory.block_bytes)
     clear(source)
     for _ in range(repeats):
-        await quiet()
-        limits.append(await raw_tcp(pair) if transport == "zeromq" else memcpy(source, pair.memory))
-        await quiet()
-        transfers.append(await throughput(pair, concurrency))
+        await quiet(patience_s)
+        limit = await raw_tcp(pair) if transport == "zeromq" else memcpy(source, pair.memory)
+        await quiet(patience_s)
+        seconds = [limit, await throughput(pair, concurrency)]
+        for reading in readings:
+            await quiet(patience_s)
+            seconds.append(await reading.seconds(concurrency))
+        found.append(seconds)
     source.close()
-    return min(limits), min(transfers)
+    limit, transfer, *peers = (min(column) for column in zip(*found, strict=True))
+    return Turns(limit, transfer, peers)
 
 
-async def quiet(patience_s: float = 3.0) -> None:
+async def quiet(patience_s: float) -> None:
     """Wait, within reason, for a moment in which nothing else uses the processors."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
@@ -166,16 +189,43 @@ def memcpy(source: HostMemory, target: HostMemory) -> float:
     return best
 
 
-async def measure(options: argparse.Namespace) -> list[Row]:
+async def measure(options: argparse.Namespace, peers: Sequence[Peer]) -> tuple[list[Row], list[Point]]:
     rows: list[Row] = []
+    points: list[Point] = []
+    for kib, transport in itertools.product(options.block_kib, options.transports):
+        num_blocks = options.prompt_mib * MIB // (kib << 10)
+        async with readings(peers, transport, num_blocks, kib << 10) as beside:
+            for checksum in options.checksum:
+                found = await measure_transport(options, transport, kib, checksum, beside)
+                rows += [own.row(others) for own, others in found]
+                points += [own for own, _ in found]
+            # Peers know no checksums: their rows are those of the last turns.
+            rows += [other.row() for _, others in found for other in others]
+            points += [other for _, others in found for other in others]
+    return [*rows, *await measure_short(options)], points
+
+
+async def measure_transport(
+    options: argparse.Namespace, transport: str, kib: int, checksum: str, beside: Sequence[Reading]
+) -> list[tuple[Point, list[Point]]]:
+    """For each concurrency: the transport, and the peers that took turns with it."""
+    found: list[tuple[Point, list[Point]]] = []
     prompt = options.prompt_mib * MIB
-    for kib, transport, checksum in itertools.product(options.block_kib, options.transports, options.checksum):
-        settings = TransferSettings(transports=(transport,), checksum=checksum)
-        async with pair_of(kib << 10, prompt // (kib << 10), settings) as pair:
-            for concurrency in options.concurrency:
-                limit, seconds = await beside_its_limit(pair, transport, concurrency, options.repeats)
-                case = f"{transport} {kib} KiB x{concurrency} checksum={checksum}"
-                rows.append(Row("kv", case, prompt / seconds / 1e9, "GB/s", prompt / limit / 1e9, limit / seconds))
+    settings = msgspec.convert({"transports": [transport], "checksum": checksum}, TransferSettings)
+    async with pair_of(kib << 10, prompt // (kib << 10), settings) as pair:
+        for concurrency in options.concurrency:
+            turns = await in_turns(
+                pair, transport, concurrency, beside, repeats=options.repeats, patience_s=options.patience_s
+            )
+            limit = prompt / turns.limit
+            own = Point(f"{transport} checksum={checksum}", kib, concurrency, prompt / turns.transfer, limit)
+            others = zip(beside, turns.peers, strict=True)
+            found.append((own, [Point(r.peer.name, kib, concurrency, prompt / s, limit) for r, s in others]))
+    return found
+
+
+async def measure_short(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
     for (block_bytes, count), transport in itertools.product(SHORT, options.transports):
         async with pair_of(block_bytes, count, TransferSettings(transports=(transport,))) as pair:
             times = [await short_handoff(pair) for _ in range(options.handoffs)]
@@ -220,10 +270,25 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", "sampled", "off"])
     parser.add_argument("--prompt-mib", type=int, default=_default_prompt_mib())
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--patience-s", type=float, default=3.0, help="how long each waits for idle processors")
     parser.add_argument("--handoffs", type=int, default=200)
+    parser.add_argument("--peers", nargs="*", choices=NAMES, help="default: those that are installed")
+    parser.add_argument("--plot", type=Path, help="GB/s and ratio as PNG (needs matplotlib: the extra `bench`)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    show(asyncio.run(measure(options)), as_json=options.json)
+    try:
+        peers = chosen(options.peers)
+        if options.plot is not None:
+            plots.check()
+    except (PeerError, plots.PlotError) as exc:
+        parser.error(str(exc))
+    try:
+        rows, points = asyncio.run(measure(options, peers))
+    except PeerError as exc:
+        raise SystemExit(f"baton-bench kv: a peer stopped, leave it out with --peers: {exc}") from exc
+    show(rows, as_json=options.json)
+    if options.plot is not None:
+        plots.transfers(options.plot, points)
 
 
 if __name__ == "__main__":

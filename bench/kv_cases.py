@@ -46,7 +46,7 @@ def tickets_to(address: str, count: int) -> list[Ticket]:
 
 def fill(memory: HostMemory) -> None:
     """Every block differs, and every page is touched."""
-    pattern = bytes(range(256)) * (memory.block_bytes // 256)
+    pattern = _pattern(memory.block_bytes)
     for index in range(memory.num_blocks):
         block = memory.block(index)
         block[:] = pattern
@@ -54,7 +54,14 @@ def fill(memory: HostMemory) -> None:
 
 
 def is_filled(memory: HostMemory, num_blocks: int) -> bool:
-    return all(bytes(memory.block(i)[:16]) == block_name(i) for i in range(num_blocks))
+    """Every byte of the first blocks is what `fill` writes."""
+    rest = _pattern(memory.block_bytes)[16:]
+    blocks = ((i, memory.block(i)) for i in range(num_blocks))
+    return all(bytes(block[:16]) == block_name(i) and bytes(block[16:]) == rest for i, block in blocks)
+
+
+def _pattern(num_bytes: int) -> bytes:
+    return bytes(range(256)) * (num_bytes // 256)
 
 
 def clear(memory: HostMemory) -> None:

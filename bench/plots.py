@@ -1,4 +1,4 @@
-"""Results of `baton-bench plan` and `pd` as PNG. matplotlib is wanted only here, and only when a plot is asked for."""
+"""Results of `baton-bench plan`, `pd` and `kv` as PNG. matplotlib is wanted only here, when a plot is asked for."""
 
 import importlib
 import importlib.util
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.kv_results import Point
 from bench.simulation.run import Result
 from bench.simulation.summary import Summary
 
@@ -68,6 +69,27 @@ def objectives(
     title = f"best goodput, TTFT <= {ttft_ms:g} ms"
     axis.set(xlabel="p99 gap between tokens, ms", ylabel="good requests/s", xscale="log", title=title)
     axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def transfers(path: Path, points: Sequence[Point]) -> None:
+    """GB/s, and the ratio to the limit, over concurrent handoffs: two panels a block size, a line a way."""
+    sizes = list(dict.fromkeys(point.block_kib for point in points))
+    figure, axes = _figure(2 * len(sizes))
+    for number, kib in enumerate(sizes):
+        speeds, ratios = axes[2 * number : 2 * number + 2]
+        for name in dict.fromkeys(point.name for point in points if point.block_kib == kib):
+            own = sorted(
+                (point for point in points if (point.name, point.block_kib) == (name, kib)),
+                key=lambda point: point.concurrency,
+            )
+            counts = [str(point.concurrency) for point in own]
+            speeds.plot(counts, [point.speed / 1e9 for point in own], marker="o", label=name)
+            ratios.plot(counts, [point.ratio for point in own], marker="o", label=name)
+        speeds.set(xlabel="concurrent handoffs", ylabel="GB/s", ylim=(0, None), title=f"blocks of {kib} KiB")
+        ratios.set(xlabel="concurrent handoffs", ylabel="ratio to the limit", ylim=(0, None), title=f"{kib} KiB")
+        ratios.axhline(1.0, color="grey", linestyle=":")
+        ratios.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
