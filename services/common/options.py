@@ -19,7 +19,7 @@ from services.common.errors import ConfigurationError
 
 Value = str | int | float | bool | list[str] | list[int] | list[float] | dict[str, object] | None
 
-_UNITS = {"s": "seconds", "bytes": "bytes", "tokens": "tokens", "len": "tokens", "port": "port"}
+_UNITS = {"s": "seconds", "bytes": "bytes", "tokens": "tokens", "model_len": "tokens", "port": "port"}
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SCALED = re.compile(r"(-?[0-9.]+) ?([kmgtKMGT])(?:iB)?")
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -51,7 +51,9 @@ class Option:
     @property
     def unit(self) -> str:
         """`seconds` for `drain_timeout_s`: the name carries it."""
-        return _UNITS.get(self.name.rsplit("_", 1)[-1], "") if self.kind in (int, float) else ""
+        if self.kind not in (int, float):
+            return ""
+        return next((unit for end, unit in _UNITS.items() if f"_{self.name}".endswith(f"_{end}")), "")
 
     def allowed(self) -> str:
         """For an error: `an integer >= 1`."""
