@@ -141,6 +141,14 @@ BATON = [
         description="As the consumer measured its last transfers.",
     ),
     Panel(
+        "Transports proved, given up and taken again",
+        [
+            by("change", f"increase(baton:kv_transport_changes_total{RATE})"),
+            by("outcome", f"increase(baton:kv_probes_total{RATE})"),
+        ],
+        description="Probes by their outcome; links that gave a transport up (demoted) or moved to one (promoted).",
+    ),
+    Panel(
         "Prompt tokens found in a cache, by tier",
         [
             by("tier", f"rate(baton:prefix_hit_tokens_total{{{MODEL}}}{RATE})"),

@@ -36,9 +36,9 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
+def run(test: Coroutine[Any, Any, None], *, bound_s: float = 20.0) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(bound_s):
             await test
 
     asyncio.run(bounded())
