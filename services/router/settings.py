@@ -70,7 +70,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow_credentials: Annotated[bool, Meta(description="let browsers send cookies from such pages")] = False
     ssl_keyfile: Annotated[str | None, Meta(description="file of the TLS key")] = None
     ssl_certfile: Annotated[str | None, Meta(description="file of the TLS certificate")] = None
-    root_path: Annotated[str, Meta(description="path prefix that a proxy in front strips")] = ""
+    root_path: Annotated[
+        str,
+        Meta(description="path prefix that a proxy in front strips: /llm", pattern=r"^(/[A-Za-z0-9._~-]+)*/?$"),
+    ] = ""
 
     max_model_len: Annotated[
         int | None,

@@ -65,14 +65,15 @@ class Shell:
         response = _Response(send, request_id)
         with request_logs(request_id):
             await self._answer(scope, receive, response, headers, arrived_at)
-        if self._audit is not None and scope["path"] not in _OPEN_PATHS:
+        path = _path(scope)
+        if self._audit is not None and path not in _OPEN_PATHS:
             caller = RequestContext.of(scope).caller.name if RequestContext.is_attached(scope) else None
             self._audit.request(
                 request_id=request_id,
                 client=(scope.get("client") or ("",))[0],
                 caller=caller,
                 method=scope["method"],
-                path=scope["path"],
+                path=path,
                 status=response.status,
             )
 
@@ -86,7 +87,7 @@ class Shell:
                 explain=headers.get(b"x-baton-explain") in (b"1", b"true"),
                 limits=self._limits,
                 trace_headers=_trace_headers(headers),
-                caller=self._caller(scope["path"], headers),
+                caller=self._caller(_path(scope), headers),
                 slo=_slo(headers),
             )
             context.attach(scope)
@@ -109,13 +110,13 @@ class Shell:
         return caller
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        endpoint = self._direct.get(_path(scope)) if scope["method"] == "POST" else None
         await (endpoint or self._app)(scope, receive, send)
 
     async def _refuse(self, error: ApiError, scope: Scope, response: "_Response") -> None:
         self._metrics.error(error.status)
         if not response.is_started:
-            body = error_answer(error) if scope["path"] in MESSAGES_PATHS else None
+            body = error_answer(error) if _path(scope) in MESSAGES_PATHS else None
             await send_error(response.send, error, body)
 
 
@@ -134,6 +135,12 @@ class _Response:
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
+
+
+def _path(scope: Scope) -> str:
+    """Without the prefix that a proxy in front strips: the server has put it back (`--root-path`)."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _text(value: bytes | None) -> str | None:

@@ -37,3 +37,21 @@ def test_a_port_in_use_is_named() -> None:
         await first.close()
 
     asyncio.run(whole())
+
+
+def test_a_root_path_is_put_before_what_a_proxy_left() -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def noted(scope: dict[str, str], receive: object, send: AsgiApp) -> None:
+        asked.append((scope["root_path"], scope["path"]))
+        await app(scope, receive, send)
+
+    async def whole() -> None:
+        server = HttpServer(noted, host="127.0.0.1", port=0, root_path="/llm/baton")
+        await server.start()
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{server.port}/health")).text == "here"
+        await server.close()
+
+    asyncio.run(whole())
+    assert asked == [("/llm/baton", "/llm/baton/health")]
