@@ -4,7 +4,7 @@ Histograms of requests and counts of tokens are the router's. Gauges are read wh
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,6 +13,8 @@ from prometheus_client.registry import Collector
 
 from contracts.identity import InstanceId
 from contracts.instance import LinkStatus, Load
+from kvtransfer.ladder import ProbeOutcome
+from kvtransfer.settings import LADDER, PROBED
 from services.instance.ports import EngineStats
 
 
@@ -112,6 +114,14 @@ class TransferMetrics:
             ["transport", "change"],
             registry=registry,
         )
+        # From zero, so that the first of each is an increase for Prometheus.
+        for transport in (*LADDER, PROBED):
+            self._retries.labels(transport)
+            self._mismatches.labels(transport)
+            for change in ("demoted", "promoted"):
+                self._changes.labels(transport, change)
+        for outcome in get_args(ProbeOutcome):
+            self._probes.labels(PROBED, outcome.replace(" ", "_"))
 
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int

@@ -50,3 +50,15 @@ def test_what_transfers_did_is_counted() -> None:
     assert registry.get_sample_value("baton:checksum_mismatches_total", {"transport": "usm"}) == 2
     assert registry.get_sample_value("baton:transfer_errors_total", {"reason": "PeerLost"}) == 1
     assert b"baton:kv_bytes_total" in generate_latest(registry)
+
+
+def test_what_has_not_happened_yet_is_zero_so_that_its_first_is_an_increase() -> None:
+    registry = CollectorRegistry()
+    TransferMetrics(registry)
+    for name, label, value in (
+        ("baton:kv_transport_changes_total", "change", "demoted"),
+        ("baton:kv_transport_changes_total", "change", "promoted"),
+        ("baton:kv_probes_total", "outcome", "proved"),
+    ):
+        assert registry.get_sample_value(name, {"transport": "oneccl", label: value}) == 0
+    assert registry.get_sample_value("baton:checksum_mismatches_total", {"transport": "usm"}) == 0
