@@ -35,7 +35,7 @@ class ChatEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), ChatCompletionRequest)
-        frontend = frontend.of(request.model)
+        frontend = await frontend.serving(request.model)
         api_id = f"chatcmpl-{request.request_id or context.request_id}"
         begun = await begin_chat(frontend, request, context, api_id)
         head = Head(api_id, "chat.completion.chunk", frontend.now(), begun.model)

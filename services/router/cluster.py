@@ -81,13 +81,14 @@ class Cluster:
         self._subscribers: dict[InstanceId, Subscriber] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: set[Callable[[], None]] = set()
-        self._left_at = -math.inf
+        self._awaited_since = -math.inf
         self.index = BlockIndex()
         self.is_closed = False
         self.version = 0
         """Grows when instances come, go or change other than in load."""
 
     async def start(self) -> None:
+        self._awaited_since = self._clock()
         await self._view.start(self._refresh)
         self._refresh()
 
@@ -109,13 +110,33 @@ class Cluster:
         return self._view.is_connected()
 
     def awaits_instances(self, *, within_s: float) -> bool:
-        """Whether an instance that does not take work now may soon do so again, or its successor.
+        """Whether an instance that does not take work now may soon do so: again, as its successor, or for the first
+        time, where this router has just started.
 
-        One that left is waited for only so long: it may have been taken away for good.
+        One that left, or never came, is waited for only so long: it may have been taken away for good.
         """
         if any(not member.takes_work for member in self._members.values()):
             return True
-        return self._clock() - self._left_at < within_s
+        return self._clock() - self._awaited_since < within_s
+
+    async def until(self, fact: Callable[[], bool], *, within_s: float) -> bool:
+        """Whether `fact` holds, now or within that time of waiting for instances; at once where none is awaited."""
+        if fact():
+            return True
+        if not self.awaits_instances(within_s=within_s):
+            return False
+        changed = asyncio.Event()
+        unlisten = self.listen(changed.set)
+        try:
+            async with asyncio.timeout(within_s):
+                while not fact():
+                    await changed.wait()
+                    changed.clear()
+                return True
+        except TimeoutError:
+            return False
+        finally:
+            unlisten()
 
     def prefill_tokens_per_s(self) -> float:
         """Of all instances that read prompts of answers and take work."""
@@ -199,7 +220,7 @@ class Cluster:
     def _remove(self, member: Member, reason: str) -> None:
         if self._members.get(member.record.instance) is member:
             del self._members[member.record.instance]
-            self._left_at = self._clock()
+            self._awaited_since = self._clock()
             self.version += 1
         self._disconnect(member, reason)
 

@@ -29,7 +29,7 @@ class CompletionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), CompletionRequest)
-        frontend = frontend.of(request.model)
+        frontend = await frontend.serving(request.model)
         model = frontend.model_name(request.model)
         limits = frontend.limits()
         tokenizing_at = frontend.clock()

@@ -61,6 +61,10 @@ class Frontend:
         self._known_names: list[str] = []
         self._adapters_of = -1
         self._known_adapters: dict[str, AdapterRecord] = {}
+        self._is_known_of = -1
+        self._is_known = False
+        self._num_early = 0
+        self._most_early = settings.max_concurrent_requests
         self._limits_of = -1
         self._known_limits: Limits | None = None
         self.own_names = self._names.own()
@@ -81,6 +85,29 @@ class Frontend:
                 return sibling
         served = [name for sibling in self.siblings for name in (*sibling.names(), *sibling.adapters())]
         raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(served)}", param="model")
+
+    async def serving(self, asked: str | None) -> "Frontend":
+        """`of`, once an instance of the model is known: a router that has just started waits as for one lost."""
+        if not all([sibling.is_known() for sibling in self.siblings]) and self._num_early < self._most_early:
+            self._num_early += 1
+            try:
+                await self.cluster.until(lambda: self._has_instances(asked), within_s=self.settings.instance_wait_s)
+            finally:
+                self._num_early -= 1
+        return self.of(asked)
+
+    def is_known(self) -> bool:
+        """Whether the router knows an instance of this model."""
+        if self._is_known_of != self.cluster.version:
+            self._is_known_of = self.cluster.version
+            self._is_known = bool(self.members())
+        return self._is_known
+
+    def _has_instances(self, asked: str | None) -> bool:
+        """Of the model of this name; of every model while the name is unknown: an instance may bring it."""
+        named = [sibling for sibling in self.siblings if asked in sibling.names() or asked in sibling.adapters()]
+        meant = [self] if asked is None or len(self.siblings) == 1 else named or self.siblings
+        return all(sibling.is_known() for sibling in meant)
 
     def members(self) -> list[Member]:
         """Instances of this model: all of them, where the router serves no other."""

@@ -27,6 +27,7 @@ class InvocationsEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
+        await self._frontend.serving(None)  # what the model does, an instance says
         endpoint = self._direct[path_of(body, self._tasks)]
         is_read = False
 

@@ -179,7 +179,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
     instance_wait_s: Annotated[
         float,
-        Meta(description="time that a request waits for a lost instance to come back before it is given up", ge=0),
+        Meta(
+            description="time that a request waits for an instance that was lost, or for the first ones after the "
+            "router's start, before it is given up",
+            ge=0,
+        ),
     ] = 15.0
     expected_blocks_ttl_s: Annotated[
         float, Meta(description="time that blocks of work just placed count as cached before an event says so", ge=0)

@@ -42,16 +42,17 @@ def process(*args: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 class Client(threading.Thread):
-    """Asks one router again and again until told to stop. `answers` are texts; an error is its own text."""
+    """Asks one router again and again, until told to stop or `most` times. `answers` are texts; an error is its own."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Api, *, most: int = 1_000_000) -> None:
         super().__init__(daemon=True)
         self._api = api
+        self._most = most
         self.over = threading.Event()
         self.answers: list[str] = []
 
     def run(self) -> None:
-        while not self.over.is_set():
+        while not self.over.is_set() and len(self.answers) < self._most:
             try:
                 self.answers.append(text_of(list(self._api.stream("/v1/completions", BODY))))
             except (httpx.HTTPError, AssertionError) as exc:
@@ -64,6 +65,16 @@ class Client(threading.Thread):
         wait_until(lambda: len(self.answers) >= before + 2 or not self.is_alive(), timeout_s=60, what="answers go on")
 
 
+def health(api: Api) -> dict[str, Any]:
+    with contextlib.suppress(httpx.TransportError):
+        return dict(api.client.get("/health").json())
+    return {}
+
+
+def sees_it(api: Api) -> bool:
+    return bool(health(api).get("pools", {}).get("unified") == 1)
+
+
 def test_redis_may_fail_and_routers_may_be_killed_under_load(llama: Path, tmp_path: Path) -> None:
     redis = RedisServer(tmp_path)
     redis.start()
@@ -71,22 +82,20 @@ def test_redis_may_fail_and_routers_may_be_killed_under_load(llama: Path, tmp_pa
     common = ("--model", str(llama), "--registry", redis.url)
     with ExitStack() as stack:
         stack.callback(redis.kill)
-        instance = ("unified", *common, "--device", "cpu", "--dtype", "float32", "--http-port", "0")
-        stack.enter_context(process(*instance, "--kv-cache-memory-bytes", "64M", "--threads", "1"))
-        routers = [stack.enter_context(process("router", *common, "--port", str(port))) for port in ports]
+        router = ("router", *common, "--instance-wait-s", "120")
+        routers = [stack.enter_context(process(*router, "--port", str(port))) for port in ports]
         apis = [stack.enter_context(Api(f"http://127.0.0.1:{port}")) for port in ports]
 
-        def health(api: Api) -> dict[str, Any]:
-            with contextlib.suppress(httpx.TransportError):
-                return dict(api.client.get("/health").json())
-            return {}
-
-        def sees_it(api: Api) -> bool:
-            return bool(health(api).get("pools", {}).get("unified") == 1)
-
-        for api in apis:
-            wait_until(lambda api=api: sees_it(api), timeout_s=120, what="a router that sees the instance")  # type: ignore[misc]
+        wait_until(lambda: all(health(api) for api in apis), timeout_s=120, what="routers that listen")
+        # Nothing has been started that could answer: a request waits for it.
+        early = Client(apis[0], most=1)
+        early.start()
+        cpu = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--threads", "1")
+        stack.enter_context(process("unified", *common, *cpu, "--http-port", "0"))
+        wait_until(lambda: all(map(sees_it, apis)), timeout_s=120, what="routers that see the instance")
         expected = text_of(list(apis[0].stream("/v1/completions", BODY)))
+        early.join(60)
+        assert early.answers == [expected]
         clients = [Client(api) for api in apis]
         for client in clients:
             client.start()

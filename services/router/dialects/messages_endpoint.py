@@ -50,7 +50,7 @@ class MessagesEndpoint:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), MessagesRequest)
         api_id = f"msg_{context.request_id}"
-        frontend = frontend.of(request.model)
+        frontend = await frontend.serving(request.model)
         begun = await begin_chat(frontend, as_chat(request), context, api_id)
         await serve(
             begun,

@@ -51,7 +51,7 @@ class ResponsesEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
         request = parse(await read_body(scope, receive), ResponsesRequest)
-        frontend = frontend.of(request.model)
+        frontend = await frontend.serving(request.model)
         chat = as_chat(request)
         api_id = f"resp_{request.request_id or context.request_id}"
         begun = await begin_chat(frontend, chat, context, api_id)

@@ -263,18 +263,10 @@ class _Call:
     async def _member(self, group: _Group) -> Member:
         """The one that is done first; waits a while for one to come. Raises `UnavailableError`."""
         chosen = self._choose(group)
-        if chosen is None and self._cluster.awaits_instances(within_s=self._rules.instance_wait_s):
-            changed = asyncio.Event()
-            unlisten = self._cluster.listen(changed.set)
-            try:
-                async with asyncio.timeout(self._rules.instance_wait_s):
-                    while (chosen := self._choose(group)) is None:
-                        await changed.wait()
-                        changed.clear()
-            except TimeoutError:
-                chosen = None
-            finally:
-                unlisten()
+        if chosen is None and await self._cluster.until(
+            lambda: self._choose(group) is not None, within_s=self._rules.instance_wait_s
+        ):
+            chosen = self._choose(group)
         if chosen is None:
             raise UnavailableError("no instance is ready that computes vectors", retry_after_s=_RETRY_AFTER_S)
         return chosen

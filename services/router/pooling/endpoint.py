@@ -47,7 +47,7 @@ class Endpoint(Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
         request = parse(await read_body(scope, receive), self._schema)
-        call = Call(self._frontend.of(request.model), request, context, prefix=self._prefix)
+        call = Call(await self._frontend.serving(request.model), request, context, prefix=self._prefix)
         answering = asyncio.ensure_future(self._respond(call, request))
         is_gone = False
 

@@ -11,7 +11,7 @@ from contracts.identity import Generation
 from contracts.instance import InstanceRecord, Load
 from contracts.messages import Decode, Failed, Generate, Prefill, Tokens
 from tests.unit.router.conftest import Router, Serve, events_of, settle
-from tests.unit.router.fakes import handoff_report
+from tests.unit.router.fakes import handoff_report, record
 
 BODY: dict[str, Any] = {"prompt": "hello world", "max_tokens": 12}
 
@@ -204,6 +204,33 @@ def test_a_new_request_waits_only_so_long_for_an_instance_that_left(serve: Serve
         assert (await asked).status_code == 503
 
     serve(scenario, instance_wait_s=0.1)
+
+
+def test_requests_wait_for_the_first_instances_of_a_router_that_has_just_started(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        asked = asyncio.create_task(router.http.post("/v1/completions", json=BODY | {"seed": 0}))
+        await settle()
+        router.fakes.add(record("prefill-0", "prefill"))
+        await settle()
+        late = asyncio.create_task(router.http.post("/v1/completions", json=BODY | {"seed": 0}))
+        await settle()
+        assert not asked.done() and not late.done()
+        router.fakes.add(record("decode-0", "decode"))
+        assert (await asked).json()["choices"] == (await late).json()["choices"]
+        assert (await asked).status_code == 200
+
+    serve(scenario, prefill=0, decode=0, instance_wait_s=5.0)
+
+
+def test_the_first_instances_are_awaited_only_so_long_and_by_so_many(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        first = asyncio.create_task(router.http.post("/v1/completions", json=BODY))
+        await settle()
+        assert (await router.http.post("/v1/completions", json=BODY)).status_code == 503
+        assert not first.done()
+        assert (await first).status_code == 503
+
+    serve(scenario, prefill=0, decode=0, instance_wait_s=0.1, max_concurrent_requests=1)
 
 
 def test_replays_are_bounded(serve: Serve) -> None:
