@@ -74,14 +74,17 @@ class EventSubscriber:
         on_batch: Callable[[EventBatch], None],
         on_gap: Callable[[], None],
         key: ClusterKey | None = None,
+        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
+        """`context` stays the caller's."""
         self._address = address
         self._generation = generation
         self._on_batch = on_batch
         self._on_gap = on_gap
         self._key = key
         self._decoder = Decoder[EventBatch](EventBatch)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
+        self._owns_context = context is None
         self._socket: LoopSocket | None = None
         self._sequence = 0
 
@@ -100,7 +103,8 @@ class EventSubscriber:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        await asyncio.to_thread(self._context.term)
+        if self._owns_context:
+            await asyncio.to_thread(self._context.term)
 
     def _receive(self, frames: Frames) -> None:
         try:

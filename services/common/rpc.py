@@ -130,8 +130,10 @@ class InstanceLink:
         heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = INSTANCE_TIMEOUT_S,
         key: ClusterKey | None = None,
+        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        """`on_lost` gets the reason, once: the connection broke, or nothing came for `timeout_s`."""
+        """`on_lost` gets the reason, once: the connection broke, or nothing came for `timeout_s`. `context` stays the
+        caller's: links that share one share its thread."""
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
@@ -139,7 +141,8 @@ class InstanceLink:
         self._timeout_s = timeout_s
         self._key = key
         self._decoder = Decoder[ToRouter](ToRouter)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
+        self._owns_context = context is None
         self._socket: LoopSocket | None = None
         self._monitor: LoopSocket | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -180,7 +183,8 @@ class InstanceLink:
             self._monitor.close()
             self._socket.close(_LINGER_MS)
             self._monitor = self._socket = None
-        await asyncio.to_thread(self._context.term)
+        if self._owns_context:
+            await asyncio.to_thread(self._context.term)
 
     def _receive(self, frames: Frames) -> None:
         if self.is_lost:

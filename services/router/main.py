@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import secrets
 import socket
 import time
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
         program=PROGRAM,
         description="Speaks the OpenAI API and places each request on the instances that answer it soonest.",
     )
+    # A pool of threads for the tokenizer would only be woken: it gets one text at a time.
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
     configure_logs(level=settings.log_level, format=settings.log_format)
     return run(lambda lifecycle: start(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
 
@@ -95,6 +98,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         await cluster.start()
     except zmq.ZMQError as exc:
         raise ConfigurationError(f"cannot host the registry at {settings.registry}: {exc.strerror}") from exc
+    lifecycle.on_stop("ZeroMQ", connector.close)
     lifecycle.on_stop("connections to instances", cluster.close)
     if (exchange := usage_exchange(settings, admission.ledger)) is not None:
         exchange.start()
