@@ -12,10 +12,13 @@ import time
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
+import msgspec
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_encoder = msgspec.json.Encoder(enc_hook=str)
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
 
@@ -86,7 +89,10 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event, default=str, ensure_ascii=False)
+        try:
+            return _encoder.encode(event).decode()
+        except (ValueError, OverflowError):  # half of a surrogate pair, or an integer of more than 64 bits
+            return json.dumps(event, default=str, ensure_ascii=False)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

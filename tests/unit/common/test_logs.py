@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,14 @@ def test_json_lines_carry_fields() -> None:
     logger.info("handoff %s", "done", extra={"request_id": "r-1"})
     event = json.loads(stream.getvalue())
     assert (event["event"], event["request_id"], event["level"]) == ("handoff done", "r-1", "info")
+
+
+def test_json_lines_carry_whatever_a_field_holds() -> None:
+    stream = configured("json")
+    for odd in (Path("/tmp"), 2**80, "half of a pair: \ud800", "naïve"):
+        logger.info("odd", extra={"odd": odd})
+    found = [json.loads(line)["odd"] for line in stream.getvalue().splitlines()]
+    assert found == ["/tmp", 2**80, "half of a pair: \ud800", "naïve"]
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
