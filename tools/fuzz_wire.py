@@ -22,7 +22,6 @@ with atheris.instrument_imports(include=["contracts", "kvtransfer.frames"]):
     from contracts.events import BlocksRemoved, BlocksStored, EventBatch
     from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
     from contracts.instance import InstanceRecord, Load
-    from contracts.layout import KVLayout
     from contracts.messages import (
         Batch,
         Cancel,
@@ -46,6 +45,7 @@ with atheris.instrument_imports(include=["contracts", "kvtransfer.frames"]):
     from contracts.sampling import SamplingParams
     from contracts.wire import Decoder, WireError, encode
     from kvtransfer.frames import ToConsumer, ToProducer
+    from tests.unit.router.fakes import record
 
 MAX_BYTES = 1 << 16
 ODDITIES: list[Any] = [None, True, 0, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, float("inf"), float("nan"), "", "x"]
@@ -67,7 +67,6 @@ DECODERS: list[Callable[[bytes], object]] = [Decoder[object](kind, max_bytes=MAX
 def seeds() -> list[bytes]:
     """Real frames, each behind the number of its decoder."""
     name, instance, generation = BlockName(b"n" * 16), InstanceId("prefill-0"), Generation(7)
-    layout = KVLayout(fingerprint="f", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="bfloat16")
     work = Work(
         request_id=RequestId("r-1"),
         token_ids=[1, 2, 70_000],
@@ -85,20 +84,7 @@ def seeds() -> list[bytes]:
         timeout_s=5.0,
     )
     load = Load(free_blocks=3, total_blocks=9)
-    record = InstanceRecord(
-        instance=instance,
-        generation=generation,
-        role="prefill",
-        model="m",
-        layout=layout,
-        max_model_len=64,
-        rpc_address="tcp://127.0.0.1:1",
-        transfer_address="tcp://127.0.0.1:2",
-        events_address="tcp://127.0.0.1:3",
-        http_address="127.0.0.1:4",
-        host="h",
-        load=load,
-    )
+    made_up = record("prefill-0", "prefill", load=load)
     pool = Pool(request_id=RequestId("p"), inputs=[PoolingInput(token_ids=[1, 2])], params=PoolingParams(task="embed"))
     tokens = Tokens(request_id=RequestId("r-1"), sequence=0, position=0, token_ids=[5], finish_reason="stop")
     to_router: list[msgspec.Struct] = [
@@ -116,7 +102,7 @@ def seeds() -> list[bytes]:
         pool,
     ]
     events = EventBatch(instance, generation, 4, [BlocksStored([name]), BlocksRemoved([name])])
-    found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, record), (5, events)]
+    found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, made_up), (5, events)]
     return [bytes([number]) + encode(message) for number, message in found]
 
 

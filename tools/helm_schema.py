@@ -109,7 +109,10 @@ def option_schema(option: Option) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": [*types, *(["null"] if option.is_optional else [])]}
     if option.name.endswith("_bytes"):
         schema["pattern"] = "^[0-9.]+ ?([kmgtKMGT](iB)?)?$"
+    if option.pattern is not None:
+        schema["pattern"] = option.pattern
     keywords = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    keywords |= {"min_length": "minLength", "max_length": "maxLength"}
     schema |= {keyword: option.bounds[bound] for bound, keyword in keywords.items() if bound in option.bounds}
     return schema
 

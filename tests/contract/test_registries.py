@@ -13,33 +13,20 @@ import pytest
 
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord, Load
-from contracts.layout import KVLayout
 from services.common.errors import ConfigurationError, RegistryUnavailable, Superseded
 from services.common.registry import RegistryClient, RegistryView, registry_client, registry_view
 from services.common.registry.memory import MemoryRegistryView
 from services.common.registry.redis_registry import RedisRegistryView
 from tests.contract.redis_server import RedisServer
+from tests.unit.router.fakes import record as made_up
 
-LAYOUT = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
 TIMEOUT_S = 10.0
 A = InstanceId("prefill-0")
 
 
 def record(instance: str = A, generation: int = 1, free_blocks: int = 8) -> InstanceRecord:
-    return InstanceRecord(
-        instance=InstanceId(instance),
-        generation=Generation(generation),
-        role="prefill",
-        model="m",
-        layout=LAYOUT,
-        max_model_len=128,
-        rpc_address="tcp://127.0.0.1:1",
-        transfer_address="tcp://127.0.0.1:2",
-        events_address="tcp://127.0.0.1:3",
-        http_address="127.0.0.1:4",
-        host="h",
-        load=Load(free_blocks=free_blocks, total_blocks=8),
-    )
+    load = Load(free_blocks=free_blocks, total_blocks=8)
+    return made_up(instance, "prefill", generation=generation, load=load)
 
 
 @dataclass

@@ -127,6 +127,7 @@ def test_the_readme_is_current_and_every_key_is_described() -> None:
         pytest.param({"engine": {"kvCacheMemoryBytes": "4 elephants"}}, id="no size"),
         pytest.param({"decode": {"engine": {"maxModellen": 5}}}, id="misspelt engine setting of a pool"),
         pytest.param({"router": {"settings": {"maxReplays": -1}}}, id="router setting out of range"),
+        pytest.param({"router": {"settings": {"rootPath": "llm"}}}, id="router setting of another pattern"),
         pytest.param(
             {
                 "monitoring": {"prometheusRule": {"enabled": True}},
