@@ -1,6 +1,11 @@
-"""Rank 0's executor and block copies: what this process does, all ranks do. Each call tells the others first."""
+"""Rank 0's executor and block copies: what this process does, all ranks do. Each call tells the others first.
 
-from collections.abc import Callable, Iterable, Sequence
+So a step that fails here is half done elsewhere: ranks wait in it for this one, and would take its next step's sums for
+this step's. Such an instance ends; a rank alone would only give up the step's requests.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -8,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.errors import EngineError
 from engine.executor import AfterLayer, Executor, LocalExecutor
 from engine.graphs import Capture, DecodeArrays, DecodeResult
 from engine.inputs import StepArrays
@@ -29,23 +35,27 @@ class LeadingExecutor:
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         self._ranks.tell(compute_command(arrays))
-        return self._own.compute(arrays, after_layer)
+        with _together():
+            return self._own.compute(arrays, after_layer)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.tell(replay_command(arrays))
-        return self._own.replay(arrays)
+        with _together():
+            return self._own.replay(arrays)
 
     @torch.inference_mode()
     def put(self, tokens: Tensor) -> None:
         self._ranks.tell(Put(len(tokens)))
-        self._ranks.group.broadcast(tokens)
-        self._own.put(tokens)
+        with _together():
+            self._ranks.group.broadcast(tokens)
+            self._own.put(tokens)
 
     @torch.inference_mode()
     def keep(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
         self._ranks.tell(keep_command(slots))
-        self._ranks.group.broadcast(tokens)
-        self._own.keep(tokens, slots)
+        with _together():
+            self._ranks.group.broadcast(tokens)
+            self._own.keep(tokens, slots)
 
     def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
         def capture_here() -> bool:
@@ -98,6 +108,18 @@ class LeadingCopies:
 
     def forget_host(self, blocks: Iterable[int]) -> None:
         self._own.forget_host(blocks)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What the other ranks were told to do as well. Raises `EngineError`: this rank lacks memory for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as exc:
+        raise EngineError(
+            "rank 0 ran out of device memory in a step that the other ranks compute too, so they cannot go on together;"
+            f" lower gpu_memory_utilization or max_num_batched_tokens ({str(exc).splitlines()[0]})"
+        ) from exc
 
 
 def lead(own: LocalExecutor, ranks: Ranks) -> Executor:

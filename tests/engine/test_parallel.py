@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
@@ -72,6 +73,21 @@ def test_an_engine_ends_with_its_ranks(references: References) -> None:
         with pytest.raises((EngineError, RuntimeError)):
             run(engine)
     assert rank.process.poll() == -signal.SIGKILL
+
+
+def test_ranks_that_are_no_longer_together_end(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks memory has left the others in the middle of a step: nothing more may be computed with them."""
+
+    def lacks_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with make_engine(references("llama").folder, tensor_parallel_size=2, async_scheduling=True) as engine:
+        (rank,) = engine._ranks._ranks
+        monkeypatch.setattr(engine._executor._own, "compute", lacks_memory)
+        engine.add(make_work(engine, "a", references("llama").prompts[0]))
+        with pytest.raises(EngineError, match=r"cannot go on together.*max_num_batched_tokens.*2 GiB"):
+            run(engine)
+    assert rank.process.poll() is not None
 
 
 @pytest.mark.parametrize(
