@@ -15,6 +15,11 @@ from engine.block_pool import BlockPool
 from engine.errors import RequestError
 from engine.sequence import Mode, Request, Sequence, SortKey, State
 
+OVERTAKING = 4
+"""So many times its own length a prompt that is computed for another instance may be overtaken by shorter ones, in
+tokens of prompts computed: short ones do not wait for a long one, and no prompt waits for ever. The factor was found by
+replaying a trace: docs/experiments.md."""
+
 
 class BlockCopy(NamedTuple):
     source: int
@@ -42,6 +47,8 @@ class Roster:
         self.pins: dict[BlockName, int] = {}
         self.imports: dict[RequestId, list[int]] = {}
         self.num_preemptions = 0
+        self.num_planned_tokens = 0
+        """Of prompts, since the start: the clock by which prompts are due."""
         self._eos_ids = eos_ids
         self._waiting: list[tuple[SortKey, int, Sequence]] = []
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -60,6 +67,7 @@ class Roster:
         request = Request(
             work=work,
             mode=mode,
+            due=self.num_planned_tokens + (OVERTAKING * len(work.token_ids) if mode == "prefill" else 0),
             order=self._next_order,
             arrived=now,
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,

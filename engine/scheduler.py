@@ -189,6 +189,7 @@ class Scheduler:
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
         is_last = length == sequence.num_remaining
+        self._roster.num_planned_tokens += length
         chunks.append(Chunk(sequence, sequence.num_computed, length, is_last))
         return length
 

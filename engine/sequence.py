@@ -33,9 +33,10 @@ class Verdict(NamedTuple):
 
 
 class SortKey(NamedTuple):
-    """What runs first: smaller priority, then earlier arrival, then sequence index."""
+    """What runs first: smaller priority, then what is due earlier, then earlier arrival, then sequence index."""
 
     priority: int
+    due: int
     order: int
     sequence: int
 
@@ -44,6 +45,7 @@ class SortKey(NamedTuple):
 class Request:
     work: Work
     mode: Mode
+    due: int
     order: int
     arrived: float
     stop_ids: frozenset[int]
@@ -92,7 +94,7 @@ class Sequence:
 
     @property
     def key(self) -> SortKey:
-        return SortKey(self.request.work.priority, self.request.order, self.index)
+        return SortKey(self.request.work.priority, self.request.due, self.request.order, self.index)
 
     @property
     def num_remaining(self) -> int:

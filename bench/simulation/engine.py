@@ -1,12 +1,13 @@
 """A simulated engine: schedules as the real one does, but a step only takes time.
 
-Decodes come first, one token each; prompts fill the rest of a step's token budget in chunks, first come first served,
-and enter only when all their blocks are there. A decode that finds no block takes those of the newest sequence, which
-is computed again later. Steps that only decode are taken many at once: their lengths are known beforehand.
+Decodes come first, one token each; prompts fill the rest of a step's token budget in chunks, first come first served
+(those for another instance by `engine.roster.OVERTAKING`), and enter only when all their blocks are there. A decode
+that finds no block takes those of the newest sequence, which is computed again later. Steps that only decode are taken
+many at once: their lengths are known beforehand.
 """
 
 import asyncio
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -16,6 +17,7 @@ from bench.simulation.cache import BlockCache, Holding
 from bench.simulation.cost import CostModel
 from bench.simulation.measures import Distribution
 from contracts.identity import BlockName, RequestId, TicketId
+from engine.roster import OVERTAKING
 
 _RATE_WEIGHT = 0.1
 """Of the newest step in the measured rates, as in the engine's meter."""
@@ -34,6 +36,7 @@ class Stream:
     names: Sequence[BlockName]
     """Of its full blocks."""
     arrived_at: float
+    due: int = 0
     ticket: TicketId | None = None
     holding: Holding = field(default_factory=Holding)
     computed: int = 0
@@ -67,7 +70,7 @@ class SimulatedEngine:
     ) -> None:
         self.cost = cost
         self.cache = cache
-        self.waiting: deque[Stream] = deque()
+        self.waiting: list[Stream] = []
         self.prompts: list[Stream] = []
         self.decoding: list[Stream] = []
         self.reserved: set[Stream] = set()
@@ -87,6 +90,7 @@ class SimulatedEngine:
         """By how much each is longer than the one before."""
         self._num_steps = 0
         self._chunks: list[tuple[Stream, int]] = []
+        self._num_planned_tokens = 0
 
     @property
     def queued_tokens(self) -> int:
@@ -102,7 +106,10 @@ class SimulatedEngine:
         return not (self.waiting or self.num_running)
 
     def add(self, sequence: Stream) -> None:
-        self.waiting.append(sequence)
+        sequence.due = self._num_planned_tokens
+        if sequence.mode == "prefill":
+            sequence.due += OVERTAKING * sequence.num_tokens
+        insort(self.waiting, sequence, key=lambda s: s.due)
         self._look()
 
     def join(self, sequence: Stream) -> None:
@@ -177,7 +184,7 @@ class SimulatedEngine:
             head = self.waiting[0]
             if (head.mode != "decode" and budget <= 0) or not self._place(head):
                 break
-            self.waiting.popleft()
+            self.waiting.pop(0)
             if head.mode == "decode":
                 self.reserved.add(head)
                 self._owner.on_reserved(head)
@@ -189,6 +196,7 @@ class SimulatedEngine:
         length = min(budget, sequence.num_tokens - sequence.computed)
         if length > 0:
             self._chunks.append((sequence, length))
+            self._num_planned_tokens += length
         return max(0, length)
 
     def _place(self, sequence: Stream) -> bool:
@@ -239,7 +247,7 @@ class SimulatedEngine:
         victim.mode = "generate"
         victim.num_tokens += victim.written
         victim.written = victim.computed = 0
-        self.waiting.appendleft(victim)
+        self.waiting.insert(0, victim)
 
     def _end(self) -> None:
         self._is_deciding = True

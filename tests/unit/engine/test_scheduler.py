@@ -5,7 +5,7 @@ import pytest
 from contracts.identity import RequestId
 from contracts.naming import block_names
 from engine.outputs import StepResult
-from engine.roster import Roster
+from engine.roster import OVERTAKING, Roster
 from engine.scheduler import Plan, Sampled, Scheduler
 from tests.unit.engine.work import (
     BLOCK_TOKENS,
@@ -222,3 +222,23 @@ def test_the_report_of_the_first_token_splits_queue_and_prefill(roster: Roster, 
     plan = scheduler.schedule(3.0)
     (report,) = scheduler.apply(plan, Sampled([1]), 7.0).first
     assert (report.queue_s, report.prefill_s, report.cached_tokens) == (2.0, 4.0, 0)
+
+
+def test_short_prompts_for_other_instances_overtake_a_long_one_within_bounds(
+    roster: Roster, scheduler: Scheduler
+) -> None:
+    add(roster, make_work("first", [1] * 8), "prefill")
+    finish(scheduler, scheduler.schedule(0.0))
+    add(roster, make_work("long", [2] * 9), "prefill")
+    add(roster, make_work("short", [3] * 4), "prefill")
+    assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)] == ["short", "long"]
+    roster.num_planned_tokens += OVERTAKING * 9  # so much was computed before it meanwhile
+    add(roster, make_work("late", [4] * 1), "prefill")
+    assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)][-1] == "late"
+    roster.cancel(RequestId("first"), None)
+
+
+def test_prompts_that_are_answered_here_come_in_their_order(roster: Roster) -> None:
+    add(roster, make_work("long", [2] * 9))
+    add(roster, make_work("short", [3] * 4))
+    assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)] == ["long", "short"]
