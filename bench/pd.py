@@ -1,21 +1,20 @@
 """One prefill and one decode instance against two unified ones: the same devices, engine, trace and load.
 
-`baton-bench pd MODEL --trace FILE [--rates 10 20 30] [--duration-s 30] [--chunks 512 2048] [--plot FILE.png] [--json]`
+`baton-bench pd MODEL --trace FILE [--rates 10 20] [--duration-s 30] [--chunks 512 1024] [--plot FILE.png] [--json]`
 
 Each setup is started by `baton serve`, one after the other, and sent the trace's first requests with times scaled to
 each rate, prompts as token ids of exact length. A request is good when its time to the first token and the 99th
 percentile of its own gaps between tokens keep the objectives; goodput is good requests per second of arrivals. The
 curve: for each objective of the gaps, each layout's best goodput over its setups and rates, also where prefill apart
-from decode loses. Without weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
+from decode loses, which is told in words too. `--from FILE ...` takes what `--json` printed earlier and runs nothing.
+Without weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,55 +22,14 @@ import httpx
 from bench import plots
 from bench.engine_shapes import SHAPES
 from bench.made_up import write_servable_shape
+from bench.pd_results import APART, UNIFIED, Measured, Setup, curve, line_of, losses, read_runs
 from bench.peers import Server, running
 from bench.report import Row, show
 from bench.senders import Target, send_all
-from bench.serve import Outcome, percentile
 from bench.traces import load_trace
 from bench.workload import trace_requests
 
-APART, UNIFIED = "1P1D", "2 unified"
-OBJECTIVES_MS = (6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200)
-"""Of the gaps between tokens, for the curve."""
 COMPLETE_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """`chunk`: most tokens of a step."""
-
-    layout: str
-    chunk: int
-    flags: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.layout}, chunk {self.chunk}"
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    setup: Setup
-    rate: float
-    span_s: float
-    """From the first arrival to the last."""
-    outcomes: list[Outcome]
-
-    @property
-    def served(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.error is None]
-
-    def goodput(self, ttft_s: float, itl_s: float) -> float:
-        good = [o for o in self.served if o.ttft_s <= ttft_s and (not o.itls_s or percentile(o.itls_s, 99) <= itl_s)]
-        return len(good) / self.span_s
-
-    @property
-    def mean_ttft_s(self) -> float:
-        return statistics.fmean(o.ttft_s for o in self.served)
-
-    def itl_s(self, percent: float) -> float:
-        """Of all gaps of all requests."""
-        return percentile([gap for o in self.served for gap in o.itls_s] or [0.0], percent)
 
 
 def setups(options: argparse.Namespace) -> list[Setup]:
@@ -85,7 +43,12 @@ def setups(options: argparse.Namespace) -> list[Setup]:
 
 def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
     """Setups that cannot be served are told and left out."""
+    begun, longest_s = time.monotonic(), 0.0
     for setup in setups(options):
+        setup_begun = time.monotonic()
+        if setup_begun - begun + longest_s > options.budget_s:
+            sys.stderr.write(f"{setup.name}: left out, --budget-s {options.budget_s:g} would not hold it\n")
+            continue
         serve = [sys.executable, "-m", "services.cli", "serve", model, "--port", "{port}"]
         flags = ["--max-num-batched-tokens", str(setup.chunk), *setup.flags, *options.baton_args]
         try:
@@ -94,6 +57,7 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
                 yield from _measure_rates(options, setup, url)
         except SystemExit as exc:  # it did not start
             sys.stderr.write(f"{setup.name}: {exc}\n")
+        longest_s = max(longest_s, time.monotonic() - setup_begun)
 
 
 def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Iterator[Measured]:
@@ -179,29 +143,21 @@ def _beside(rate: float, found: Sequence[Measured], ttft_s: float, itl_s: float)
         yield Row("pd", f"{rate:g}/s: {what} of {APART}", ours * 1e3, "ms", None, ratio, UNIFIED, theirs * 1e3)
 
 
-def curve(found: Sequence[Measured], ttft_s: float) -> dict[int, tuple[float, float]]:
-    """By objective of the gaps in ms: the best goodput of each layout."""
-
-    def best(layout: str, objective_ms: int) -> float:
-        ours = (measured for measured in found if measured.setup.layout == layout)
-        return max((measured.goodput(ttft_s, objective_ms / 1e3) for measured in ours), default=0.0)
-
-    return {objective: (best(APART, objective), best(UNIFIED, objective)) for objective in OBJECTIVES_MS}
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench pd", description=__doc__)
     made.add_argument("model", nargs="?", help="a model's folder; without it --shape")
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    made.add_argument("--trace", type=Path, required=True, help="an Azure .csv or a Mooncake .jsonl")
+    made.add_argument("--trace", type=Path, help="an Azure .csv or a Mooncake .jsonl")
+    made.add_argument("--from", dest="earlier", type=Path, nargs="+", help="files that --json printed: nothing is run")
     made.add_argument("--rates", type=float, nargs="+", default=[10.0, 20.0, 30.0], help="requests per second")
     made.add_argument("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
     made.add_argument("--warm-up-s", type=float, default=5.0, help="at the first rate, not counted")
     made.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
-    made.add_argument("--chunks", type=int, nargs="+", default=[512, 2048], help="most tokens of a unified step")
-    made.add_argument("--pd-chunks", type=int, nargs="+", default=[8192], help="the same where prefill is apart")
+    made.add_argument("--chunks", type=int, nargs="+", default=[512, 1024, 2048], help="most tokens of a unified step")
+    made.add_argument("--pd-chunks", type=int, nargs="+", default=[1024], help="the same where prefill is apart")
     made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
     made.add_argument("--goodput-itl-ms", type=float, default=12.0)
+    made.add_argument("--budget-s", type=float, default=480.0, help="setups that would take longer are left out")
     made.add_argument("--clients", type=int, default=8, help="processes that send and measure")
     made.add_argument("--request-timeout-s", type=float, default=120.0)
     made.add_argument("--token-ids", type=int, nargs=2, default=[1000, 30000], help="range of the prompts' tokens")
@@ -219,14 +175,33 @@ def run(arguments: Sequence[str]) -> None:
             plots.check()
         except plots.PlotError as exc:
             raise SystemExit(f"baton-bench pd: {exc}") from None
+    found = _earlier(options) if options.earlier else _measured(options)
+    if options.json:
+        sys.stdout.writelines(line_of(measured) + "\n" for measured in found)
+    show(rows_of(found, options), as_json=options.json)
+    ttft_s = options.goodput_ttft_ms / 1e3
+    # People read it below the table; programs have the rows.
+    out = sys.stderr if options.json else sys.stdout
+    told = list(losses(found, ttft_s)) or ["nowhere in what was measured"]
+    out.write(f"\nwhere {APART} is worse than {UNIFIED}:\n" + "".join(f"  {text}\n" for text in told))
+    if options.plot is not None:
+        labels = (APART, UNIFIED)
+        plots.objectives(options.plot, curve(found, ttft_s), labels, ttft_ms=options.goodput_ttft_ms)
+
+
+def _earlier(options: argparse.Namespace) -> list[Measured]:
+    try:
+        return read_runs(options.earlier)
+    except (OSError, ValueError) as exc:
+        raise SystemExit(f"baton-bench pd: {exc}") from None
+
+
+def _measured(options: argparse.Namespace) -> list[Measured]:
+    if options.trace is None:
+        raise SystemExit("baton-bench pd: --trace, or --from with what was measured earlier")
     with tempfile.TemporaryDirectory() as folder:
         model = options.model
         if model is None:
             model = str(write_servable_shape(options.shape, Path(folder)))
             options.baton_args = ["--load-format", "dummy", *options.baton_args]
-        found = list(measure(options, model))
-    show(rows_of(found, options), as_json=options.json)
-    if options.plot is not None:
-        ttft_s = options.goodput_ttft_ms / 1e3
-        labels = (APART, UNIFIED)
-        plots.objectives(options.plot, curve(found, ttft_s), labels, ttft_ms=options.goodput_ttft_ms)
+        return list(measure(options, model))

@@ -1,6 +1,11 @@
 """What counts as good, and which layout's best is told."""
 
-from bench.pd import APART, UNIFIED, Measured, Setup, curve, parser, rows_of, setups
+from pathlib import Path
+
+import pytest
+
+from bench.pd import parser, rows_of, run, setups
+from bench.pd_results import APART, UNIFIED, Measured, Setup, curve, line_of, losses, read_runs
 from bench.serve import Outcome
 
 
@@ -53,4 +58,26 @@ def test_setups_are_the_same_but_for_roles_and_chunks() -> None:
         "1P1D, chunk 8192",
         "2 unified, chunk 256",
         "2 unified, chunk 512",
+    ]
+
+
+def test_an_earlier_run_gives_the_same_curve_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        measured(APART, 4.0, [outcome(0.2, [7, 13.21]), outcome(0.1, [], error="503")]),
+        measured(UNIFIED, 4.0, [outcome(0.1, [40, 5])]),
+    ]
+    kept, plot = tmp_path / "runs.jsonl", tmp_path / "curve.png"
+    kept.write_text("".join(line_of(one) + "\n" for one in found))
+    assert curve(read_runs([kept]), 1.0) == curve(found, 1.0)
+    run(["--from", str(kept)])
+    assert "mean TTFT at 4/s: 200 against 100 ms" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    run(["--from", str(kept), "--plot", str(plot)])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_it_loses_is_told() -> None:
+    found = [measured(APART, 1.0, [outcome(0.1, [7])]), measured(UNIFIED, 1.0, [outcome(0.2, [60])] * 2)]
+    assert list(losses(found, 1.0)) == [
+        f"goodput at p99 ITL <= {at} ms, TTFT <= 1000 ms: 0.5 against 1 req/s" for at in (75, 100, 150, 200)
     ]
