@@ -11,6 +11,7 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
+from engine.parallel.leading import LeadingExecutor
 from tests.engine.conftest import References
 from tests.engine.driving import DEVICE, hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
@@ -83,6 +84,7 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
 
     with make_engine(references("llama").folder, tensor_parallel_size=2, async_scheduling=True) as engine:
         (rank,) = engine._ranks._ranks
+        assert isinstance(engine._executor, LeadingExecutor)
         monkeypatch.setattr(engine._executor._own, "compute", lacks_memory)
         engine.add(make_work(engine, "a", references("llama").prompts[0]))
         with pytest.raises(EngineError, match=r"cannot go on together.*max_num_batched_tokens.*2 GiB"):

@@ -26,7 +26,7 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
         sampling=SamplingParams(**values),
         root=BlockName(b""),
     )
-    request = Request(work, "generate", 0, 0.0, frozenset(work.sampling.stop_token_ids), 999)
+    request = Request(work, "generate", 0, 0, 0.0, frozenset(work.sampling.stop_token_ids), 999)
     return SampleRow(0, Sequence(request, index, prompt + (output or [])), index)
 
 
