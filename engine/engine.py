@@ -130,7 +130,7 @@ class Engine:
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first
-        token, and keeps the blocks where they are until `release`. Raises `RequestError`."""
+        token, and keeps the blocks where they are until `release`; if it fails, until `cancel`. Raises `RequestError`."""
         self._check(work)
         self._roster.enqueue(self._roster.enrol(work, mode, time.monotonic()))
 
@@ -325,12 +325,11 @@ class Engine:
         self.close()
 
     def _give_up(self, plan: Plan, result: StepResult) -> None:
-        """The step's requests fail; all others live on."""
+        """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`."""
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
         self._host.step_is_over(self._host.end_of_step())  # part of it may be running, and its blocks are free now
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
-            self._roster.end_request(request)
-            self._travel.end(request.work.request_id)
+            self._end_failed(request)
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
 
@@ -342,8 +341,11 @@ class Engine:
         result.tokens = [output for output in result.tokens if output.request_id != request_id]
         result.held = [held for held in result.held if held != request_id]
         result.completed = [done for done in result.completed if done.request_id != request_id]
-        self._roster.end_request(request)
-        self._travel.end(request_id)
+        self._end_failed(request)
+
+    def _end_failed(self, request: Request) -> None:
+        if self._roster.fail_request(request):
+            self._travel.end(request.work.request_id)
 
     def _check(self, work: Work) -> None:
         check_work(work, self.limits, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)

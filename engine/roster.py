@@ -187,6 +187,18 @@ class Roster:
         for sequence in list(request.sequences):
             self.end(sequence)
 
+    def fail_request(self, request: Request) -> bool:
+        """Ends a request that computes no more. False: blocks of it may be being read by a copy at this moment, so they
+        stay, held, until its owner cancels it."""
+        if request.mode != "prefill":
+            self.end_request(request)
+            return True
+        for sequence in request.sequences:
+            self.leave_batch(sequence)
+            sequence.state = State.HELD
+        request.to_start = []
+        return False
+
     def cancel(self, request_id: RequestId, index: int | None) -> None:
         """Ends a request, or one of its sequences, in any state. Unknown ones are ignored."""
         request = self.requests.get(request_id)

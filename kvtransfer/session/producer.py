@@ -1,7 +1,8 @@
 """The producer's end of a transfer: it serves published blocks and says when they may be freed. No I/O, no clock.
 
 Rules: the blocks stay until the consumer let go, is known to be dead, or its lease (which it checks itself after
-each copy) has run out; and until nothing in a transport reads them.
+each copy) has run out; and until nothing in a transport reads them. A process that stood still, or whose clock jumped,
+has not waited: leases last longer by that.
 """
 
 from collections.abc import Sequence
@@ -54,6 +55,7 @@ class ProducerSession:
         self._pulls = False
         self._deadline = now + (ticket.timeout_s if ticket is not None else 0.0)
         self._lease_until = now + limits.lease_s
+        self._ticked_at = now
         self._published: dict[BlockName, int] = {}
         self._begun: dict[tuple[BlockName, int], int] = {}
         """Parts of blocks that are not whole yet."""
@@ -152,6 +154,7 @@ class ProducerSession:
         return [Released(self.reason)] if self._move(Trigger.QUIET) else []
 
     def tick(self, now: float) -> list[ProducerStep]:
+        self._forgive(now)
         match self.state:
             case State.STREAMING if now >= self._lease_until:
                 told = self._failed("expired", "the lease ran out")
@@ -181,6 +184,13 @@ class ProducerSession:
 
     def _lease(self, now: float) -> None:
         self._lease_until = now + self._limits.lease_s + self._limits.lease_grace_s
+
+    def _forgive(self, now: float) -> None:
+        """Time that went by without a tick does not count: the consumer's clock may not have gone on, or its renewals
+        may wait here."""
+        gap, self._ticked_at = now - self._ticked_at, now
+        if gap > self._limits.lease_grace_s:
+            self._lease_until += gap
 
     def _serve_all(self) -> list[ProducerStep]:
         begun = [(name, block, part) for (name, part), block in self._begun.items()]

@@ -232,6 +232,34 @@ def test_running_out_of_device_memory_fails_the_step_and_not_the_engine(
     assert len(ask(engine, "a", ignore_eos=True)) == 12
 
 
+@pytest.mark.parametrize("stage", ["start", "choose"])
+def test_blocks_handed_on_stay_when_the_device_runs_out_of_memory(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A consumer may be reading what earlier steps completed: nothing else may be written there until `cancel`."""
+
+    def run_out(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    with make_engine(reference.folder, max_num_batched_tokens=16, enable_prefix_caching=False) as engine:
+        engine.add(make_work(engine, "a", PROMPT), mode="prefill")
+        ((_, blocks),) = [(done.request_id, done.blocks) for done in engine.step().completed]
+        assert len(blocks) == 1
+        shown = engine.kv.device_tensor[blocks[0].block].clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, stage, run_out)
+            assert [failed.request_id for failed in engine.step().failed] == ["a"]
+        stats = engine.stats()
+        assert stats.held_blocks == 3
+        for number in range(stats.free_blocks // 3):  # as many as fit beside it: each free block is written
+            engine.add(make_work(engine, f"other-{number}", [(7 * token + 1) % 256 for token in PROMPT], max_tokens=1))
+        run(engine)
+        assert torch.equal(engine.kv.device_tensor[blocks[0].block], shown)
+        engine.cancel(RequestId("a"))
+        engine.check_invariants()
+        assert engine.stats().free_blocks == stats.total_blocks
+
+
 def test_rates_are_known_before_any_work(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.prefill_tokens_per_s > 0

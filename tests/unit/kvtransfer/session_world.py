@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.messages import Ticket
+from contracts.identity import BlockName
 from kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
 from kvtransfer.session.consumer import ConsumerSession
 from kvtransfer.session.producer import ProducerSession
@@ -27,23 +26,11 @@ from kvtransfer.session.steps import (
     Tell,
 )
 from kvtransfer.session.table import ProducerState
+from tests.unit.kvtransfer.samples import TICKET, name
 
 LIMITS = SessionLimits(connect_timeout_s=8, answer_timeout_s=9, lease_s=4, lease_grace_s=0.5)
-TICKET = Ticket(
-    ticket=TicketId("t"),
-    source=InstanceId("p"),
-    source_generation=Generation(1),
-    source_address="",
-    sink=InstanceId("c"),
-    sink_generation=Generation(2),
-    timeout_s=20,
-)
 NUM_BLOCKS = 4
 GARBAGE = BlockName(b"garbage!garbage!")
-
-
-def name(index: int) -> BlockName:
-    return BlockName(bytes([index]) * 16)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from contracts.messages import Ticket
 from kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
 from kvtransfer.session.producer import ProducerSession
-from kvtransfer.session.steps import Drain, Released, Serve, Tell
+from kvtransfer.session.steps import Drain, ProducerStep, Released, Serve, Tell
 from kvtransfer.session.table import ProducerState
 from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
 
@@ -46,6 +46,14 @@ def test_wanted_blocks_are_served_as_they_are_published() -> None:
     assert one.release(Release(TICKET.ticket, 1, "received")) == [Drain()]
     assert one.quiet() == [Released("received")]
     assert one.is_over()
+
+
+def ticked(one: ProducerSession, until: float, *, since: float = 0.0) -> list[ProducerStep]:
+    """What the ticks of a process that goes on give, from `since`."""
+    steps: list[ProducerStep] = []
+    for now in (since + 0.25 * number for number in range(1, int((until - since) / 0.25) + 1)):
+        steps += one.tick(now)
+    return steps + one.tick(until)
 
 
 def test_a_fetch_that_comes_first_is_parked_until_the_ticket_is_opened() -> None:
@@ -91,8 +99,8 @@ def test_blocks_stay_while_a_consumer_that_reads_them_may_still_copy() -> None:
     assert isinstance(told, Tell) and isinstance(told.message, Fail)
     assert one.state is ProducerState.ENDING
     assert one.link_lost(dead=False) == []
-    assert one.tick(LEASE - 0.1) == []
-    assert one.tick(LEASE) == [Drain()]
+    assert ticked(one, LEASE - 0.1) == []
+    assert ticked(one, LEASE) == [Drain()]
     assert one.quiet() == [Released("cancelled")]
 
 
@@ -105,8 +113,8 @@ def test_blocks_of_a_transport_that_pushes_wait_for_the_transport_alone() -> Non
 def test_a_silent_consumer_loses_its_claim() -> None:
     one = streaming(0)
     assert one.renew(3.0)
-    assert one.tick(LEASE) == []
-    steps = one.tick(3.0 + LEASE)
+    assert ticked(one, LEASE) == []
+    steps = ticked(one, 3.0 + LEASE)
     assert isinstance(steps[0], Tell) and steps[1] == Drain()
     assert one.quiet() == [Released("expired")]
     assert not one.renew(9.0)
@@ -120,8 +128,16 @@ def test_a_consumer_whose_connection_broke_may_come_back_within_its_lease() -> N
     steps = one.fetch(fetch(0, attempt=2), link=2, pulls=True, now=1.0)
     assert steps[1:] == [Serve(2, [(0, 5)])]
     one.link_lost(dead=False)
-    assert one.tick(1.0 + LEASE) == [Drain()]
+    assert ticked(one, 1.0 + LEASE) == [Drain()]
     assert one.quiet() == [Released("lost")]
+
+
+def test_a_producer_that_stood_still_or_whose_clock_jumped_waits_for_its_lease_all_the_same() -> None:
+    one = streaming(0)
+    assert ticked(one, 1.0) == []
+    assert one.tick(1.0 + 10.0) == [], "the consumer may be copying"
+    assert ticked(one, 10.0 + LEASE - 0.1, since=11.0) == []
+    assert ticked(one, 10.0 + LEASE, since=10.0 + LEASE - 0.1)[-1] == Drain()
 
 
 def test_a_dead_consumer_frees_the_blocks_at_once() -> None:
