@@ -42,6 +42,10 @@ SHORT = ((64 << 10, 1), (192 << 10, 4))
 """Block bytes and number of blocks of a 64-token prompt: a tiny model, and a 0.5B one with blocks of 16 tokens."""
 
 
+KEPT = "kept"
+"""`full`, of blocks that were sent before: their producer knows the sums. In all other rows it does not."""
+
+
 @dataclass
 class Pair:
     """The producing process, and the consuming node in this one."""
@@ -94,12 +98,12 @@ async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings)
         await process.wait()
 
 
-async def throughput(pair: Pair, concurrency: int) -> float:
-    """Seconds for all blocks, divided among `concurrency` fetches."""
+async def throughput(pair: Pair, concurrency: int, *, is_fresh: bool) -> float:
+    """Seconds for all blocks, divided among `concurrency` fetches. `is_fresh`: none was sent before."""
     clear(pair.memory)
     tickets = pair.tickets(concurrency)
     each = pair.memory.num_blocks // concurrency
-    order = Order(op="open", tickets=tickets, blocks_each=each)
+    order = Order(op="open", tickets=tickets, blocks_each=each, is_fresh=is_fresh)
     await pair.order(order)
     await pair.order(msgspec.structs.replace(order, op="publish"))
     began = time.perf_counter()
@@ -144,19 +148,25 @@ class Turns:
 
 
 async def in_turns(
-    pair: Pair, transport: str, concurrency: int, readings: Sequence[Reading], *, repeats: int, patience_s: float
+    pair: Pair,
+    transport: str,
+    concurrency: int,
+    readings: Sequence[Reading],
+    options: argparse.Namespace,
+    *,
+    is_fresh: bool,
 ) -> Turns:
     """Limit, transfer and peers one after another: other load on the machine meets all of them."""
     found: list[list[float]] = []
     source = HostMemory(1, pair.memory.num_blocks * pair.memory.block_bytes)
     clear(source)
-    for _ in range(repeats):
-        await quiet(patience_s)
+    for _ in range(options.repeats):
+        await quiet(options.patience_s)
         limit = await raw_tcp(pair) if transport == "zeromq" else memcpy(source, pair.memory)
-        await quiet(patience_s)
-        seconds = [limit, await throughput(pair, concurrency)]
+        await quiet(options.patience_s)
+        seconds = [limit, await throughput(pair, concurrency, is_fresh=is_fresh)]
         for reading in readings:
-            await quiet(patience_s)
+            await quiet(options.patience_s)
             seconds.append(await reading.seconds(concurrency))
         found.append(seconds)
     source.close()
@@ -211,12 +221,12 @@ async def measure_transport(
     """For each concurrency: the transport, and the peers that took turns with it."""
     found: list[tuple[Point, list[Point]]] = []
     prompt = options.prompt_mib * MIB
-    settings = msgspec.convert({"transports": [transport], "checksum": checksum}, TransferSettings)
+    settings = msgspec.convert(
+        {"transports": [transport], "checksum": "full" if checksum == KEPT else checksum}, TransferSettings
+    )
     async with pair_of(kib << 10, prompt // (kib << 10), settings) as pair:
         for concurrency in options.concurrency:
-            turns = await in_turns(
-                pair, transport, concurrency, beside, repeats=options.repeats, patience_s=options.patience_s
-            )
+            turns = await in_turns(pair, transport, concurrency, beside, options, is_fresh=checksum != KEPT)
             limit = prompt / turns.limit
             own = Point(f"{transport} checksum={checksum}", kib, concurrency, prompt / turns.transfer, limit)
             others = zip(beside, turns.peers, strict=True)
@@ -267,7 +277,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
     parser.add_argument("--block-kib", nargs="+", type=int, default=[256, 8192])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", "sampled", "off"])
+    parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", KEPT, "sampled", "off"])
     parser.add_argument("--prompt-mib", type=int, default=_default_prompt_mib())
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience-s", type=float, default=3.0, help="how long each waits for idle processors")

@@ -20,6 +20,8 @@ class Order(msgspec.Struct, kw_only=True):
     tickets: list[Ticket] = []
     blocks_each: int = 0
     port: int = 0
+    is_fresh: bool = False
+    """The blocks hold something else than when they were sent before, as far as the node is told."""
 
 
 async def serve(node: TransferNode, memory: HostMemory) -> None:
@@ -31,6 +33,8 @@ async def serve(node: TransferNode, memory: HostMemory) -> None:
         order = msgspec.json.decode(line, type=Order)
         match order.op:
             case "open":
+                if order.is_fresh and memory.versions is not None:
+                    memory.versions = [version + 1 for version in memory.versions]
                 for ticket in order.tickets:
                     node.open(ticket)
             case "publish":
@@ -68,6 +72,7 @@ async def main() -> None:
     settings = msgspec.json.decode(settings_text, type=TransferSettings)
     memory = HostMemory(int(num_blocks), layout.block_bytes)
     fill(memory)
+    memory.versions = [0] * memory.num_blocks
     node = TransferNode(
         instance=InstanceId("prefill-0"),
         generation=Generation(1),

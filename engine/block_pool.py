@@ -33,10 +33,19 @@ class Prefix:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, *, caching: bool = True, host: HostTier | None = None) -> None:
-        """`num_blocks` counts block 0, which is never given out."""
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        caching: bool = True,
+        host: HostTier | None = None,
+        versions: list[int] | None = None,
+    ) -> None:
+        """`num_blocks` counts block 0, which is never given out. `versions` has a number for each block, which grows
+        whenever the block is given out."""
         self.host = host
         self._num_blocks = num_blocks
+        self._versions = [0] * num_blocks if versions is None else versions
         self._caching = caching
         self._references = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
@@ -137,6 +146,7 @@ class BlockPool:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self._references[block] = 1
+            self._versions[block] += 1
             name = self._names[block]
             if name is not None:
                 self._names[block] = None

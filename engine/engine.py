@@ -108,7 +108,7 @@ class Engine:
         measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
         self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
         self._meter.decode_step_s = measured.decode_step_s
-        self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier)
+        self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster)
         self.adapters = Adapters(self._store, self._roster.requests)
@@ -129,8 +129,8 @@ class Engine:
             self._tail = Tail(self.layout.num_layers, self.tail_parts, self._device, tell)
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
-        """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first
-        token, and keeps the blocks where they are until `release`; if it fails, until `cancel`. Raises `RequestError`."""
+        """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
+        and keeps the blocks where they are until `release` or, if it fails, `cancel`. Raises `RequestError`."""
         self._check(work)
         self._roster.enqueue(self._roster.enrol(work, mode, time.monotonic()))
 

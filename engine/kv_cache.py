@@ -58,6 +58,8 @@ class KVCache:
         self.is_mirrored = place == "mirrored"
         self.shared_fd: int | None = shared_fd
         self.host_view: memoryview | None = None
+        self.versions = [0] * num_blocks
+        """By block: counted up by its pool whenever it is given out, so that what is known of its bytes ends there."""
         self._ready: dict[int, devices.DeviceEvent] = {}
         self.copying: dict[int, devices.DeviceEvent] = {}
         """Copies to or from the host tier, by block: until then it must not be read or written by others."""
@@ -106,6 +108,9 @@ class KVCache:
         event = devices.record(self.device)
         for block in blocks:
             self._ready[block] = event
+
+    def version(self, block: int) -> int:
+        return self.versions[block]
 
     def ready_after(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
         """Events after which these blocks may be read or written. From any thread."""

@@ -16,6 +16,7 @@ from kvtransfer.ladders import Ladders
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import SessionLimits
 from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.keptsums import KeptSums
 from kvtransfer.transports.port import Transport
 from kvtransfer.workers import Workers
 
@@ -68,6 +69,7 @@ class NodeContext:
     loop: asyncio.AbstractEventLoop
     workers: Workers
     landings: Landings
+    sums: KeptSums
     probe_command: Sequence[str]
 
 

@@ -72,6 +72,11 @@ class Parts:
     def device_tensor(self) -> Any:
         return self._memory.device_tensor.view(self.num_blocks, self.block_bytes)
 
+    def version(self, block: int) -> int | None:
+        """`kvtransfer.transports.keptsums.Versioned`, if the whole memory is."""
+        found: int | None = self._memory.version(block // self._count) if hasattr(self._memory, "version") else None
+        return found
+
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
         events: Sequence[Any] = self._memory.ready_after({block // self._count for block in blocks})
         return events
@@ -87,10 +92,15 @@ class HostMemory:
         os.ftruncate(self.shared_fd, num_blocks * block_bytes)
         self._map = mmap.mmap(self.shared_fd, num_blocks * block_bytes)
         self.host_view: memoryview | None = memoryview(self._map)
+        self.versions: list[int] | None = None
+        """One for each block, once somebody counts."""
 
     def block(self, index: int) -> memoryview:
         assert self.host_view is not None
         return self.host_view[index * self.block_bytes : (index + 1) * self.block_bytes]
+
+    def version(self, block: int) -> int | None:
+        return self.versions[block] if self.versions is not None else None
 
     def close(self) -> None:
         if self.shared_fd is not None:

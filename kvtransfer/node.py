@@ -30,6 +30,7 @@ from kvtransfer.producer import FetchHandler, ProducerSide
 from kvtransfer.session.steps import ReleaseReason
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports import build
+from kvtransfer.transports.keptsums import KeptSums
 from kvtransfer.transports.memory import InProcess
 from kvtransfer.transports.port import NodeFacts, Transport
 from kvtransfer.workers import Workers
@@ -108,6 +109,7 @@ class TransferNode:
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
             landings=Landings(self._layout),
+            sums=KeptSums(),
             probe_command=self._ports.probe_command,
         )
         await asyncio.to_thread(copy_hash)

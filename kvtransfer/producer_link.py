@@ -159,7 +159,7 @@ class ProducerLink:
         reason = f"no transport {name} here"
         if carrier is not None:
             wire = wire_layout(context.layout, self.hello.layout, narrows=carrier.narrows)
-            wish = Wish(self.hello, epoch, message.dialects, self._memory, context.layout, wire)
+            wish = Wish(self.hello, epoch, message.dialects, self._memory, context.layout, wire, context.sums)
             try:
                 outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
@@ -199,7 +199,7 @@ class ProducerLink:
         context, way = self._context, self._ways[transport]
         blocks = [block for _, block in parcel.blocks]
         checked = _checked(context.settings.checksum, parcel)
-        is_little = not any(checked) or len(blocks) * way.block_bytes <= context.settings.inline_bytes
+        is_little = len(blocks) * way.block_bytes <= context.settings.inline_bytes or way.outlet.knows(blocks, checked)
         if is_little and not way.outlet.may_wait:
             self._push(way, parcel, way.outlet.prepare(blocks, checked))
             return

@@ -10,7 +10,7 @@ from kvtransfer.memory import BlockMemory, address_of, copy_bytes
 from kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.port import Prepared
+from kvtransfer.transports.port import Prepared, Wish
 
 
 class HostBlocks:
@@ -36,10 +36,7 @@ class HostBlocks:
         return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        return self.checksums([block])[0]
-
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        return copy_hash().checksums([self.address(block) for block in blocks], self.block_bytes)
+        return copy_hash().checksums([self.address(block)], self.block_bytes)[0]
 
 
 def host_blocks(memory: BlockMemory) -> HostBlocks:
@@ -57,13 +54,19 @@ class HostOutlet:
     taper_bytes: int | None = None
     window_bytes: int | None = None
 
-    def __init__(self, offer: Offer, memory: BlockMemory, settings: TransferSettings) -> None:
+    def __init__(self, offer: Offer, wish: Wish, settings: TransferSettings) -> None:
         self.offer = offer
         self.batch_bytes = settings.batch_bytes
-        self.blocks = host_blocks(memory)
+        self.blocks = host_blocks(wish.memory)
+        self._memory = wish.memory
+        self._sums = wish.sums
+
+    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+        return not any(checked) or self._sums.knows(self._memory, _chosen(blocks, checked))
 
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        sums = iter(self.blocks.checksums([b for b, is_checked in zip(blocks, checked, strict=True) if is_checked]))
+        chosen = _chosen(blocks, checked)
+        sums = iter(self._sums.of(self._memory, chosen, [self.blocks.address(block) for block in chosen]))
         return Prepared(blocks, [next(sums) if is_checked else None for is_checked in checked])
 
     def taken(self, prepared: Prepared) -> None:
@@ -71,6 +74,10 @@ class HostOutlet:
 
     def close(self) -> None:
         return
+
+
+def _chosen(blocks: Sequence[int], checked: Sequence[bool]) -> list[int]:
+    return [block for block, is_checked in zip(blocks, checked, strict=True) if is_checked]
 
 
 def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:

@@ -81,7 +81,7 @@ class MemoryTransport:
         return (hello.instance, hello.generation) in self._shared.memories
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
-        return AnnounceOnly(Offer(self.name), wish.memory, self._settings)
+        return AnnounceOnly(Offer(self.name), wish, self._settings)
 
     async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))

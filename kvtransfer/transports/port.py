@@ -14,6 +14,7 @@ from contracts.layout import KVLayout
 from kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
 from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
+from kvtransfer.transports.keptsums import KeptSums
 
 Buffer = bytes | memoryview
 Announce = Callable[[Sequence[Sequence[Buffer]]], None]
@@ -41,6 +42,8 @@ class Wish:
     layout: KVLayout
     wire: KVLayout
     """As they travel to this consumer."""
+    sums: KeptSums
+    """Of this node's blocks."""
 
 
 class Converter(Protocol):
@@ -177,6 +180,10 @@ class Outlet(Protocol):
     @property
     def stages(self) -> bool:
         """What `prepare` staged stays until `taken`."""
+        ...
+
+    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+        """`prepare` reads no bytes of them: it is quicker than waking a thread, whatever their size."""
         ...
 
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:

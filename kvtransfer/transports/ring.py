@@ -95,6 +95,9 @@ class RingOutlet:
         self.batch_bytes = min(settings.device_batch_bytes, self.window_bytes // BATCHES)
         self.taper_bytes: int | None = self.batch_bytes // 4
 
+    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+        return False
+
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
         slots = self.ring.stage(blocks)
         views = [self.ring.slot(slot) for slot in slots]

@@ -30,6 +30,9 @@ class StagedFrames:
         self._inline_bytes = settings.inline_bytes
         self._block_bytes = block_bytes
 
+    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+        return False
+
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         """ZeroMQ keeps the staged bytes alive until it has sent them."""
         (view,) = prepared.views

@@ -101,7 +101,7 @@ class UsmTransport:
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
         if wish.memory.host_view is not None:
-            return AnnounceOnly(Offer(self.name, self._address, self._secret), wish.memory, self._settings)
+            return AnnounceOnly(Offer(self.name, self._address, self._secret), wish, self._settings)
         ring_module = importlib.import_module("kvtransfer.transports.ring")
         ring = await asyncio.to_thread(ring_module.Ring, wish.memory, self._settings.ring_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
-from kvtransfer.memory import BlockMemory, keep_freed_memory
+from kvtransfer.memory import keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, host_blocks
@@ -16,8 +16,8 @@ from kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outle
 
 
 class FrameOutlet(HostOutlet):
-    def __init__(self, offer: Offer, memory: BlockMemory, settings: TransferSettings) -> None:
-        super().__init__(offer, memory, settings)
+    def __init__(self, offer: Offer, wish: Wish, settings: TransferSettings) -> None:
+        super().__init__(offer, wish, settings)
         self.window_bytes = settings.window_bytes
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
@@ -85,7 +85,7 @@ class ZeromqTransport:
             )
             return narrowing
         if wish.memory.host_view is not None:
-            return FrameOutlet(Offer(self.name), wish.memory, self._settings)
+            return FrameOutlet(Offer(self.name), wish, self._settings)
         staged = _loaded("kvtransfer.transports.staged")
         outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), wish.memory, self._settings)
         return outlet

@@ -43,6 +43,9 @@ class DeviceOutlet:
         self._blocks = blocks
         self._lanes = Lanes(blocks)
 
+    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+        return False
+
     def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
         """Waits until they are computed: a receiving kernel would hold a part of the peer's device meanwhile."""
         self._blocks.check(blocks)

@@ -10,25 +10,24 @@ from collections.abc import Sequence
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Offer, Piece
-from kvtransfer.memory import BlockMemory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.hostcopy import HostOutlet
 from kvtransfer.transports.oneccl.pair import Pair
 from kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Announce, Buffer, Inlet, Intake, Landing, Prepared
+from kvtransfer.transports.port import Announce, Buffer, Inlet, Intake, Landing, Prepared, Wish
 
 
 class PairOutlet(HostOutlet):
     """Announces, and sends behind the announcement."""
 
-    def __init__(self, offer: Offer, thread: PairThread, memory: BlockMemory, settings: TransferSettings) -> None:
-        super().__init__(offer, memory, settings)
+    def __init__(self, offer: Offer, thread: PairThread, wish: Wish, settings: TransferSettings) -> None:
+        super().__init__(offer, wish, settings)
         self.window_bytes = settings.window_bytes
         self._thread = thread
-        assert memory.host_view is not None
-        self._view = memory.host_view.cast("B")
+        assert wish.memory.host_view is not None
+        self._view = wish.memory.host_view.cast("B")
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])

@@ -77,7 +77,7 @@ class OneCclTransport:
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
         thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
         if self._blocks is None:
-            return PairOutlet(offer, thread, wish.memory, self._settings)
+            return PairOutlet(offer, thread, wish, self._settings)
         outlet: Outlet = _device_module().DeviceOutlet(offer, thread, _blocks_of(wish.memory), self._settings)
         return outlet
 

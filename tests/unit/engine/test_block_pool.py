@@ -132,3 +132,16 @@ def test_the_hottest_are_those_found_most_often_then_those_used_last() -> None:
     pool.release(found)
     assert pool.hot_names(9) == [name(3), name(5), name(6), name(4), name(1), name(2)]
     assert pool.hot_names(1) == [name(3)]
+
+
+def test_a_block_has_another_version_whenever_it_is_given_out() -> None:
+    versions = [0] * 3
+    pool = BlockPool(3, versions=versions)
+    blocks = pool.allocate(2)
+    assert blocks is not None and versions == [0, 1, 1]
+    pool.register([name(0)], blocks[:1])
+    pool.release(blocks)
+    pool.share(pool.match([name(0)]))
+    assert versions == [0, 1, 1], "shared blocks hold what they held"
+    pool.release(blocks[:1])
+    assert pool.allocate(2) is not None and versions == [0, 2, 2]
