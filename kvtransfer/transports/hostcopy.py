@@ -82,16 +82,21 @@ def _chosen(blocks: Sequence[int], checked: Sequence[bool]) -> list[int]:
 
 def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
     """For each: False when what was copied does not match the checksum. Checked ones go first, in one call."""
+    return copy_from([source.address(placement.source) for placement in placements], target, placements)
+
+
+def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
+    """As `copy_blocks`, from addresses: one for each placement."""
     size, sums = target.block_bytes, dict[int, int]()
-    checked = [placement for placement in placements if placement.checksum is not None]
+    ends = [target.address(placement.destination) for placement in placements]
+    checked = [place for place, placement in enumerate(placements) if placement.checksum is not None]
     if checked:
-        ends, starts = [target.address(p.destination) for p in checked], [source.address(p.source) for p in checked]
-        found = copy_hash().copy(ends, starts, size)
-        sums = {placement.position: value for placement, value in zip(checked, found, strict=True)}
-    for placement in placements:
+        found = copy_hash().copy([ends[place] for place in checked], [starts[place] for place in checked], size)
+        sums = dict(zip(checked, found, strict=True))
+    for place, placement in enumerate(placements):
         if placement.checksum is None:
-            copy_bytes(target.address(placement.destination), source.address(placement.source), size)
-    return [placement.checksum == sums.get(placement.position) for placement in placements]
+            copy_bytes(ends[place], starts[place], size)
+    return [placement.checksum == sums.get(place) for place, placement in enumerate(placements)]
 
 
 class BlockIntake:

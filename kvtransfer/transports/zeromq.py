@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
-from kvtransfer.memory import keep_freed_memory
+from kvtransfer.memory import address_of, keep_freed_memory
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, host_blocks
+from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, copy_from, host_blocks
 from kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Target, Wish
 
 
@@ -53,6 +53,11 @@ class FrameInlet:
         for frame in frames:
             intake.take(frame)
         return intake.is_right()
+
+    def take_whole(self, placements: Sequence[Placement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
+        """`kvtransfer.copying.TakesWhole`: one call, which gives Python's lock away once."""
+        start = address_of(frame)
+        return copy_from([start + offset for offset in offsets], self._target, placements)
 
     def intake(self, placement: Placement) -> BlockIntake:
         return BlockIntake(self._target, placement.destination, placement.checksum)

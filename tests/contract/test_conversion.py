@@ -185,6 +185,49 @@ def test_blocks_of_devices_are_converted(transport: str, ends: str) -> None:
     run(test())
 
 
+def devices_of(source: KVLayout, sink: KVLayout) -> Sequence[Any]:
+    return TensorMemory(48, source.block_bytes), TensorMemory(48, sink.block_bytes)
+
+
+def test_a_message_between_devices_is_not_converted_so_another_transport_is_used() -> None:
+    source, sink = SOURCE, CASES["larger blocks"]
+
+    async def test() -> None:
+        settings = only("oneccl", ring_bytes=1 << 20)
+        async with pair_of(
+            msgspec.structs.replace(settings, transports=("oneccl", "usm")),
+            producer_layout=source,
+            consumer_layout=sink,
+            memories=devices_of(source, sink),
+        ) as pair:
+            assert torch.equal(await hand_over(pair, source, sink), expected_blocks(source, sink))
+            assert list(pair.consumer.tally.bytes) == [("usm", "received")]
+        async with pair_of(
+            settings, producer_layout=source, consumer_layout=sink, memories=devices_of(source, sink)
+        ) as pair:
+            with pytest.raises(Refused, match="other transports only"):
+                await hand_over(pair, source, sink)
+
+    run(test())
+
+
+def test_a_pull_between_devices_of_other_layouts_is_refused_with_both() -> None:
+    """By name and without a translation, as `services.instance.pulling` asks; the router plans none."""
+    source, sink = SOURCE, CASES["larger blocks"]
+
+    async def test() -> None:
+        async with pair_of(
+            only("usm", ring_bytes=1 << 20),
+            producer_layout=source,
+            consumer_layout=sink,
+            memories=devices_of(source, sink),
+        ) as pair:
+            with pytest.raises(Refused, match=r"block_tokens=16.*block_tokens=32"):
+                await pair.consumer.node.fetch(pair.ticket(), [(name(0), 0)], partial=True)
+
+    run(test())
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_is_there_already_does_not_travel(transport: str) -> None:
     source, sink = SOURCE, CASES["larger blocks"]
