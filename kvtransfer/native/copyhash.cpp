@@ -204,6 +204,24 @@ extern "C" void baton_hash(uint64_t* sums, const uint64_t* sources, size_t count
     for (size_t i = 0; i < count; ++i) sums[i] = pass(reinterpret_cast<const uint8_t*>(sources[i]), size, HashOnly{});
 }
 
+extern "C" void baton_copy_past_the_cache(const uint64_t* targets, const uint64_t* sources, size_t count, size_t size) {
+    for (size_t i = 0; i < count; ++i) {
+        uint8_t* const target = reinterpret_cast<uint8_t*>(targets[i]);
+        const uint8_t* const source = reinterpret_cast<const uint8_t*>(sources[i]);
+        if (targets[i] % STRIPE != 0) {
+            std::memcpy(target, source, size);
+            continue;
+        }
+        for (size_t offset = 0; offset < size; offset += STRIPE) {
+            __builtin_prefetch(source + offset + AHEAD);
+            Stripe(source + offset).stream(target + offset);
+        }
+    }
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
 extern "C" void baton_copy_and_hash(uint64_t* sums, const uint64_t* targets, const uint64_t* sources, size_t count,
                                     size_t size, int past_the_cache) {
     for (size_t i = 0; i < count; ++i) {

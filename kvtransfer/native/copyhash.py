@@ -38,6 +38,10 @@ class CopyHash(Protocol):
         """xxh3_64 of the bytes that were copied, for each."""
         ...
 
+    def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
+        """Copies alone."""
+        ...
+
 
 class PlainCopyHash:
     """Copies chunk by chunk and hashes the destination while it is in the cache."""
@@ -48,6 +52,10 @@ class PlainCopyHash:
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
         return [_copied(end, start, size) for end, start in zip(destinations, sources, strict=True)]
 
+    def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
+        for end, start in zip(destinations, sources, strict=True):
+            copy_bytes(end, start, size)
+
 
 class NativeCopyHash:
     """By `copyhash.cpp`: one load and one store of each byte, large copies stored past the cache."""
@@ -57,6 +65,9 @@ class NativeCopyHash:
         self._hash, self._copy = library.baton_hash, library.baton_copy_and_hash
         self._hash.restype = self._copy.restype = None
         self._hash.argtypes = [array, array, ctypes.c_size_t, ctypes.c_size_t]
+        self._move = library.baton_copy_past_the_cache
+        self._move.restype = None
+        self._move.argtypes = [array, array, ctypes.c_size_t, ctypes.c_size_t]
         self._copy.argtypes = [array, array, array, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
         self._plain = PlainCopyHash()
 
@@ -74,6 +85,12 @@ class NativeCopyHash:
         sums = np.empty(len(ends), np.uint64)
         self._copy(sums, ends, starts, len(ends), size, size >= PAST_CACHE_BYTES)
         return [int(found) for found in sums]
+
+    def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
+        if size < PAST_CACHE_BYTES or size % STRIPE_BYTES:
+            self._plain.move(destinations, sources, size)
+        elif destinations:
+            self._move(np.array(destinations, np.uint64), np.array(sources, np.uint64), len(destinations), size)
 
 
 @functools.cache

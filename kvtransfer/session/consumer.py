@@ -250,10 +250,9 @@ class ConsumerSession:
 
     def _whole(self, parts: Sequence[int]) -> list[BlockName]:
         """Names of the blocks of which these parts were the last."""
-        numbers = {part // self._parts for part in parts}
-        whole = [
-            n for n in sorted(numbers) if not any(n * self._parts + p in self._missing for p in range(self._parts))
-        ]
+        count, missing = self._parts, self._missing
+        numbers = parts if count == 1 else {part // count for part in parts}
+        whole = [n for n in sorted(numbers) if missing.isdisjoint(range(n * count, (n + 1) * count))]
         self._lacking.difference_update(whole)
         return [self._wanted[number][0] for number in whole]
 

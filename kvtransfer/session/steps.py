@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+import msgspec
+
 from contracts.identity import BlockName
 from kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
 
@@ -51,8 +53,7 @@ class Tell:
     message: Ready | Done | Fail
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """Copy the producer's block `source` to block `destination` here; where blocks have parts, each is a part.
 
     `index` counts the ticket's wanted blocks, `position` the pieces of the `Blocks` message.

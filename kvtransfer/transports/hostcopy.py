@@ -93,9 +93,8 @@ def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[Pl
     if checked:
         found = copy_hash().copy([ends[place] for place in checked], [starts[place] for place in checked], size)
         sums = dict(zip(checked, found, strict=True))
-    for place, placement in enumerate(placements):
-        if placement.checksum is None:
-            copy_bytes(ends[place], starts[place], size)
+    others = [place for place, placement in enumerate(placements) if placement.checksum is None]
+    copy_hash().move([ends[place] for place in others], [starts[place] for place in others], size)
     return [placement.checksum == sums.get(place) for place, placement in enumerate(placements)]
 
 

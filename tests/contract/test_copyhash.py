@@ -38,6 +38,10 @@ def test_what_is_copied_is_what_is_hashed(copies: CopyHash, size: int, shift: in
     assert not any(target[:shift] + target[shift + 2 * size :])
     assert found == [xxh3_64_intdigest(source[at : at + size]) for at in (3, 3 + size)]
     assert copies.checksums([start, start + size], size) == found
+    target[:] = bytes(len(target))
+    copies.move([end + size, end], [start, start + size], size)
+    assert target[shift : shift + 2 * size] == source[3 + size : 3 + 2 * size] + source[3 : 3 + size]
+    assert not any(target[:shift] + target[shift + 2 * size :])
 
 
 def test_a_changed_byte_changes_the_checksum(copies: CopyHash) -> None:
