@@ -1,7 +1,7 @@
 from contracts.identity import RequestId
 from contracts.messages import Cancel, Prefill
 from engine.errors import RequestError
-from engine.outputs import CompletedBlocks, CompletedPart, NamedBlock
+from engine.outputs import CompletedBlocks, CompletedPart, FailedRequest, NamedBlock
 from services.instance.first_tokens import FirstToken, decode_first_tokens
 from services.prefill.handler import PrefillHandler
 from tests.unit.instance.fakes import ROUTER, Bench, NoPulls, name, output, run, settle, ticket, work
@@ -89,6 +89,25 @@ def test_a_cancel_that_comes_twice_frees_once() -> None:
         b.serving.on_router_lost(ROUTER)
         await settle()
         b.transfer.release.set_result("cancelled")
+        await settle()
+        assert b.engine.verbs() == ["add", "cancel"]
+        b.check()
+
+    run(test())
+
+
+def test_blocks_handed_on_before_the_engine_gave_the_request_up_stay_while_they_are_read() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        b.turn(completed=[CompletedBlocks(inner, [NamedBlock(name(0), 3)])])
+        b.turn(failed=[FailedRequest(inner, "the device ran out of memory")])
+        await settle()
+        assert b.transfer.asked[2] == ("fail", "the device ran out of memory")
+        assert b.engine.verbs() == ["add"], "freed while it may still be read"
+        b.transfer.release.set_result("failed")
         await settle()
         assert b.engine.verbs() == ["add", "cancel"]
         b.check()
