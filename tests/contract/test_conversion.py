@@ -205,8 +205,9 @@ def test_a_message_between_devices_is_not_converted_so_another_transport_is_used
         async with pair_of(
             settings, producer_layout=source, consumer_layout=sink, memories=devices_of(source, sink)
         ) as pair:
+            translation = Translation(source, [name(0), name(1)], 0, 32)
             with pytest.raises(Refused, match="other transports only"):
-                await hand_over(pair, source, sink)
+                await pair.consumer.node.fetch(pair.ticket(), [(name(0), 0)], translation=translation)
 
     run(test())
 
