@@ -7,6 +7,7 @@ Throughput: the producer has published everything, then the consumer fetches; th
 fetches. Limits: one memcpy of the prompt in one thread (`usm`, `memory`), and the prompt through a plain TCP socket
 on loopback, straight into the destination (`zeromq`). Installed peers (extra `peers`) read the same bytes in the same
 turns: rows of their own, and the fastest of the same medium beside each of Baton's. Every byte is compared.
+Blocks are new to their producer each time; with `--checksum kept` it knows their checksums from sending them before.
 Short handoffs: from the producer's `finish` to the consumer's `fetch` returning, fetch sent before. Best of the repeats
 for throughput, median for short handoffs.
 """
