@@ -25,6 +25,8 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
         raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
     path = folder / "config.json"
     if not path.is_file():
+        if config.model.endswith(".gguf"):
+            raise ModelError(f"{folder} has no config.json beside {config.model}; `baton unpack FILE FOLDER` makes one")
         raise ModelError(f"{folder} has no config.json; it is not a model in Hugging Face's format")
     try:
         stated = json.loads(path.read_text())

@@ -20,13 +20,14 @@ from engine.bridges import OWN_ATTENTION, bridge
 from engine.config import CHECKPOINT_ONLY, EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
-from engine.gguf import gguf_file, gguf_tensors
+from engine.gguf import gguf_file, gguf_layers, gguf_tensors
 from engine.model import LoadedModel, Progress
 from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
 from engine.parallel.shard import WHOLE, Shard, check_shardable
 from engine.parallel.weights import load_shard, make_dummy_shard
 from engine.quantization import loading, stored
 from engine.quantization.checkpoints import CheckpointFormat, checkpoint_format
+from engine.quantization.checkpoints.gguf import Gguf
 from engine.quantization.formats import scheme
 from engine.quantization.online import Plan
 from engine.weight_files import fill, map_tensors, stored_pieces
@@ -67,8 +68,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
     module.eval().requires_grad_(False)
     cast(Any, module).config._attn_implementation = attention.NAME
     bridge(module)
-    quantized = plan if plan is not None else form
-    variant = rotary.freeze(module, max_model_len) + (f"|{quantized.label}" if quantized is not None else "")
+    variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
     probe = _probe(module, name, target)
     shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
@@ -137,6 +137,12 @@ def _quantization_plan(config: EngineConfig) -> Plan | None:
     return Plan(chosen, config.quantization_skip)
 
 
+def _variant(plan: Plan | None, form: CheckpointFormat | None) -> str:
+    """What the fingerprint says of weights in few bits."""
+    quantized = plan if plan is not None else form
+    return "" if quantized is None else f"|{quantized.label}"
+
+
 def _load_stored(
     folder: Path,
     hf_config: HfConfig,
@@ -184,6 +190,15 @@ def _load_quantized(
 def _load_gguf(
     file: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan | None, dtype: torch.dtype, target: torch.device
 ) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    kept = gguf_layers(file, skeleton, keep_codes=plan is None)
+    if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype):
+        _read_generation_config(skeleton, file.parent)
+        return skeleton.to(target)
+    if kept is not None and plan is not None and loading.fits(skeleton, kept.plain):
+        module = loading.fill(skeleton, kept.plain, plan, target, dtype).to(target)
+        _read_generation_config(module, file.parent)
+        return module
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     whole = _load_weights(file.parent, hf_config, config, dtype, gguf_tensors(file, skeleton, dtype))
     _read_generation_config(whole, file.parent)

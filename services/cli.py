@@ -16,11 +16,12 @@ COMMANDS = {
     "prefill": "an instance that reads prompts and hands their KV blocks on",
     "decode": "an instance that takes over the blocks and writes the answers",
     "unified": "an instance that does both",
+    "unpack": "a GGUF file that stands alone becomes a folder that can be served",
     "doctor": "what of this machine helps or hinders serving, with remedies",
     "drain": "takes one instance out of service: no new work, what runs ends or is handed over",
     "rotate": "restarts the instances of a pool one by one, without a failed request",
 }
-MODULES = {"drain": "services.rotate.drain"}
+MODULES = {"drain": "services.rotate.drain", "unpack": "services.local.unpack"}
 """Of commands that are not `services.COMMAND.main`."""
 
 

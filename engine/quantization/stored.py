@@ -16,7 +16,7 @@ from engine.quantization.checkpoints.layout import CheckpointFormat, Made
 from engine.quantization.experts import expert_names, place_experts
 from engine.quantization.loading import Tensors, fits, set_parameter
 from engine.quantization.modules import QuantizedLinear, ReorderedLinear
-from engine.quantization.online import linear_names, tied_embedding
+from engine.quantization.online import linear_names, share_head, tied_embedding
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +62,16 @@ def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
 def fill_stored(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> bool:
     """Gives a skeleton on torch's meta device its weights. False, and nothing done: its parameters are others."""
     _add_biases(module, stored)
-    if not fits(module, stored.names()):
+    embedding, names = tied_embedding(module), stored.names()
+    is_shared = embedding is not None and "lm_head" in stored.layers and f"{embedding}.weight" not in stored.plain
+    if not fits(module, {**names, f"{embedding}.weight": _unread} if is_shared else names):
         return False
-    embedding = tied_embedding(module)
     for name, read in stored.plain.items():
         set_parameter(module, name, read().to(target, dtype))
     _place_all(module, stored, target, dtype)
-    if embedding is not None and "lm_head" not in stored.layers:
+    if embedding is not None and is_shared:
+        share_head(module, embedding, dtype)
+    elif embedding is not None and "lm_head" not in stored.layers:
         setattr(module.get_submodule("lm_head"), "weight", module.get_parameter(f"{embedding}.weight"))  # noqa: B010
     return True
 
@@ -110,7 +113,7 @@ def _add_biases(module: nn.Module, stored: StoredModel) -> None:
 
 def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
     linears, mixtures, as_numbers = set(linear_names(module)), expert_names(module), 0
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}
     for layer in stored.layers:
         made = stored.made(layer, target)
         name = layer + stored.form.target

@@ -2,7 +2,7 @@
 
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,6 +21,7 @@ from services.common.options import Option
 from services.common.version import VERSION
 from services.local.accelerators import can_torch_use_accelerators, device_indexes
 from services.local.console import Console
+from services.local.lone_gguf import stands_alone, unpacked
 from services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
 from services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from services.local.supervisor import STOP_DEADLINE_S, Supervisor
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     given = Given(loaded.others, loaded.sections, own_router, own_instance)
     configure_logs(level="warning", format="text")
     try:
-        settings = _complete(loaded.settings, given)
+        settings = _complete(loaded.settings, given, environ)
         _check_transport(settings, str(given.values.get("kv_transport", "auto")))
         names = _names(loaded.settings, given)
         machine = _machine(str(given.values.get("device", "auto")), environ)
@@ -87,9 +88,12 @@ def _check_transport(settings: ServeSettings, transport: str) -> None:
         )
 
 
-def _complete(settings: ServeSettings, given: Given) -> ServeSettings:
+def _complete(settings: ServeSettings, given: Given, environ: Mapping[str, str]) -> ServeSettings:
     """With the model's folder, pools that suit it, and the real port. Raises `ConfigurationError`."""
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
+    if stands_alone(settings.model):
+        settings = msgspec.structs.replace(settings, model=unpacked(Path(settings.model), environ))
+        folder = model_folder(settings.model)
     if not (folder / "config.json").is_file():
         if not settings.model:
             raise ConfigurationError(f"the bundled demo model is not in this installation ({folder}); name a MODEL")
@@ -127,6 +131,8 @@ def _names(settings: ServeSettings, given: Given) -> list[str]:
     chosen = given.values.get("served_model_name")
     if isinstance(chosen, list) and chosen:
         return [str(name) for name in chosen]
+    if stands_alone(settings.model):
+        return [settings.model]
     return [] if settings.model else [DEMO_NAME]
 
 

@@ -1,21 +1,27 @@
 """Every family through router, prefill, transfer and decode: greedy tokens equal `transformers.generate`."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
+from services.local.lone_gguf import stands_alone, unpacked
+from services.local.settings import DEMO_MODEL
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
 from tests.families import FAMILIES
+from tests.gguf_files import Kind, write_lone_gguf
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
 NEW_TOKENS = 8
 TRANSPORTS = ("zeromq", "usm")
+TEXT = "The bridge is closed because the river rose, so we walk around it and come home late."
 
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=list(FAMILIES))
@@ -31,10 +37,25 @@ def test_tokens_equal_transformers(number: int, tmp_path: Path) -> None:
     assert all(route["reused_blocks"] for route in routes[-2:]) and routes[2]["transferred_blocks"]
 
 
-async def ask(model: Path, transport: str) -> dict[str, dict[str, Any]]:
+def test_a_gguf_file_is_served_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
+    """Alone: config and tokenizer are within it. Its codes stay codes in both instances."""
+    file = write_lone_gguf(tmp_path / "model", Kind.Q4_0, DEMO_MODEL)
+    assert stands_alone(str(file))
+    served_file = Path(unpacked(file, {"XDG_CACHE_HOME": str(tmp_path / "cache")}))
+    model = reference_model(tmp_path / "plain")
+    ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(TEXT).ids
+    expected = {case: greedy(model, prompt, NEW_TOKENS) for case, prompt in {**PROMPTS, TEXT: ids}.items()}
+    answers = asyncio.run(ask(served_file, "usm", {**PROMPTS, TEXT: TEXT}))
+    assert {case: tokens_of(answer) for case, answer in answers.items()} == expected
+    assert {answer["baton"]["decision"] for answer in answers.values()} == {"disaggregated"}
+
+
+async def ask(
+    model: Path, transport: str, prompts: Mapping[str, list[int] | str] = PROMPTS
+) -> dict[str, dict[str, Any]]:
     async with asyncio.timeout(60), served(model, transport=transport) as client:
         await until_ready(client)
-        return {case: await complete(client, prompt) for case, prompt in PROMPTS.items()}
+        return {case: await complete(client, prompt) for case, prompt in prompts.items()}
 
 
 async def until_ready(client: httpx.AsyncClient) -> None:
@@ -42,7 +63,7 @@ async def until_ready(client: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.01)
 
 
-async def complete(client: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]:
+async def complete(client: httpx.AsyncClient, prompt: list[int] | str) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
     answer = await client.post("/v1/completions", json=body, headers={"x-baton-explain": "1"})

@@ -5,76 +5,107 @@ from pathlib import Path
 from typing import cast
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
+from engine.fused import fits
 from engine.gguf import gguf_file
 from engine.kernels import QuantizedWeight
+from engine.kernels.quantized import code_bits, dequantize
 from engine.model_loader import load_model
-from engine.quantization.modules import QuantizedLinear
+from engine.quantization.checkpoints.gguf import Gguf
+from engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
+from tests.gguf_files import Kind, blocks, projections, write_gguf
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [(7 * place + 3) % 256 for place in range(40)]
-Q8_0, Q4_0, F32 = (getattr(gguf.GGMLQuantizationType, name) for name in ("Q8_0", "Q4_0", "F32"))
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+EXACT = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+FACTORED = [Kind.Q4_K, Kind.Q5_K]
+ROUNDED = [Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS]
 
 
-def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType) -> torch.nn.Module:
-    """Makes `folder`, whose weights lie in a GGUF file; returns transformers' model of the numbers they stand for."""
-    plain = write_tiny_model(folder.with_name("plain"), "qwen2", hidden_size=64, intermediate_size=96)
-    write_tiny_model(folder, "qwen2", hidden_size=64, intermediate_size=96)
-    (folder / "model.safetensors").unlink()
-    writer = gguf.GGUFWriter(folder / "model.gguf", "qwen2")
-    config = AutoModelForCausalLM.from_pretrained(plain).config
-    writer.add_block_count(config.num_hidden_layers)
-    numbers = load_file(plain / "model.safetensors")
-    for name, tensor in numbers.items():
-        stem, _, leaf = name.rpartition(".")
-        layer = stem.split(".")[2] if stem.startswith("model.layers") else None
-        short = NAMES[stem if layer is None else stem.removeprefix(f"model.layers.{layer}.")]
-        stored = f"{short}.{leaf}" if layer is None else f"blk.{layer}.{short}.{leaf}"
-        used = kind if name.endswith("_proj.weight") else F32
-        codes = gguf.quants.quantize(tensor.numpy(), used)
-        writer.add_tensor(stored, codes, raw_dtype=used)
-        numbers[name] = torch.from_numpy(np.array(gguf.quants.dequantize(codes, used))).view(tensor.shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
-    return cast(torch.nn.Module, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))
+def as_q4_k_m(name: str) -> Kind:
+    """What llama.cpp calls Q4_K_M: four bits, and six where it matters most."""
+    return Kind.Q6_K if any(part in name for part in ("v_proj", "down_proj", "embed_tokens", "lm_head")) else Kind.Q4_K
 
 
-@pytest.mark.parametrize("kind", [Q8_0, Q4_0], ids=lambda kind: str(kind.name))
-def test_answers_are_those_of_the_dequantized_weights(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
-    model = write_gguf(tmp_path / "model", kind)
+def read_blocks(kind: Kind) -> tuple[QuantizedWeight, torch.Tensor]:
+    rows = blocks(kind, (16, 512))
+    weight = Gguf().read({f".{kind.name}": torch.from_numpy(rows)}).weight
+    assert isinstance(weight, QuantizedWeight)
+    return weight, torch.from_numpy(gguf.quants.dequantize(rows, kind))
+
+
+@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: str(kind.name))
+def test_codes_of_blocks_of_32_stand_for_the_same_numbers(kind: Kind) -> None:
+    weight, meant = read_blocks(kind)
+    assert weight.group == 32
+    assert (kind == Kind.Q8_0) == (code_bits(weight.codebook) == 8)
+    torch.testing.assert_close(dequantize(weight), meant, rtol=0, atol=0 if weight.zeros is None else 4e-4)
+
+
+@pytest.mark.parametrize("kind", FACTORED, ids=lambda kind: str(kind.name))
+def test_k_quants_change_less_than_bfloat16_would(kind: Kind) -> None:
+    weight, meant = read_blocks(kind)
+    assert code_bits(weight.codebook) < 8
+    error, allowed = (dequantize(weight) - meant).abs(), (meant.to(torch.bfloat16).float() - meant).abs()
+    assert error.max() < allowed.max() and error.mean() < allowed.mean()
+
+
+@pytest.mark.parametrize("kind", ROUNDED, ids=lambda kind: str(kind.name))
+def test_other_types_are_rounded_to_a_254th_of_a_groups_largest(kind: Kind) -> None:
+    weight, meant = read_blocks(kind)
+    assert weight.codebook == "int8"
+    largest = meant.view(len(meant), -1, 32).abs().amax(dim=2, keepdim=True)
+    assert ((dequantize(weight) - meant).view(len(meant), -1, 32).abs() <= largest / 254 * 1.01 + 1e-7).all()
+
+
+def test_a_group_without_steps_is_its_lowest_number() -> None:
+    rows = blocks(Kind.Q4_1, (4, 64))
+    rows[:, :2] = 0
+    weight = Gguf().read({".Q4_1": torch.from_numpy(rows)}).weight
+    assert isinstance(weight, QuantizedWeight)
+    meant = torch.from_numpy(gguf.quants.dequantize(rows, Kind.Q4_1))
+    torch.testing.assert_close(dequantize(weight)[:, :32], meant[:, :32], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_answers_are_those_of_the_dequantized_weights(family: str, kind: Kind, tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "model", projections(kind), family)
     for name in (tmp_path / "model", tmp_path / "model" / "model.gguf"):
         with make_engine(name, quantization="gguf") as engine:
             engine.add(make_work(engine, "a", PROMPT))
             assert run(engine)["a", 0] == greedy_answer(model, PROMPT)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_mixed_file_stays_in_few_bits_and_its_layers_are_fused(is_tied: bool, tmp_path: Path) -> None:
+    meant = write_gguf(tmp_path / "model", as_q4_k_m, tie_word_embeddings=is_tied)
+    config = EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32")
+    loaded = load_model(config, torch.device("cpu"), lambda *_: None)
+    books = {
+        name.rpartition(".")[2]: part.weight.codebook
+        for name, part in loaded.module.named_modules()
+        if isinstance(part, QuantizedLinear) and isinstance(part.weight, QuantizedWeight)
+    }
+    assert books == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "down_proj", "lm_head"), "int8"),
+        **dict.fromkeys(("o_proj", "gate_proj", "up_proj"), "uint4"),
+    }
+    assert fits(loaded.module)
+    assert isinstance(loaded.module.get_submodule("model.embed_tokens"), QuantizedEmbedding) == is_tied
+    for name, part in loaded.module.named_modules():
+        if isinstance(part, QuantizedLinear) and isinstance(part.weight, QuantizedWeight):
+            numbers = cast(torch.Tensor, meant.get_submodule(name).weight)
+            assert (dequantize(part.weight) - numbers).abs().max() < numbers.abs().max() / 200
+
+
 def test_numbers_of_a_file_are_rounded_again_where_a_format_is_asked_for(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model", Q8_0)
+    write_gguf(tmp_path / "model", projections(Kind.Q8_0))
     config = EngineConfig(model=str(tmp_path / "model"), device="cpu", dtype="float32", quantization="int8")
     model = load_model(config, torch.device("cpu"), lambda *_: None)
     layers = [part.weight for part in model.module.modules() if isinstance(part, QuantizedLinear)]
