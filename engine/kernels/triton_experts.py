@@ -190,7 +190,30 @@ def assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
 
 
 @triton.jit
-def find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
+def tile_of(  # noqa: PLR0913
+    rows,
+    counts,
+    num_tokens,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    outputs: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """What a program of a grouped product computes: (its expert, pairs [tile_rows], which of them are there, columns
+    [tile_columns], which are there). An expert of `num_experts` or more: nothing."""
+    num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
+    block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
+    row = first + tl.arange(0, tile_rows)
+    live = (row < count) & (expert < num_experts)
+    pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
+    column = part * tile_columns + tl.arange(0, tile_columns)
+    return expert, pair, live, column, column < outputs
+
+
+@triton.jit
+def _find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
     """(expert, its number of rows, first row) of a block of rows; an expert of `num_experts` or more: none."""
     ids = tl.arange(0, experts)
     blocks = (tl.load(counts + ids, ids < num_experts, other=0) + tile_rows - 1) // tile_rows
@@ -227,15 +250,11 @@ def _gate_up_kernel(  # noqa: PLR0913
     tile_depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
-    block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    expert, count, first = find(block, counts, num_experts, experts, tile_rows)
+    expert, pair, live, column, kept = tile_of(
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+    )
     if expert < num_experts:
-        row = first + tl.arange(0, tile_rows)
-        live = row < count
-        pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
-        column, depth = part * tile_columns + tl.arange(0, tile_columns), tl.arange(0, tile_depth)
-        kept = column < outputs
+        depth = tl.arange(0, tile_depth)
         step: tl.constexpr = 2 if interleaved else 1
         gap: tl.constexpr = 1 if interleaved else outputs
         at_x = x + (pair // top_k)[:, None] * x_stride + depth[None, :]
@@ -287,15 +306,11 @@ def _down_kernel(  # noqa: PLR0913
     tile_depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
-    block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    expert, count, first = find(block, counts, num_experts, experts, tile_rows)
+    expert, pair, live, column, kept = tile_of(
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+    )
     if expert < num_experts:
-        row = first + tl.arange(0, tile_rows)
-        live = row < count
-        pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
-        column, depth = part * tile_columns + tl.arange(0, tile_columns), tl.arange(0, tile_depth)
-        kept = column < outputs
+        depth = tl.arange(0, tile_depth)
         at_x = active + pair[:, None] * inputs + depth[None, :]
         at_weight = weight + expert.to(tl.int64) * expert_stride + (column * inputs)[None, :] + depth[:, None]
         acc = tl.zeros([tile_rows, tile_columns], tl.float32)

@@ -15,7 +15,7 @@ from engine.kernels.metadata import Experts
 from engine.kernels.quantized import StackedWeight
 from engine.kernels.reference_experts import activated
 from engine.kernels.triton_codes import code_operand
-from engine.kernels.triton_experts import assign_kernel, find, num_blocks, sum_kernel
+from engine.kernels.triton_experts import assign_kernel, num_blocks, sum_kernel, tile_of
 from engine.kernels.triton_quant_codes import KINDS, offset_of, table_of, values, word_arguments
 from engine.kernels.triton_tiles import padded
 
@@ -109,7 +109,7 @@ _BYTES = {
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _expert_product_kernel(  # noqa: C901, PLR0913, PLR0915
+def _expert_product_kernel(  # noqa: C901, PLR0913
     result,
     x,
     codes,
@@ -143,15 +143,10 @@ def _expert_product_kernel(  # noqa: C901, PLR0913, PLR0915
     depth: tl.constexpr,
     precision: tl.constexpr,
 ):
-    num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
-    block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    expert, count, first = find(block, counts, num_experts, experts, tile_rows)
+    expert, pair, live, column, kept = tile_of(
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+    )
     if expert < num_experts:
-        row = first + tl.arange(0, tile_rows)
-        live = row < count
-        pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
-        column = part * tile_columns + tl.arange(0, tile_columns)
-        kept = column < outputs
         stacked = expert.to(tl.int64) * outputs + tl.where(kept, column, 0)
         reader = x + (pair // pairs_per_row)[:, None] * x_stride
         acc = tl.zeros([tile_rows, tile_columns], tl.float32)
