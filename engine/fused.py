@@ -163,7 +163,7 @@ class FusedForward:
         return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
 
     def _gated(self, gate_up: Linear, hidden: Activations, down: Linear) -> Activations:
-        return self._kernels.silu_for(self._kernels.linear(hidden, gate_up.weight, gate_up.bias), down.weight)
+        return self._kernels.gated_linear(hidden, gate_up, down.weight)
 
 
 def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:

@@ -212,8 +212,8 @@ class CpuLayers:
         )
         return output if self._gate(arguments) == 0 else twin.silu_mul(gate_up)
 
-    def silu_for(self, gate_up: Tensor, then: Weight) -> Activations:
-        return self.silu_mul(gate_up)
+    def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
+        return self.silu_mul(self.linear(x, gate_up.weight, gate_up.bias))
 
     def rotary_store(
         self,

@@ -151,8 +151,8 @@ class LayerKernels(Protocol):
         """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum; with `then` as `norm_for`."""
         ...
 
-    def silu_for(self, gate_up: Tensor, then: Weight) -> Activations:
-        """`silu_mul` of gate_up [num_tokens, 2 * width], as `linear` of `then` reads it fastest."""
+    def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
+        """`silu_mul` of `linear`, as `linear` of `then` reads it fastest."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from engine.kernels.reference_experts import mix, route
 __all__ = [
     "argmax",
     "embed",
+    "gated_linear",
     "linear",
     "linear_norm",
     "mix",
@@ -20,7 +21,6 @@ __all__ = [
     "rms_norm",
     "rotary_store",
     "route",
-    "silu_for",
     "silu_mul",
 ]
 
@@ -76,9 +76,9 @@ def linear_norm(
     return rms_norm(linear(x, product.weight, product.bias), norm.weight, norm.eps, residual=residual)
 
 
-def silu_for(gate_up: Tensor, then: Weight) -> Activations:
-    """See triton_layers.silu_for."""
-    return silu_mul(gate_up)
+def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
+    """See triton_layers.gated_linear."""
+    return silu_mul(linear(x, gate_up.weight, gate_up.bias))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

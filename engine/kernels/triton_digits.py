@@ -74,13 +74,17 @@ def split(x: Tensor, *, nibbles: bool) -> Digits:
     return made
 
 
-def norm_split(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, nibbles: bool) -> Digits:
-    """As triton_layers.rms_norm, contiguous `residual` included; hidden a multiple of 128."""
-    rows = x.reshape(-1, x.shape[-1])
-    hidden = rows.shape[1]
-    made = _empty(rows.shape[0], hidden, x, nibbles)
+def norm_split(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, nibbles: bool, are_parts: bool = False
+) -> Digits:
+    """As triton_layers.rms_norm, contiguous `residual` included; hidden a multiple of 128. `are_parts`: x is float32
+    [parts, num_tokens, hidden], whose sum is rounded to the dtype of `residual` first."""
+    hidden, like = x.shape[-1], residual if are_parts and residual is not None else x
+    num_tokens = x.shape[1] if are_parts else x.numel() // hidden
+    rows = x.reshape(-1, hidden)
+    made = _empty(num_tokens, hidden, like, nibbles)
     added = rows if residual is None else residual.view(-1, hidden)
-    _norm_split_kernel[(rows.shape[0],)](
+    _norm_split_kernel[(num_tokens,)](
         *_parts(made),
         rows,
         added,
@@ -92,6 +96,7 @@ def norm_split(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None
         groups=hidden // GROUP,
         per=padded(hidden // GROUP),
         has_residual=residual is not None,
+        parts=x.shape[0] if are_parts else 0,
         nibbles=nibbles,
         num_warps=max(1, min(16, padded(hidden) // 256)),
     )
@@ -192,13 +197,20 @@ def _norm_split_kernel(  # noqa: PLR0913
     groups: tl.constexpr,
     per: tl.constexpr,
     has_residual: tl.constexpr,
+    parts: tl.constexpr,
     nibbles: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, per)
     known = (group < groups)[:, None]
     dim = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    values = tl.load(x + token * x_stride + dim, known, other=0.0)
+    if parts > 0:
+        total = tl.zeros([per, 128], tl.float32)
+        for number in tl.static_range(parts):
+            total += tl.load(x + (number * tl.num_programs(0) + token) * x_stride + dim, known, other=0.0)
+        values = total.to(residual.dtype.element_ty)
+    else:
+        values = tl.load(x + token * x_stride + dim, known, other=0.0)
     dtype = values.dtype
     values = values.to(tl.float32)
     if has_residual:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import triton_split
+from engine.kernels import triton_quant, triton_split
 from engine.kernels.kv_codes import LARGEST, is_coded
 from engine.kernels.metadata import Activations, Linear, Norm, Weight
 from engine.kernels.quantized import QuantizedWeight
@@ -20,11 +20,13 @@ from engine.kernels.triton_experts import route
 from engine.kernels.triton_experts_codes import mix
 from engine.kernels.triton_linear import linear, pack
 from engine.kernels.triton_quant_digits import has_nibbles, takes_digits
+from engine.kernels.triton_quant_row import row_product
 from engine.kernels.triton_store import coded, largest_of, scale_of
 from engine.kernels.triton_tiles import padded
 
 __all__ = [
     "embed",
+    "gated_linear",
     "linear",
     "linear_norm",
     "mix",
@@ -33,7 +35,6 @@ __all__ = [
     "rms_norm",
     "rotary_store",
     "route",
-    "silu_for",
     "silu_mul",
 ]
 
@@ -81,18 +82,39 @@ def linear_norm(
     weight = product.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):
         return triton_split.linear_norm(x, weight, residual, norm.weight, norm.eps)
+    if isinstance(weight, QuantizedWeight) and product.bias is None and residual.is_contiguous():
+        parts = triton_quant.parts(x, weight)
+        if parts is not None:
+            return _norm_of_parts(parts, residual, norm, then)
     output = linear(x, weight, product.bias)
     if then is not None:
         return norm_for(output, norm, then, residual=residual)
     return rms_norm(output, norm.weight, norm.eps, residual=residual)
 
 
+def _norm_of_parts(parts: Tensor, residual: Tensor, norm: Norm, then: Weight | None) -> Activations:
+    if isinstance(then, QuantizedWeight) and takes_digits(then, parts.shape[1], residual.dtype):
+        nibbles = has_nibbles(then)
+        return norm_split(parts, norm.weight, norm.eps, residual=residual, nibbles=nibbles, are_parts=True)
+    return triton_split.norm_of_parts(parts, residual, norm.weight, norm.eps)
+
+
 def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return bias is None and triton_split.fits(x, weight)
 
 
-def silu_for(gate_up: Tensor, then: Weight) -> Activations:
-    """`silu_mul` of gate_up [num_tokens, 2 * width], in two bytes where the product with `then` goes over integers."""
+def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
+    """`silu_mul` of `linear`, in the product itself where each output is one program's, and in two bytes where the
+    product with `then` goes over integers."""
+    weight = gate_up.weight
+    if isinstance(x, Tensor) and isinstance(weight, QuantizedWeight) and triton_quant.is_row(x, weight):
+        is_split = isinstance(then, QuantizedWeight) and takes_digits(then, 1, x.dtype)
+        if not is_split and x.stride(-1) == 1:
+            return row_product(x, weight, gate_up.bias, gated=True)
+    return _silu_for(linear(x, weight, gate_up.bias), then)
+
+
+def _silu_for(gate_up: Tensor, then: Weight) -> Activations:
     if isinstance(then, QuantizedWeight) and takes_digits(then, gate_up.shape[0], gate_up.dtype):
         return silu_split(gate_up, nibbles=has_nibbles(then))
     return silu_mul(gate_up)

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from engine.kernels.metadata import Activations
 from engine.kernels.quantized import QuantizedWeight
-from engine.kernels.triton_digits import split
+from engine.kernels.triton_digits import Digits, split
 from engine.kernels.triton_quant_dense import dense
-from engine.kernels.triton_quant_digits import digit_product, has_nibbles, takes_digits
+from engine.kernels.triton_quant_digits import digit_parts, digit_product, digit_tiles, has_nibbles, takes_digits
 from engine.kernels.triton_quant_row import row_product
-from engine.kernels.triton_quant_tile import is_paired, tile_product
+from engine.kernels.triton_quant_tile import is_paired, tile_parts, tile_product
 
 LONG_ROW = 8192
 """Longer rows of paired weights are cut over programs even for one token (measured at 4,096 and 14,336 inputs)."""
@@ -18,13 +19,34 @@ DENSE_BYTES = 256 << 20
 """The largest piece of a weight that is written out at once."""
 
 
+def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether this is a product that gives each output to one program, which can gate it (`row_product`)."""
+    if x.shape[0] != 1 or takes_digits(weight, 1, x.dtype):
+        return False
+    return not (weight.inputs > LONG_ROW and is_paired(weight, x.dtype))
+
+
+def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
+    """float32 [parts, num_tokens, outputs], which add up to `linear`; None: it is not cut."""
+    if isinstance(x, Digits):
+        return digit_parts(x, weight)
+    assert isinstance(x, Tensor)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if takes_digits(weight, x.shape[0], x.dtype):
+        is_cut = digit_tiles(weight, x.shape[0]).splits > 1
+        return digit_parts(split(x, nibbles=has_nibbles(weight)), weight) if is_cut else None
+    if is_row(x, weight) or x.shape[0] >= DENSE_TOKENS:
+        return None
+    return tile_parts(x, weight)
+
+
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [num_tokens, inputs] -> [num_tokens, outputs]."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if takes_digits(weight, x.shape[0], x.dtype):
         return digit_product(split(x, nibbles=has_nibbles(weight)), weight, bias)
-    if x.shape[0] == 1 and not (weight.inputs > LONG_ROW and is_paired(weight, x.dtype)):
+    if is_row(x, weight):
         return row_product(x, weight, bias)
     if x.shape[0] < DENSE_TOKENS:
         return tile_product(x, weight, bias)

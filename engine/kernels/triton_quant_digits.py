@@ -65,19 +65,40 @@ def digit_product(
     digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles | None = None
 ) -> Tensor:
     """[num_tokens, outputs] in the activations' dtype."""
+    tiles = tiles or digit_tiles(weight, digits.num_tokens)
+    result = torch.empty((digits.num_tokens, weight.outputs), dtype=digits.dtype, device=digits.codes.device)
+    _launch(digits, weight, bias, tiles, result, _sums(digits, weight, tiles) if tiles.splits > 1 else result)
+    return result
+
+
+def digit_parts(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles | None = None) -> Tensor | None:
+    """float32 [parts, num_tokens, outputs], which add up to `digit_product`; None: it is not cut."""
+    tiles = tiles or digit_tiles(weight, digits.num_tokens)
+    if tiles.splits == 1:
+        return None
+    sums = _sums(digits, weight, tiles)
+    _launch(digits, weight, None, tiles, None, sums)
+    return sums
+
+
+def _sums(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles) -> Tensor:
+    size = (tiles.splits, digits.num_tokens, weight.outputs)
+    return torch.empty(size, dtype=torch.float32, device=digits.codes.device)
+
+
+def _launch(
+    digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles, to: Tensor | None, sums: Tensor
+) -> None:
+    """Without `to` nobody adds the parts in `sums` up."""
     assert digits.nibbles == has_nibbles(weight) and digits.inputs == weight.inputs
-    num_tokens = digits.num_tokens
-    tiles = tiles or digit_tiles(weight, num_tokens)
-    result = torch.empty((num_tokens, weight.outputs), dtype=digits.dtype, device=digits.codes.device)
-    sums = result
-    if tiles.splits > 1:
-        sums = torch.empty((tiles.splits, *result.shape), dtype=torch.float32, device=result.device)
+    num_tokens, adds = digits.num_tokens, to is not None
+    result = sums if to is None else to
     grid = (-(-weight.outputs // tiles.outputs), 1, tiles.splits)
     assert grid[0] <= COUNTERS
     _digit_kernel[grid](
         result,
         sums,
-        counters_of(result.device) if tiles.splits > 1 else result,
+        counters_of(result.device) if tiles.splits > 1 and adds else result,
         digits.codes,
         digits.scales,
         digits.low_sums,
@@ -99,10 +120,10 @@ def digit_product(
         splits=tiles.splits,
         unroll=tiles.unroll,
         has_bias=bias is not None,
+        adds=adds,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return result
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -131,6 +152,7 @@ def _digit_kernel(  # noqa: PLR0913, PLR0915
     splits: tl.constexpr,
     unroll: tl.constexpr,
     has_bias: tl.constexpr,
+    adds: tl.constexpr,
 ):
     output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
     live = output < outputs
@@ -176,7 +198,7 @@ def _digit_kernel(  # noqa: PLR0913, PLR0915
         acc *= tl.load(scales + row).to(tl.float32)[:, None]
     total = tl.sum(tl.reshape(acc, [tile_outputs, columns // 2, 2]), 2)
     every = tl.arange(0, columns // 2)
-    write_sums(result, partial, counters, total, bias, num_tokens, outputs, output, every, splits, has_bias)
+    write_sums(result, partial, counters, total, bias, num_tokens, outputs, output, every, splits, has_bias, adds)
 
 
 @triton.jit

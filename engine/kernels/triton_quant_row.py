@@ -34,10 +34,14 @@ def row_tiles(weight: QuantizedWeight) -> RowTiles:
     return RowTiles(rows=4, chunk=512, warps=1, stages=4)
 
 
-def row_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None) -> Tensor:
-    """x [1, inputs] -> [1, outputs]."""
+def row_product(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None, *, gated: bool = False
+) -> Tensor:
+    """x [1, inputs] -> [1, outputs]; `gated`: the outputs are gates, then ups, and SiLU(gate) * up [1, outputs / 2] is
+    what is wanted."""
     tiles = tiles or row_tiles(weight)
-    result = torch.empty((1, weight.outputs), dtype=x.dtype, device=x.device)
+    outputs = weight.outputs // 2 if gated else weight.outputs
+    result = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     grid = (-(-weight.outputs // tiles.rows),)
     given = (
         result,
@@ -51,19 +55,20 @@ def row_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: 
             *given,
             table_of(weight.codebook, x.device) if KINDS[weight.codebook] == 3 else result,
             result if bias is None else bias,
-            weight.outputs,
+            outputs,
             **word_arguments(weight),
             rows=tiles.rows,
             chunk=tiles.chunk,
             stages=tiles.stages,
             has_bias=bias is not None,
+            gated=gated,
             num_warps=tiles.warps,
         )
     else:
         _byte_row_kernel[grid](
             *given,
             result if bias is None else bias,
-            weight.outputs,
+            outputs,
             weight.codes.stride(0),
             inputs=weight.inputs,
             group=weight.group,
@@ -73,9 +78,49 @@ def row_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: 
             chunk=tiles.chunk,
             stages=tiles.stages,
             has_bias=bias is not None,
+            gated=gated,
             num_warps=tiles.warps,
         )
     return result
+
+
+@triton.jit
+def _rows_of(outputs, rows: tl.constexpr, gated: tl.constexpr):
+    """(this program's rows of the weight, whether they are there): a gate and its up, `outputs` further, take turns."""
+    place = tl.arange(0, rows)
+    if gated:
+        output = tl.program_id(0) * (rows // 2) + place // 2
+        row = output + (place % 2) * outputs
+    else:
+        output = tl.program_id(0) * rows + place
+        row = output
+    return row, output < outputs
+
+
+@triton.jit
+def _store_rows(  # noqa: PLR0913
+    result,
+    summed,
+    bias,
+    row,
+    live,
+    outputs,
+    rows: tl.constexpr,
+    has_bias: tl.constexpr,
+    gated: tl.constexpr,
+):
+    """Rounds where a product, SiLU and mul by themselves would."""
+    if has_bias:
+        summed += tl.load(bias + row, live, other=0.0).to(tl.float32)
+    dtype = result.dtype.element_ty
+    if gated:
+        gate, up = tl.split(tl.reshape(summed.to(dtype).to(tl.float32), [rows // 2, 2]))
+        # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
+        gate = (gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))).to(dtype).to(tl.float32)
+        output = tl.program_id(0) * (rows // 2) + tl.arange(0, rows // 2)
+        tl.store(result + output, (gate * up).to(dtype), output < outputs)
+    else:
+        tl.store(result + row, summed.to(dtype), live)
 
 
 @triton.jit
@@ -100,9 +145,9 @@ def _word_row_kernel(  # noqa: PLR0913
     chunk: tl.constexpr,
     stages: tl.constexpr,
     has_bias: tl.constexpr,
+    gated: tl.constexpr,
 ):
-    row = tl.program_id(0) * rows + tl.arange(0, rows)
-    live = row < outputs
+    row, live = _rows_of(outputs, rows, gated)
     column = tl.arange(0, chunk)
     run: tl.constexpr = 8 if group >= 128 else group // 16  # nibbles that share a scale
     low_words: tl.constexpr = row_words // stretch_words * 16
@@ -133,9 +178,7 @@ def _word_row_kernel(  # noqa: PLR0913
                 part -= offset * total[None, :]
             acc += part * tl.load(scales + where, seen, other=0.0).to(tl.float32)
     summed = tl.sum(acc, 1)
-    if has_bias:
-        summed += tl.load(bias + row, live, other=0.0).to(tl.float32)
-    tl.store(result + row, summed.to(result.dtype.element_ty), live)
+    _store_rows(result, summed, bias, row, live, outputs, rows, has_bias, gated)
 
 
 @triton.jit
@@ -156,9 +199,10 @@ def _byte_row_kernel(  # noqa: PLR0913
     chunk: tl.constexpr,
     stages: tl.constexpr,
     has_bias: tl.constexpr,
+    gated: tl.constexpr,
 ):
-    row, column = tl.program_id(0) * rows + tl.arange(0, rows), tl.arange(0, chunk)
-    live = row < outputs
+    row, live = _rows_of(outputs, rows, gated)
+    column = tl.arange(0, chunk)
     acc = tl.zeros([rows, chunk], tl.float32)
     for start in tl.range(0, inputs, chunk, num_stages=stages):
         seen = start + column < inputs
@@ -175,6 +219,4 @@ def _byte_row_kernel(  # noqa: PLR0913
     summed = tl.sum(acc, 1)
     if groups == 1 and not has_zeros:
         summed *= tl.load(scales + row, live, other=0.0).to(tl.float32)
-    if has_bias:
-        summed += tl.load(bias + row, live, other=0.0).to(tl.float32)
-    tl.store(result + row, summed.to(result.dtype.element_ty), live)
+    _store_rows(result, summed, bias, row, live, outputs, rows, has_bias, gated)

@@ -70,18 +70,38 @@ def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) 
 
 def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles | None = None) -> Tensor:
     """x [num_tokens, inputs] with contiguous rows -> [num_tokens, outputs]."""
-    num_tokens = x.shape[0]
-    tiles = tiles or product_tiles(weight, num_tokens, x.dtype)
-    result = torch.empty((num_tokens, weight.outputs), dtype=x.dtype, device=x.device)
-    sums = result
-    if tiles.splits > 1:
-        sums = torch.empty((tiles.splits, *result.shape), dtype=torch.float32, device=x.device)
+    tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
+    result = torch.empty((x.shape[0], weight.outputs), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, tiles, result, _sums(x, weight, tiles) if tiles.splits > 1 else result)
+    return result
+
+
+def tile_parts(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles | None = None) -> Tensor | None:
+    """float32 [parts, num_tokens, outputs], which add up to `tile_product`; None: it is not cut."""
+    tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
+    if tiles.splits == 1:
+        return None
+    sums = _sums(x, weight, tiles)
+    _launch(x, weight, None, tiles, None, sums)
+    return sums
+
+
+def _sums(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles) -> Tensor:
+    return torch.empty((tiles.splits, x.shape[0], weight.outputs), dtype=torch.float32, device=x.device)
+
+
+def _launch(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles, to: Tensor | None, sums: Tensor
+) -> None:
+    """Without `to` nobody adds the parts in `sums` up."""
+    num_tokens, adds = x.shape[0], to is not None
+    result = sums if to is None else to
     grid = (-(-weight.outputs // tiles.outputs), -(-num_tokens // tiles.tokens), tiles.splits)
     assert grid[0] * grid[1] <= COUNTERS
     given = (
         result,
         sums,
-        counters_of(x.device) if tiles.splits > 1 else result,
+        counters_of(x.device) if tiles.splits > 1 and adds else result,
         x,
         weight.codes,
         weight.scales,
@@ -93,6 +113,7 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
         "splits": tiles.splits,
         "single": num_tokens == 1,
         "has_bias": bias is not None,
+        "adds": adds,
         "precision": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -114,7 +135,6 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
             depth=tiles.depth,
             **shared,
         )
-    return result
 
 
 @triton.jit
@@ -130,9 +150,10 @@ def write_sums(  # noqa: PLR0913
     token,
     splits: tl.constexpr,
     has_bias: tl.constexpr,
+    adds: tl.constexpr,
 ):
     """acc [outputs, tokens] -> rows of tokens. Of a cut row the part that is finished last adds all of them up, in
-    their order; it also leaves the counter of its tile as it was."""
+    their order; it also leaves the counter of its tile as it was. Unless `adds`, whoever reads the parts does."""
     at = token[:, None].to(tl.int64) * outputs + output[None, :]
     known = (token < num_tokens)[:, None] & (output < outputs)[None, :]
     total = tl.trans(acc)
@@ -140,14 +161,16 @@ def write_sums(  # noqa: PLR0913
     if splits > 1:
         part = num_tokens.to(tl.int64) * outputs
         tl.store(sums + tl.program_id(2) * part + at, total, known)
-        tl.debug_barrier()
-        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        last = tl.atomic_add(counter, 1) == splits - 1
-        if last:
-            tl.store(counter, 0)
-            total = tl.zeros(total.shape, tl.float32)
-            for split in tl.static_range(splits):
-                total += tl.load(sums + split * part + at, known, other=0.0, cache_modifier=".cg")
+        last = False
+        if adds:
+            tl.debug_barrier()
+            counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            last = tl.atomic_add(counter, 1) == splits - 1
+            if last:
+                tl.store(counter, 0)
+                total = tl.zeros(total.shape, tl.float32)
+                for split in tl.static_range(splits):
+                    total += tl.load(sums + split * part + at, known, other=0.0, cache_modifier=".cg")
     if last:
         if has_bias:
             total += tl.load(bias + output, output < outputs, other=0.0).to(tl.float32)[None, :]
@@ -237,6 +260,7 @@ def _word_product_kernel(  # noqa: PLR0913
     single: tl.constexpr,
     paired: tl.constexpr,
     has_bias: tl.constexpr,
+    adds: tl.constexpr,
     precision: tl.constexpr,
 ):
     output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
@@ -289,7 +313,7 @@ def _word_product_kernel(  # noqa: PLR0913
                     asked = _inputs(reader + k[:, None], inputs - k, 0, asking, inputs % 128 == 0, single)
                     part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
                 acc += part * tl.load(scales + index).to(tl.float32)[:, None]
-    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
+    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias, adds)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -316,6 +340,7 @@ def _byte_product_kernel(  # noqa: PLR0913
     splits: tl.constexpr,
     single: tl.constexpr,
     has_bias: tl.constexpr,
+    adds: tl.constexpr,
     precision: tl.constexpr,
 ):
     output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
@@ -344,4 +369,4 @@ def _byte_product_kernel(  # noqa: PLR0913
             acc = tl.dot(code_operand(number, asked.dtype), asked, acc, input_precision=precision)
     if groups == 1 and not has_zeros:
         acc *= tl.load(scales + row).to(tl.float32)[:, None]
-    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias)
+    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias, adds)

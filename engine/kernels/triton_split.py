@@ -49,8 +49,15 @@ def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+    return norm_of_parts(parts, residual, norm_weight, eps)
+
+
+def norm_of_parts(parts: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the sum of `parts`, float32 [parts, rows, hidden], and contiguous `residual`, which becomes that sum.
+    Rounds the parts' sum to its dtype first, as a product would."""
+    splits, rows, hidden = parts.shape
     normed = torch.empty_like(residual)
-    dims = padded(outputs)
+    dims = padded(hidden)
     _norm_kernel[(rows,)](
         normed,
         parts,
@@ -58,9 +65,9 @@ def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
         norm_weight,
         eps,
         rows,
-        hidden=outputs,
+        hidden=hidden,
         dims=dims,
-        splits=tiles.splits,
+        splits=splits,
         num_warps=max(1, min(16, dims // 256)),
     )
     return normed

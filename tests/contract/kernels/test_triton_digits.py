@@ -109,10 +109,6 @@ def test_norms_and_gates_make_what_the_next_product_reads(name: Quantization) ->
     assert isinstance(made, Tensor) == (name == "fp8_e4m3")
     torch.testing.assert_close(product(triton_layers, made), wanted, rtol=4e-3, atol=4e-3 * float(wanted.abs().max()))
     assert torch.equal(residual, twins)
-    gate_up = draw(2, 2 * INPUTS)
-    wanted = product(reference_layers, reference_layers.silu_for(gate_up, first))
-    result = product(triton_layers, triton_layers.silu_for(gate_up, first))
-    torch.testing.assert_close(result, wanted, rtol=4e-3, atol=4e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp6", "mxfp4"])
