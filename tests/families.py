@@ -268,10 +268,20 @@ IN_PROCESSES = (
 """Those that differ most in what a block holds and how it is read."""
 
 REFUSED: dict[str, str] = {
+    "aquila": "Aquila, AquilaChat",
+    "arctic": "Snowflake Arctic",
     "baichuan": "Baichuan, Baichuan 2",
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B and CodeGeeX4 in their first format",
+    "deci": "DeciLM",
+    "exaone": "EXAONE 3, 3.5",
+    "internlm": "InternLM 1",
     "internlm2": "InternLM 2, 2.5",
+    "jais": "Jais",
     "minicpm": "MiniCPM 1, 2",
+    "orion": "Orion 14B",
+    "phi3small": "Phi 3 small",
     "qwen": "Qwen 1",
+    "telechat": "TeleChat, TeleChat 2",
+    "xverse": "XVERSE",
 }
 """Model types that transformers does not have: their folders bring Python code."""

@@ -51,6 +51,9 @@ attention interface, else refused by name. Where the model is also published in 
 
 A class that is not in the table is served too if all its layers attend through that interface, with one shape of K and
 V; nobody has compared it.
+
+Layers with a sliding window keep their whole KV: a block holds all layers
+([what freeing it would take](experiments.md#kv-beyond-a-sliding-window)).
 """
 
 
