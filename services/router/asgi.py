@@ -123,7 +123,8 @@ class EventStream:
     async def write(self, events: bytes) -> None:
         """`events` is one or more whole events, each `data: ...` and an empty line. Raises `ClientGoneError` when
         the client takes nothing for a long time."""
-        await self._start()
+        if not self.is_started:
+            await self._start()
         self._stuck_since = self._loop.time()
         try:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
@@ -134,20 +135,20 @@ class EventStream:
         self._stuck_since = None
 
     async def end(self, last: bytes = b"data: [DONE]\n\n") -> None:
-        await self._start()
+        if not self.is_started:
+            await self._start()
         await self._send({"type": "http.response.body", "body": last})
 
     async def _start(self) -> None:
-        if not self.is_started:
-            self.is_started = True
-            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-            self._loop.call_later(self._slow_client_s / 2, self._look)
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"),
-            ]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self.is_started = True
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop.call_later(self._slow_client_s / 2, self._look)
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _look(self) -> None:
         """A timer a stream instead of one a write: nothing is spent on a token."""

@@ -34,7 +34,7 @@ class Outbox:
 
     async def take(self) -> list[Output]:
         """Everything there is, at least one item. Raises what `fail` was given."""
-        if not self._items:
+        while not self._items:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -42,7 +42,6 @@ class Outbox:
                 await self._waiter
             finally:
                 self._waiter = None
-            return await self.take()
         items, self._items = self._items, []
         return items
 

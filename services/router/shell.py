@@ -3,7 +3,7 @@
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from services.common.logs import request_logs
@@ -129,12 +129,12 @@ class _Response:
         self.is_started = False
         self.status = 0
 
-    async def send(self, message: MutableMapping[str, Any]) -> None:
+    def send(self, message: MutableMapping[str, Any]) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.is_started = True
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-        await self._send(message)
+        return self._send(message)
 
 
 def _path(scope: Scope) -> str:
