@@ -57,7 +57,7 @@ class SimulatedCluster:
 
     def __init__(self, cost: CostModel, *, block_tokens: int, gaps: Distribution, num_sharers: int = 0) -> None:
         """With `num_sharers`, so many prefill instances have one cache of their sizes' sum, as if every block were
-        everywhere: what no placement can beat."""
+        everywhere and moving one cost nothing."""
         self.instances: dict[InstanceId, SimulatedInstance] = {}
         self.gone: list[SimulatedInstance] = []
         self._cost = cost

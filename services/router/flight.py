@@ -20,6 +20,7 @@ from services.router.errors import ApiError, BadRequestError, DeadlineError, Una
 from services.router.job import Arrival, FlightRules, Job, PromptNames
 from services.router.member import Member
 from services.router.outbox import Outbox
+from services.router.patience import Patience
 from services.router.placement import Demand, NoCapacity, Placement, place
 from services.router.refusals import failure, no_capacity
 from services.router.sequence import TokenSequence
@@ -75,9 +76,8 @@ class Flight:
         self._avoid: frozenset[InstanceId] = frozenset()
         self._keep_decode: InstanceId | None = None
         self._naming = PromptNames(job.token_ids, job.cache_salt, job.lora)
-        self._waiting: list[tuple[list[TokenSequence], int]] = []
+        self._patience: Patience | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._unlisten: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Raises `ApiError` when no instance can take it, or its owner refuses it."""
@@ -239,26 +239,17 @@ class Flight:
 
     def _wait(self, group: list[TokenSequence], replays: int, refused: NoCapacity) -> None:
         """Until the cluster changes for the better, or for too long."""
-        self._waiting.append((group, replays))
-        if self._unlisten is None:
-            self._unlisten = self._cluster.listen(self._retry)
-            give_up = self._loop.call_later(self._rules.instance_wait_s, self._give_up, refused)
-            self._timers.append(give_up)
+        if self._patience is None:
+            self._patience = Patience(
+                self._cluster,
+                wait_s=self._rules.instance_wait_s,
+                relaunch=self._relaunch,
+                give_up=lambda refused: self.fail(no_capacity(refused)),
+            )
+        self._patience.wait(group, replays, refused)
 
     def _awaits_instances(self) -> bool:
         return self._cluster.awaits_instances(within_s=self._rules.instance_wait_s)
-
-    def _retry(self) -> None:
-        groups, self._waiting = self._waiting, []
-        for group, replays in groups:
-            self._relaunch(group, replays)
-
-    def _give_up(self, refused: NoCapacity) -> None:
-        if self._waiting:
-            self.fail(no_capacity(refused))
-        elif self._unlisten is not None:
-            self._unlisten()
-            self._unlisten = None
 
     def _launch(self, sequences: Sequence[TokenSequence], replays: int) -> NoCapacity | None:
         """Places sequences that have the same tokens so far: one of them, or several that have none."""
@@ -363,10 +354,9 @@ class Flight:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        self._waiting.clear()
-        if self._unlisten is not None:
-            self._unlisten()
-            self._unlisten = None
+        if self._patience is not None:
+            self._patience.end()
+            self._patience = None
 
 
 def _other(attempt: Attempt, culprit: InstanceId) -> InstanceId | None:
