@@ -59,9 +59,9 @@ class Shape {
 };
 
 // sums[rows][32] (+)= x[rows][depth] x b[depth][32] of pairs; depth is a multiple of PAIRS, `rows` those of the shape,
-// strides in bytes. `ahead`: memory to ask for meanwhile, `ahead_step` bytes per pair.
+// strides in bytes, `x_step` bytes from PAIRS of a row to the next. `ahead`: memory to ask for meanwhile, `ahead_step` bytes per pair.
 template <bool HAS_SECOND>
-inline void multiply(const uint32_t* x, int64_t x_stride, const uint32_t* b, int64_t b_stride, float* sums,
+inline void multiply(const uint32_t* x, int64_t x_stride, int64_t x_step, const uint32_t* b, int64_t b_stride, float* sums,
                      int64_t sums_stride, int depth, bool starts_at_zero, const char* ahead, int ahead_step) {
   char *first = (char*)sums, *second = first + 16 * sums_stride;
   memory_is_written();
@@ -81,7 +81,7 @@ inline void multiply(const uint32_t* x, int64_t x_stride, const uint32_t* b, int
     }
   }
   const char *rows = (const char*)x, *weights = (const char*)b;
-  for (int k = 0; k < depth; k += PAIRS, rows += 64, weights += PAIRS * b_stride) {
+  for (int k = 0; k < depth; k += PAIRS, rows += x_step, weights += PAIRS * b_stride) {
     for (int line = 0; line < PAIRS * ahead_step; line += 64) __builtin_prefetch(ahead + line, 0, 2);
     ahead += PAIRS * ahead_step;
     _tile_loadd(6, weights, b_stride);

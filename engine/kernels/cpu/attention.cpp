@@ -274,7 +274,7 @@ template <class M> class Attention {
     scratch.shape->set(n);
     const uint32_t* queries = (const uint32_t*)scratch.queries.get() + (int64_t)r * words;
     for (int j = 0; j < TILE_KEYS; j += 32)
-      multiply(queries, words * word, (const uint32_t*)scratch.keys.get() + j, TILE_KEYS * word, scratch.scores.get() + j,
+      multiply(queries, words * word, 64, (const uint32_t*)scratch.keys.get() + j, TILE_KEYS * word, scratch.scores.get() + j,
                TILE_KEYS * word, words, true, nullptr, 0);
     for (int i = 0; i < n; i++) {
       const float factor = soften_row(t, start, r + i, i, scratch, sums);
@@ -283,7 +283,7 @@ template <class M> class Attention {
         for (int d = 0; d < columns; d += W) store(values + d, load(values + d) * factor);
     }
     for (int d = 0; d < columns; d += 32)
-      multiply((const uint32_t*)scratch.probabilities.get(), stride * word, (const uint32_t*)scratch.values.get() + d,
+      multiply((const uint32_t*)scratch.probabilities.get(), stride * word, 64, (const uint32_t*)scratch.values.get() + d,
                columns * word, sums.values + (int64_t)r * columns + d, columns * word, stride, false, nullptr, 0);
 #endif
   }

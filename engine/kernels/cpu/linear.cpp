@@ -4,6 +4,8 @@
 #include "linear.h"
 
 #include "amx.h"
+#include "linear_kernels.h"
+#include "linear_scratch.h"
 #include "rows.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -15,140 +17,12 @@
 namespace baton {
 namespace {
 
-constexpr int PANEL = 32;         // columns, two words
-constexpr int KERNEL_ROWS = 12;   // 24 accumulators of 32 registers
 constexpr int BLOCK_ROWS = 96;    // their float32 sums stay in the first-level cache
 constexpr int SLICE_ROWS = 512;   // their inputs stay in the last-level cache while all weights pass
-constexpr int DEPTH = 512;        // pairs of inputs at a time: 64 KiB of bf16
 constexpr int CODED_DEPTH = 64;   // of codes: 8 KiB once they are bf16
-constexpr int CODES_AHEAD = 4096;  // bytes
 constexpr int FEW_ROWS = 4;        // whose codes become bf16 in registers
 constexpr int MANY_ROWS = 64;      // whose products take longer than reading the weights
 constexpr int64_t THREAD_WORK = 1 << 18;  // rows x inputs x outputs worth a thread
-
-// What sums of one group of inputs become; null scales: what they are.
-struct Scaling {
-  const float *scales, *zeros;  // [32]
-  const float* totals;          // of each row, its inputs' sum; read where there are zeros
-  int64_t totals_stride;
-};
-
-// before + (sum - zero * total) * scale, of row i and word j.
-inline vf rescaled(vf sum, const Scaling& scaling, int i, int j, vf before) {
-  if (scaling.zeros) sum -= load(scaling.zeros + j * W) * scaling.totals[i * scaling.totals_stride];
-  return fma(sum, load(scaling.scales + j * W), before);
-}
-
-// sums[ROWS][32] (+)= x[ROWS][depth] x b[depth][32]. `ahead`: memory to ask for meanwhile, `stride` bytes per step.
-template <int ROWS, bool ASKS>
-void kernel(const uint32_t* x, int64_t ldx, const uint32_t* b, float* sums, int depth, bool is_first, Scaling scaling,
-            const char* ahead, int stride) {
-  __m512 c[ROWS][2];
-  const bool starts_at_zero = is_first || scaling.scales;
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < 2; j++)
-      c[i][j] = starts_at_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * PANEL + j * W);
-  for (int k = 0; k < depth; k++, b += PANEL) {
-    const __m512bh low = (__m512bh)_mm512_loadu_si512(b), high = (__m512bh)_mm512_loadu_si512(b + W);
-    if (ASKS) {
-      __builtin_prefetch(ahead, 0, 2);
-      __builtin_prefetch(ahead + 64, 0, 2);
-      ahead += stride;
-    }
-    for (int i = 0; i < ROWS; i++) {
-      const __m512bh a = (__m512bh)_mm512_set1_epi32((int)x[i * ldx + k]);
-      c[i][0] = _mm512_dpbf16_ps(c[i][0], a, low);
-      c[i][1] = _mm512_dpbf16_ps(c[i][1], a, high);
-    }
-  }
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < 2; j++) {
-      float* to = sums + i * PANEL + j * W;
-      vf sum = (vf)c[i][j];
-      store(to, scaling.scales ? rescaled(sum, scaling, i, j, is_first ? vf{} : load(to)) : sum);
-    }
-}
-
-using Kernel = void (*)(const uint32_t*, int64_t, const uint32_t*, float*, int, bool, Scaling, const char*, int);
-template <bool ASKS>
-constexpr Kernel KERNELS[] = {nullptr,         kernel<1, ASKS>, kernel<2, ASKS>,  kernel<3, ASKS>,  kernel<4, ASKS>,
-                              kernel<5, ASKS>, kernel<6, ASKS>, kernel<7, ASKS>,  kernel<8, ASKS>,  kernel<9, ASKS>,
-                              kernel<10, ASKS>, kernel<11, ASKS>, kernel<12, ASKS>};
-
-// Codes of a panel as bf16: `PAIRS` pairs of inputs, two registers each, from 64 bytes.
-struct Codes8 {
-  static constexpr int PAIRS = 1;
-  __m512i low[2], high[2];  // bytes of the table's numbers
-  const __m512i sign = _mm512_set1_epi8((char)0x80);
-
-  explicit Codes8(const uint16_t* table) {
-    for (int i = 0; i < 2; i++) {
-      const __m512i a = _mm512_loadu_si512(table + 64 * i), b = _mm512_loadu_si512(table + 64 * i + 32);
-      low[i] = bytes(a, b), high[i] = bytes(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
-    }
-  }
-  static __m512i bytes(__m512i a, __m512i b) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
-  }
-  void expand(const uint8_t* codes, __m512i* to) const {
-    const __m512i code = _mm512_loadu_si512(codes);
-    const __m512i l = _mm512_permutex2var_epi8(low[0], code, low[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(high[0], code, high[1]);
-    const __m512i h = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    to[0] = _mm512_unpacklo_epi8(l, h), to[1] = _mm512_unpackhi_epi8(l, h);
-  }
-};
-
-struct Codes4 {
-  static constexpr int PAIRS = 2;
-  __m512i values;  // 16 of them twice: the fifth bit of an index is another code's
-
-  explicit Codes4(const uint16_t* table) : values(_mm512_loadu_si512(table)) {}
-  void expand(const uint8_t* codes, __m512i* to) const {
-    const __m512i word = _mm512_loadu_si512(codes);
-    to[0] = _mm512_permutexvar_epi16(word, values);
-    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4), values);
-    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 8), values);
-    to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 12), values);
-  }
-};
-
-// `depth` pairs of inputs as bf16 [depth][32].
-template <class Codes> void expand(const uint8_t* codes, const uint16_t* table, uint32_t* to, int depth) {
-  const Codes source(table);
-  for (int k = 0; k < depth; k += Codes::PAIRS, codes += 64) {
-    __builtin_prefetch(codes + CODES_AHEAD, 0, 2);
-    __m512i words[2 * Codes::PAIRS];
-    source.expand(codes, words);
-    for (const __m512i& word : words) _mm512_storeu_si512(to, word), to += W;
-  }
-}
-
-// sums[ROWS][2 panels][32] += x[ROWS][depth] x codes of two panels, for rows so few that bf16 in memory would cost more
-// than the products. The same sums in the same order as of `kernel`.
-template <class Codes, int ROWS>
-void kernel_coded(const uint32_t* x, int64_t ldx, const uint8_t* const* codes, const Codes& source, float* sums, int at,
-                  int depth) {
-  __m512 c[ROWS][4];
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < 4; j++) c[i][j] = _mm512_loadu_ps(sums + (i * 4 + j) * W);
-  for (int k = 0; k < depth; k += Codes::PAIRS) {
-    const int64_t offset = (int64_t)(at + k) / Codes::PAIRS * 64;
-    for (int p = 0; p < 2; p++) {
-      __builtin_prefetch(codes[p] + offset + CODES_AHEAD, 0, 2);
-      __m512i words[2 * Codes::PAIRS];
-      source.expand(codes[p] + offset, words);
-      for (int j = 0; j < Codes::PAIRS; j++)
-        for (int i = 0; i < ROWS; i++) {
-          const __m512bh a = (__m512bh)_mm512_set1_epi32((int)x[i * ldx + at + k + j]);
-          c[i][2 * p] = _mm512_dpbf16_ps(c[i][2 * p], a, (__m512bh)words[2 * j]);
-          c[i][2 * p + 1] = _mm512_dpbf16_ps(c[i][2 * p + 1], a, (__m512bh)words[2 * j + 1]);
-        }
-    }
-  }
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < 4; j++) _mm512_storeu_ps(sums + (i * 4 + j) * W, c[i][j]);
-}
 
 class Product {
  public:
@@ -190,6 +64,38 @@ class Product {
     if (panel + 1 == panels()) return compute(panel, 0, count, shape);
     m.bits == 8 ? compute_few<Codes8>(panel, count) : compute_few<Codes4>(panel, count);
   }
+
+#ifdef BATON_TILES
+  int pieces() const { return (depth() + DEPTH - 1) / DEPTH; }
+  // Whether all inputs of the rows would pass the near caches again for each panel.
+  bool has_many(int64_t rows) const { return uses_tiles && rows >= MANY_ROWS && pieces() > 1; }
+
+  // Panels [panel, end) of rows that `scratch` has room for. Inputs lie in a near cache as tiles want them, one piece after
+  // another; each group of rows asks for its share of the weights that come next.
+  void compute_many(int panel, int end, int64_t first_row, int count, TiledScratch& scratch, tiles::Shape& shape) const {
+    shape.set(tiles::ROWS);
+    const int groups = (count + tiles::ROWS - 1) / tiles::ROWS;
+    for (int k = 0; k < depth(); k += DEPTH) {
+      const int n = std::min(DEPTH, depth() - k);
+      scratch.fill(x, x_stride, first_row, count, k, n);
+      for (int p = panel; p < end; p++) {
+        const uint8_t* words = words_of(p) + (int64_t)k * bytes_per_pair();
+        if (is_coded()) (m.bits == 8 ? expand<Codes8> : expand<Codes4>)(words, m.table, scratch.weights.get(), n);
+        const uint32_t* b = is_coded() ? scratch.weights.get() : (const uint32_t*)words;
+        const char* next = (const char*)(p + 1 < end ? words_of(p + 1) : words_of(panel) + DEPTH * bytes_per_pair());
+        next += (int64_t)k * bytes_per_pair();
+        for (int g = 0; g < groups; g++) {
+          const int row = g * tiles::ROWS, height = std::min(tiles::ROWS, count - row);
+          float* sums = scratch.sums.get() + ((p - panel) * groups + g) * tiles::ROWS * PANEL;
+          const int step = is_coded() ? 0 : PANEL * (int)sizeof(uint32_t) / groups;
+          multiply_group(p, first_row + row, height, k, n, scratch.group(g, n), b, sums, next + (int64_t)g * n * step, step);
+        }
+        const float* sums = scratch.sums.get() + (p - panel) * groups * tiles::ROWS * PANEL;
+        for (int i = 0; k + n == depth() && i < count; i++) finish(sums + i * PANEL, p, first_row + i);
+      }
+    }
+  }
+#endif
 
  private:
   bool is_coded() const { return m.bits < 16; }
@@ -259,16 +165,38 @@ class Product {
       float *whole = sums + row * PANEL, *to = scale.scales ? of_group : whole;
       shape.set(height);
       (height > tiles::ROWS / 2 ? tiles::multiply<true> : tiles::multiply<false>)(
-          a + row * x_stride / 2, 2 * x_stride, b, width, to, width, n, k == 0 || scale.scales,
+          a + row * x_stride / 2, 2 * x_stride, 64, b, width, to, width, n, k == 0 || scale.scales,
           (const char*)(b + n * PANEL) + (int64_t)g * n * step, step);
-      for (int i = 0; scale.scales && i < height; i++)
-        for (int j = 0; j < PANEL; j += W) {
-          float* sum = whole + i * PANEL + j;
-          store(sum, rescaled(load(of_group + i * PANEL + j), scale, i, j / W, k == 0 ? vf{} : load(sum)));
-        }
+      if (scale.scales) add_scaled(of_group, scale, height, k == 0, whole);
       row += height;
     }
 #endif
+  }
+
+#ifdef BATON_TILES
+  // Inputs [k, k + n) of one group of packed rows.
+  void multiply_group(int panel, int64_t row, int height, int k, int n, const uint32_t* a, const uint32_t* b, float* sums,
+                      const char* ahead, int ahead_step) const {
+    constexpr int width = PANEL * (int)sizeof(float), tile_pair = tiles::ROWS * (int)sizeof(uint32_t);
+    if (!has_groups())
+      return tiles::multiply<true>(a, 64, tile_pair * tiles::PAIRS, b, width, sums, width, n, k == 0, ahead, ahead_step);
+    alignas(64) float of_group[tiles::ROWS * PANEL];
+    for (int at = 0; at < n; at += piece()) {
+      const int some = std::min(piece(), n - at);
+      tiles::multiply<true>(a + at * tiles::ROWS, 64, tile_pair * tiles::PAIRS, b + at * PANEL, width, of_group, width, some,
+                            true, nullptr, 0);
+      const Scaling scale = scaling(panel, k + at, row);
+      add_scaled(of_group, scale, height, k + at == 0, sums);
+    }
+  }
+#endif
+
+  static void add_scaled(const float* of_group, const Scaling& scale, int height, bool is_first, float* sums) {
+    for (int i = 0; i < height; i++)
+      for (int j = 0; j < PANEL; j += W) {
+        float* sum = sums + i * PANEL + j;
+        store(sum, rescaled(load(of_group + i * PANEL + j), scale, i, j / W, is_first ? vf{} : load(sum)));
+      }
   }
 
   Scaling scaling(int panel, int k, int64_t row) const {
@@ -324,6 +252,30 @@ void add_up(const bf16* x, int64_t x_stride, int64_t rows, int inputs, int group
     }
 }
 
+#ifdef BATON_TILES
+// A task is a stretch of panels for a slice of rows. Threads take them in turns: one whose core is taken away holds nobody up.
+bool compute_tiled(const Product& product, int64_t rows, int num_threads) {
+  const int64_t slices = (rows + TILED_ROWS - 1) / TILED_ROWS;
+  const int64_t height = ((rows + slices - 1) / slices + tiles::ROWS - 1) / tiles::ROWS * tiles::ROWS;
+  const int panels = product.panels();
+  const int stretch = std::min((panels + num_threads - 1) / num_threads, TILED_PANELS), stretches = (panels + stretch - 1) / stretch;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> has_failed{false};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    thread_local TiledScratch scratch;
+    tiles::Shape shape;
+    if (!scratch.has_room()) has_failed = true;
+    for (int64_t task; !has_failed && (task = next.fetch_add(1)) < slices * stretches;) {
+      const int panel = task % stretches * stretch;
+      const int64_t first = task / stretches * height, count = std::min(height, rows - first);
+      if (count > 0) product.compute_many(panel, std::min(panel + stretch, panels), first, count, scratch, shape);
+    }
+  }
+  return !has_failed;
+}
+#endif
+
 }  // namespace
 
 bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, int64_t rows,
@@ -335,6 +287,10 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
     if (!totals) return false;
     add_up(x, x_stride, rows, weights.inputs, weights.group, totals.get(), num_threads);
   }
+#ifdef BATON_TILES
+  const Product whole(weights, x, x_stride, y, y_stride, epilogue, totals.get());
+  if (whole.has_many(rows)) return compute_tiled(whole, rows, num_threads);
+#endif
   for (int64_t done = 0; done < rows; done += SLICE_ROWS) {
     const int64_t count = std::min<int64_t>(SLICE_ROWS, rows - done), blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const float* sums = totals ? totals.get() + done * ((weights.inputs + weights.group - 1) / weights.group) : nullptr;

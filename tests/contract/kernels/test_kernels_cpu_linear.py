@@ -17,6 +17,8 @@ FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym
 ROWS = [1, 2, 3, 4, 5, 13, 100, 600]
 SHAPES = [(100, 384), (72, 896)]
 NOT_IN_TILES = (40, 100)
+IN_PIECES = (72, 2176)
+"""So many inputs that those of many rows pass a near cache piece by piece."""
 
 
 def _library() -> ctypes.CDLL | None:
@@ -59,7 +61,7 @@ def check(matrix: Matrix, weight: Tensor, bias: Tensor | None) -> None:
         assert torch.equal(given[-1:], multiply(x[rows - 1 : rows], matrix))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, NOT_IN_TILES])
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, NOT_IN_TILES, IN_PIECES])
 def test_bf16(outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).to(torch.bfloat16), torch.randn(outputs).to(torch.bfloat16)
     check(pack(weight, bias), weight.float(), bias)
@@ -72,6 +74,14 @@ def test_bf16(outputs: int, inputs: int) -> None:
 def test_codes(name: Quantization, group: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     weight = quantize(torch.randn(outputs, inputs), scheme(name, fp8_dtype="e4m3", group_size=group))
+    assert weight is not None and can_pack(weight)
+    check(pack_codes(weight, None), quantized.dequantize(weight), None)
+
+
+@pytest.mark.parametrize(("name", "group"), [("int8", 128), ("sym_int4", 64), ("asym_int4", 128), ("fp8_e4m3", 4096)])
+def test_codes_of_many_inputs(name: Quantization, group: int) -> None:
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(*IN_PIECES), scheme(name, fp8_dtype="e4m3", group_size=min(group, IN_PIECES[1])))
     assert weight is not None and can_pack(weight)
     check(pack_codes(weight, None), quantized.dequantize(weight), None)
 
