@@ -49,6 +49,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     fingerprint: str
     path: str
+    at_run_time: bool = False
+    """Asked for over HTTP, not by the instance's settings: instances that join are told to load it too."""
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):

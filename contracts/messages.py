@@ -10,7 +10,7 @@ import msgspec
 
 from contracts.events import Tier
 from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
-from contracts.instance import InstanceRecord, LinkStatus, Load
+from contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
 from contracts.layout import KVLayout
 from contracts.pooling import PoolingInput, PoolingParams
 from contracts.sampling import SamplingParams
@@ -130,13 +130,40 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
     names: list[BlockName]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True):
+    """Load a low-rank adapter from a folder that the instance sees. One of this name and folder stays as it is."""
+
+    request_id: RequestId
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=True):
+    """Take it from those that requests may name. Requests that have it go on with it."""
+
+    request_id: RequestId
+    name: str
+
+
 class Heirs(msgspec.Struct, frozen=True, tag="heirs"):
     """The answer to `HotBlocks`: what instances have been told to adopt. Empty: there is nobody."""
 
     tickets: list[TicketId]
 
 
-ToInstance = Prefill | Decode | Generate | Pool | Cancel | SnapshotRequest | Heartbeat | Adopt | Heirs
+ToInstance = (
+    Prefill
+    | Decode
+    | Generate
+    | Pool
+    | Cancel
+    | SnapshotRequest
+    | Heartbeat
+    | Adopt
+    | Heirs
+    | LoadAdapter
+    | UnloadAdapter
+)
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -234,6 +261,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
     load: Load
     links: list[LinkStatus] = []
     draining: bool = False
+    adapters: list[AdapterRecord] = []
 
 
 Answer = Tokens | Pooled | PrefillReport | HandoffReport | Failed
@@ -255,7 +283,18 @@ class HotBlocks(msgspec.Struct, frozen=True, tag="hot_blocks", kw_only=True):
     timeout_s: float
 
 
-ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks
+AdapterRefusal = Literal["invalid", "not_found"]
+
+
+class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter_changed", kw_only=True):
+    """The answer to `LoadAdapter` and `UnloadAdapter`, after the `LoadReport` that shows it. `refusal` None: done."""
+
+    request_id: RequestId
+    refusal: AdapterRefusal | None = None
+    message: str = ""
+
+
+ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks | AdapterChanged
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

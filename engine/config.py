@@ -70,6 +70,8 @@ class EngineConfig:
     max_loras: int = 1
     """Adapters that one step may mix."""
     max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    """Adapters kept loaded; here their weights lie on the device. None: 16, or as many as other settings ask for."""
 
     def check(self) -> None:
         """Raises `ConfigError` for the first value that cannot be."""
@@ -83,6 +85,7 @@ class EngineConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_loras": self.max_loras,
             "max_lora_rank": self.max_lora_rank,
+            "max_cpu_loras": self.max_cpu_loras,
             "tail_parts": self.tail_parts,
         }
         for name, value in at_least_one.items():
@@ -114,7 +117,17 @@ class EngineConfig:
                 " one or lower the other"
             )
 
+    @property
+    def max_adapters(self) -> int:
+        """Most adapters whose weights are kept."""
+        return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_modules))
+
     def _check_adapters(self) -> None:
+        if self.max_adapters < max(self.max_loras, len(self.lora_modules)):
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras ({self.max_loras}) and the"
+                f" number of lora_modules ({len(self.lora_modules)})"
+            )
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules needs enable_lora")
         if any(not all(entry.partition("=")[::2]) for entry in self.lora_modules):

@@ -43,11 +43,16 @@ class Setup:
         layers = layer_kernels(device, model.dtype)
         self.adapters: AdapterStore | None = None
         if config.enable_lora:
-            self.adapters = AdapterStore(max_rank=config.max_lora_rank, dtype=model.dtype, device=device)
+            self.adapters = AdapterStore(
+                max_rank=config.max_lora_rank,
+                max_adapters=config.max_adapters,
+                dtype=model.dtype,
+                device=device,
+            )
         self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
         for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
             assert self.adapters is not None  # `check` saw to it
-            self.adapters.load(name, folder)
+            self.adapters.put(self.adapters.read(name, folder))
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,17 @@ class Adapter:
     rank: int
     products: Mapping[str, LowRank]
     """By the module whose output they change."""
+    at_run_time: bool = False
+
+    def to(self, device: torch.device) -> "Adapter":
+        products = {
+            module: LowRank(product.down.to(device), product.up.to(device)) for module, product in self.products.items()
+        }
+        return replace(self, products=products)
 
 
-def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Raises `AdapterError`."""
+def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bool = False) -> Adapter:
+    """In host memory. Raises `AdapterError`."""
     config = _read_config(name, folder)
     weights = folder / WEIGHTS
     try:
@@ -72,9 +79,9 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, device: torch.d
         if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
             raise AdapterError(f"adapter {name}: the matrices of {module} do not fit each other")
         scaled = up.float() * _scale(config, module, down.shape[0])
-        products[module] = LowRank(down.to(device, dtype), scaled.to(device, dtype))
+        products[module] = LowRank(down.to(dtype), scaled.to(dtype))
     rank = max(product.down.shape[0] for product in products.values())
-    return Adapter(name, str(folder), digest.hexdigest()[:32], rank, products)
+    return Adapter(name, str(folder), digest.hexdigest()[:32], rank, products, at_run_time)
 
 
 def _read_config(name: str, folder: Path) -> dict[str, Any]:

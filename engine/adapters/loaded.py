@@ -6,6 +6,7 @@ from typing import Protocol
 from contracts.identity import RequestId
 from contracts.instance import AdapterRecord
 from contracts.messages import Work
+from engine.adapters.checkpoint import Adapter
 from engine.adapters.store import AdapterStore
 from engine.errors import AdapterError, RequestError
 
@@ -27,17 +28,32 @@ class Adapters:
     def records(self) -> list[AdapterRecord]:
         """Those that requests may name."""
         loaded = [] if self._store is None else self._store.all()
-        return [AdapterRecord(name=one.name, fingerprint=one.fingerprint, path=one.path) for one in loaded]
+        return [
+            AdapterRecord(name=one.name, fingerprint=one.fingerprint, path=one.path, at_run_time=one.at_run_time)
+            for one in loaded
+        ]
 
     def load(self, name: str, folder: str) -> None:
         """In the place of one that has this name. Raises `AdapterError`."""
-        self._loaded().load(name, folder)
-        self._collect()
+        self.put(self._loaded().read(name, folder))
+
+    def read(self, name: str, folder: str) -> Adapter:
+        """From any thread, while steps run: what `put` takes at run time. Raises `AdapterError`."""
+        return self._loaded().read(name, folder, at_run_time=True)
+
+    def put(self, adapter: Adapter) -> None:
+        """In the place of one that has this name. Raises `AdapterError`."""
+        self.collect()
+        self._loaded().put(adapter)
 
     def unload(self, name: str) -> None:
-        """Requests that have it go on. Raises `AdapterError`."""
+        """Requests that have it go on, and those that are placed but not yet here may come until `collect`. Raises
+        `AdapterError`."""
         self._loaded().unload(name)
-        self._collect()
+
+    def collect(self) -> None:
+        """Frees what has no name any more and is in no request."""
+        self._loaded().collect({request.work.lora for request in self._running.values()})
 
     def check(self, work: Work) -> None:
         """Raises `RequestError`."""
@@ -48,6 +64,3 @@ class Adapters:
         if self._store is None:
             raise AdapterError("adapters are served only with --enable-lora")
         return self._store
-
-    def _collect(self) -> None:
-        self._loaded().collect({request.work.lora for request in self._running.values()})

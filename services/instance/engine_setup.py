@@ -53,6 +53,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         lora_modules=tuple(settings.lora_modules),
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
+        max_cpu_loras=settings.max_cpu_loras,
     )
 
 

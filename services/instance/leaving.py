@@ -31,6 +31,11 @@ class Leaving(ABC):
     @abstractmethod
     def _load_report(self) -> LoadReport: ...
 
+    def tell_routers(self) -> None:
+        """Every router hears at once what has changed."""
+        for router in self._router.routers():
+            self._router.send(router, self._load_report())
+
     def fail_all(self, reason: str) -> None:
         """The engine is gone: all end, and nothing new is taken."""
         self.is_draining = True
@@ -39,8 +44,7 @@ class Leaving(ABC):
     def refuse_new(self) -> None:
         """From now on; every router is told at once."""
         self.is_draining = True
-        for router in self._router.routers():
-            self._router.send(router, self._load_report())
+        self.tell_routers()
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""

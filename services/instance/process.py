@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from contracts.identity import new_generation
 from contracts.instance import InstanceRecord, LinkStatus, Load, Role
-from contracts.messages import Adopt, Heirs, ToInstance
+from contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
 from engine import Engine, EngineError, EngineStats
 from engine.pooling.engine import PoolingEngine
 from kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
@@ -30,6 +30,7 @@ from services.common.logs import configure_logs
 from services.common.registry import registry_client
 from services.common.rpc import InstanceServer, RouterId
 from services.common.tracing import tracing_to
+from services.instance.adapter_changes import AdapterChanges
 from services.instance.addresses import advertised, advertised_http, check_ports, shared_memory_host, tcp
 from services.instance.draining import Draining
 from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
@@ -80,6 +81,7 @@ class Service(Protocol):
     def on_turn(self, turn: Turn) -> None: ...
     def fail_all(self, reason: str) -> None: ...
     def refuse_new(self) -> None: ...
+    def tell_routers(self) -> None: ...
     async def drain(self, timeout_s: float) -> None: ...
 
 
@@ -109,6 +111,8 @@ class InstanceProcess:
         self._engine_thread = engine_thread(settings, role)
         self._transfer: TransferNode | None = None
         self._handover: Handover | None = None
+        self._adapter_changes: AdapterChanges | None = None
+        self._renew_record: Callable[[], Awaitable[None]] = _nobody_to_tell
         self._started_at = time.monotonic()
 
     @property
@@ -134,8 +138,8 @@ class InstanceProcess:
             self._serving = self._pooling(engine)
         await self._start_serving(lifecycle)
         await self._start_http(lifecycle)
-        announce = self._join(lifecycle)
-        self._prepare_drain(lifecycle, announce)
+        self._renew_record = self._join(lifecycle)
+        self._prepare_drain(lifecycle, self._renew_record)
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection needs to look at it again
         self._announce()
@@ -193,6 +197,11 @@ class InstanceProcess:
             events=self._events,
             links=transfer,
         )
+        serving.adapters = engine.adapters.records
+        self._adapter_changes = AdapterChanges(
+            engine.adapters, engine=thread, router=self._rpc, announce=self._adapters_changed
+        )
+        lifecycle.on_stop("adapters", self._adapter_changes.close)
         engine.on_tail(lambda tail: thread.deliver(serving.on_tail, tail))
         return serving
 
@@ -226,10 +235,21 @@ class InstanceProcess:
                 self._handover.on_adopt(message)
             case Heirs() if self._handover is not None:
                 self._handover.on_heirs(message)
+            case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
+                self._adapter_changes.on_message(router, message)
+            case LoadAdapter() | UnloadAdapter():
+                refused = "this model answers with vectors, and adapters change models that write text"
+                self._rpc.send(
+                    router, AdapterChanged(request_id=message.request_id, refusal="invalid", message=refused)
+                )
             case Adopt() | Heirs():
                 return
             case _:
                 self._serving.on_message(router, message)
+
+    async def _adapters_changed(self) -> None:
+        self._serving.tell_routers()
+        await self._renew_record()
 
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
         """Returns what renews the record at once."""

@@ -7,12 +7,12 @@ loop's thread.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.identity import BlockName, Generation, InstanceId, RequestId
-from contracts.instance import Load
+from contracts.instance import AdapterRecord, Load
 from contracts.messages import (
     Batch,
     Cancel,
@@ -94,6 +94,8 @@ class Serving(Leaving):
         self._links = links
         self._attempts: dict[Request, _Attempt] = {}
         self.table = RequestTable()
+        self.adapters: Callable[[], list[AdapterRecord]] = list
+        """Those that requests may name now."""
         self.stats = stats
 
     @property
@@ -214,6 +216,7 @@ class Serving(Leaving):
             load=self.load(),
             links=self._links.links(),
             draining=self.is_draining,
+            adapters=self.adapters(),
         )
 
 

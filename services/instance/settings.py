@@ -91,6 +91,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = []
     max_loras: Annotated[int, Meta(description="adapters that one step may mix; others wait", ge=1)] = 1
     max_lora_rank: Annotated[int, Meta(description="greatest rank of an adapter", ge=1)] = 16
+    max_cpu_loras: Annotated[
+        int | None,
+        Meta(description="adapters kept loaded, on the device (default: 16, or as many as the flags before ask)", ge=1),
+    ] = None
     max_model_len: Annotated[
         int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)
     ] = None

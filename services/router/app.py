@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from services.common.version import VERSION
+from services.router.adapter_endpoints import adapter_endpoints
 from services.router.api_keys import ApiKeys
 from services.router.asgi import RequestLimits
 from services.router.audit import AuditLog
@@ -26,7 +27,9 @@ from services.router.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from services.router.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
 from services.router.pooling.routes import pooling_endpoints
@@ -47,7 +50,9 @@ def create_app(frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None 
         "/v1/messages/count_tokens": CountTokensEndpoint(frontend),
         **pooling_endpoints(frontend),
     }
-    direct["/invocations"] = InvocationsEndpoint(frontend, dict(direct))
+    invocable = dict(direct)
+    direct |= adapter_endpoints(frontend)
+    direct["/invocations"] = InvocationsEndpoint(frontend, invocable)
     app = _Documented(title="Baton", version=VERSION)
     app.include_router(system_routes(frontend))
     for path, endpoint in direct.items():
@@ -92,6 +97,8 @@ class _Documented(FastAPI):
                 "/v1/messages": ("Answer a conversation, as Anthropic's Messages API", MessagesRequest),
                 "/v1/messages/count_tokens": ("Tokens of a conversation, as Anthropic's API", CountTokensRequest),
                 "/invocations": ("Any of the other requests", ChatCompletionRequest),
+                "/v1/load_lora_adapter": ("Load an adapter on all instances of a model", LoadAdapterRequest),
+                "/v1/unload_lora_adapter": ("Unload an adapter", UnloadAdapterRequest),
                 **POOLING_DOCUMENTED,
             }
             _, schemas = models_json_schema(

@@ -12,16 +12,18 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from contracts.events import EventBatch
-from contracts.identity import BlockName, InstanceId
+from contracts.identity import BlockName, InstanceId, RequestId
 from contracts.instance import InstanceRecord
 from contracts.layout import KVLayout, obstacle
 from contracts.messages import (
+    AdapterChanged,
     Answer,
     Batch,
     Failed,
     HandoffReport,
     Heirs,
     HotBlocks,
+    LoadAdapter,
     LoadReport,
     Pooled,
     PrefillReport,
@@ -30,6 +32,7 @@ from contracts.messages import (
     Tokens,
     ToRouter,
 )
+from services.router.adapters import lacking
 from services.router.block_index import BlockIndex, Match
 from services.router.heirs import bequeath
 from services.router.member import Link, Member
@@ -84,6 +87,8 @@ class Cluster:
         self._awaited_since = -math.inf
         self.index = BlockIndex()
         self.is_closed = False
+        self.on_adapter_changed: Callable[[Member, AdapterChanged], None] = _tell_of_refusal
+        """Who gets the answers to `LoadAdapter` and `UnloadAdapter`."""
         self.version = 0
         """Grows when instances come, go or change other than in load."""
 
@@ -272,6 +277,8 @@ class Cluster:
                 self._on_snapshot(member, message)
             case HotBlocks():
                 self._on_hot_blocks(member, message)
+            case AdapterChanged():
+                self.on_adapter_changed(member, message)
 
     def _deliver(self, member: Member, answer: Answer) -> None:
         share = member.shares.get(answer.request_id)
@@ -284,12 +291,16 @@ class Cluster:
             logger.warning("another process answers at the address of %s", record.instance)
             self._on_lost(member, "another process answers at its address")
             return
+        has_other_adapters = report.adapters != record.adapters
         member.report(report, self._clock())
         if member.state == "connecting":
             member.state = "ready"
             logger.info("instance %s is ready: %s", record.instance, record.role)
             self._tell_apart(member)
             self._subscribe(member)
+            self._equip(member)
+            self._notify()
+        elif has_other_adapters:
             self._notify()
         if not member.shares and record.instance not in {r.instance for r in self._view.records()}:
             self._remove(member, "it has left")
@@ -303,6 +314,13 @@ class Cluster:
                 if (reason := obstacle(source.layout, sink.layout)) is not None:
                     ends = f"{source.instance} {source.layout}, {sink.instance} {sink.layout}"
                     logger.warning("these never hand blocks over, %s: %s", reason, ends)
+
+    def _equip(self, member: Member) -> None:
+        """With the adapters that others of its model were told to load."""
+        others = [other.record for other in self._members.values() if other is not member and other.state == "ready"]
+        for adapter in lacking(member.record, others):
+            request_id = RequestId(f"join-{member.record.instance}-{adapter.name}")
+            member.send(LoadAdapter(request_id=request_id, name=adapter.name, path=adapter.path))
 
     def _subscribe(self, member: Member) -> None:
         record = member.record
@@ -367,6 +385,11 @@ def _candidate(
 ) -> Candidate:
     layout, instance = member.record.layout, member.record.instance
     return member.candidate(matches[layout].get(instance, _NO_MATCH), now, held_blocks=held[layout].get(instance, 0))
+
+
+def _tell_of_refusal(member: Member, changed: AdapterChanged) -> None:
+    if changed.refusal is not None:
+        logger.warning("instance %s lacks an adapter: %s", member.record.instance, changed.message)
 
 
 def serves(record: InstanceRecord, names: frozenset[str]) -> bool:

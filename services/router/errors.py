@@ -7,6 +7,7 @@ RouterError
     ├── BadRequestError           400
     ├── AuthenticationError       401
     ├── ModelNotFoundError        404
+    ├── NotFoundError             404
     ├── RequestTimeoutError       408  the client did not send its body
     ├── RequestTooLargeError      413
     ├── RateLimitError            429  with Retry-After
@@ -83,6 +84,12 @@ class ModelNotFoundError(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class NotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
 
 
 class RequestTimeoutError(ApiError):

@@ -99,7 +99,7 @@ class Member:
 
     def report(self, report: LoadReport, now: float) -> None:
         load = report.load
-        self.record = msgspec.structs.replace(self.record, load=load)
+        self.record = msgspec.structs.replace(self.record, load=load, adapters=report.adapters)
         self.links = report.links
         self.link_speeds = {link.peer: link.bytes_per_second for link in report.links}
         self.draining = report.draining
@@ -112,11 +112,9 @@ class Member:
             share.is_reported = True
 
     def renew(self, record: InstanceRecord) -> None:
-        """What the registry says of this generation now, load excepted."""
+        """What the registry says of this generation now. Load and adapters it tells itself, and sooner."""
         if record.draining != self.record.draining:
             self.draining = record.draining
-        if record.adapters != self.record.adapters:
-            self.record = msgspec.structs.replace(self.record, adapters=record.adapters)
 
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0) -> Candidate:
         """`held_blocks`: of the same prompt, as far as they are known to be there."""

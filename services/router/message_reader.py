@@ -33,10 +33,10 @@ class MessageFormat:
 
     def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
         """Raises `BadRequestError` for tools that cannot be served."""
-        self._prompt = prompt
         choice = tool_choice_of(request, settings, asked_of(request))
         self._calls = choice.format
         self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
+        self._prompt = prompt if self._reasoning is None else self._reasoning.prompt_end(prompt, _begun(request))
         self.asked = self._after_reasoning(choice.asked)
         self.ends_with_calls = not choice.is_named
         self._tools = Tools([tool.function for tool in request.tools or []])
@@ -78,6 +78,14 @@ class MessageFormat:
         if not self._has_short_ids:
             return f"call_{secrets.token_hex(12)}"
         return secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
+
+
+def _begun(request: ChatCompletionRequest) -> str:
+    """The text of the message that is to be continued."""
+    content = request.messages[-1].content
+    if not request.continue_final_message or content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 class MessageReader:

@@ -24,6 +24,23 @@ class StreamOptions(_Request):
     continuous_usage_stats: bool | None = None
 
 
+class AdapterRequest(_Request):
+    """`model`: which one's adapter it is, where the router serves several; the first if it is not said."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    model: str | None = None
+
+
+class LoadAdapterRequest(AdapterRequest):
+    """`lora_path` is a folder that every instance of the model sees."""
+
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadAdapterRequest(AdapterRequest):
+    pass
+
+
 class GenerationRequest(_Request):
     """What chats and completions have in common."""
 

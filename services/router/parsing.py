@@ -23,6 +23,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "endianness": ("native", "little"),
     "functions": ([],),
     "kv_transfer_params": ({},),
+    "load_inplace": (False,),
+    "lora_int_id": (),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),

@@ -107,6 +107,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ReasoningParser | None,
         Meta(description="format in which the model writes its reasoning, to be told from the answer"),
     ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        Meta(description="let clients load and unload adapters (/v1/load_lora_adapter, /v1/unload_lora_adapter)"),
+    ] = False
     return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
 
     max_request_bytes: Annotated[int, Meta(description="greatest body of a request", ge=1)] = 8 * 1024 * 1024

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.adapters import merged, write_adapter
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 PROMPT = prompt_of(90)
 FLAGS = ("--dtype", "float32", "--disaggregation-min-tokens", "0", "--enable-lora", "--max-loras", "2")
+RUN_TIME = ("--allow-runtime-lora-updating", "--api-key", "secret")
+KEY = {"authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,8 @@ def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture(scope="module")
 def cluster(llama: Path, adapters: dict[str, Path]) -> Iterator[Cluster]:
     modules = [f"{name}={folder}" for name, folder in adapters.items()]
-    with Cluster(llama, args=(*FLAGS, "--lora-modules", *modules)) as running:
+    with Cluster(llama, args=(*FLAGS, *RUN_TIME, "--lora-modules", *modules)) as running:
+        running.client.headers.update(KEY)
         yield running
 
 
@@ -59,3 +63,31 @@ def test_each_adapter_is_a_model(cluster: Cluster, llama: Path, adapters: dict[s
     unknown = cluster.client.post("/v1/completions", json={"model": "three", "prompt": "a"})
     assert unknown.status_code == 404
     assert "one" in unknown.json()["error"]["message"]
+
+
+def test_an_adapter_comes_and_goes_while_a_stream_has_it(cluster: Cluster, llama: Path, tmp_path: Path) -> None:
+    def ask(path: str, name: str, folder: str | Path = "", **options: Any) -> httpx.Response:
+        body = {"lora_name": name} | ({"lora_path": str(folder)} if folder else {})
+        return cluster.client.post(f"/v1/{path}_lora_adapter", json=body, **options)
+
+    late = write_adapter(tmp_path / "late", llama, rank=5, seed=5)
+    assert ask("load", "late", late, headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert ask("load", "late", late).status_code == 200
+    assert "late" in [card["id"] for card in cluster.client.get("/v1/models").json()["data"]]
+    expected = greedy(merged(llama, late), PROMPT, 300)
+    assert tokens_of(answer_of(cluster, "late")) == expected[:16]
+    body = {"model": "late", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    stream = cluster.stream("/v1/completions", {**body, "return_tokens_as_token_ids": True})
+    written = tokens_of(next(stream))
+    assert ask("unload", "late").status_code == 200
+    for chunk in stream:
+        written += tokens_of(chunk)
+    assert written == expected
+    assert cluster.client.post("/v1/completions", json={"model": "late", "prompt": "a"}).status_code == 404
+    for answer, status, word in (
+        (ask("load", "one", late), 400, "in use"),
+        (ask("load", "huge", write_adapter(tmp_path / "huge", llama, rank=17)), 400, "rank 17, the limit is 16"),
+        (ask("load", "none", tmp_path / "none"), 404, "adapter_config.json"),
+        (ask("unload", "late"), 404, "late"),
+    ):
+        assert (answer.status_code, word in answer.text) == (status, True), answer.text

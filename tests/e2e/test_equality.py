@@ -31,7 +31,9 @@ def reference_model(folder: Path) -> Any:
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
-    generated = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    # Without a mask transformers takes tokens of a prompt that equal the padding for padding.
+    limits = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), **limits)
     return [int(token) for token in generated[0, len(prompt) :]]
 
 

@@ -105,7 +105,8 @@ def test_beams_are_those_of_transformers(handed_off: Cluster, model: Path) -> No
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     reference.generation_config.eos_token_id = None
     limits = {"max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 3, "do_sample": False, "pad_token_id": 0}
-    expected = reference.generate(torch.tensor([PROMPT]), **limits)[:, len(PROMPT) :].tolist()
+    ids = torch.tensor([PROMPT])
+    expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **limits)[:, len(PROMPT) :].tolist()
     served = [
         [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]] for choice in answer["choices"]
     ]

@@ -24,12 +24,12 @@ PROMPT = [7 + (31 * i + i * i) % 200 for i in range(70)]
 OTHER = PROMPT[:40] + [9 + (17 * i) % 190 for i in range(20)]
 
 
-def adapted(engine: Engine, name: str, tokens: list[int], adapter: str = "", **params: Any) -> Work:
-    """A work of one of the loaded adapters."""
+def adapted(engine: Engine, name: str, tokens: list[int], adapter: str = "", *, lora: str = "", **params: Any) -> Work:
+    """A work of one of the loaded adapters, or of one by its fingerprint."""
     work = make_work(engine, name, tokens, ignore_eos=True, **params)
-    if not adapter:
+    if not adapter and not lora:
         return work
-    lora = next(one.fingerprint for one in engine.adapters.records() if one.name == adapter)
+    lora = lora or next(one.fingerprint for one in engine.adapters.records() if one.name == adapter)
     layout = engine.layout
     root = root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, lora=lora)
     return msgspec.structs.replace(work, lora=lora, root=root)
@@ -38,7 +38,9 @@ def adapted(engine: Engine, name: str, tokens: list[int], adapter: str = "", **p
 def greedy(model: Any, prompt: Sequence[int], count: int = 12) -> list[int]:
     torch.set_num_threads(1)
     model.generation_config.eos_token_id = None
-    answer = model.generate(torch.tensor([list(prompt)]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    ids = torch.tensor([list(prompt)])
+    limits = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), **limits)
     return [int(token) for token in answer[0, len(prompt) :]]
 
 
@@ -159,10 +161,13 @@ def test_adapters_come_and_go(model: Path, adapters: list[Path]) -> None:
         first = engine.step().tokens[0].token_ids
         work = adapted(engine, "b", PROMPT, "all")
         engine.adapters.unload("all")
-        with pytest.raises(RequestError, match="not loaded"):
-            engine.add(work)
-        assert first + run(engine)["a", 0] == expected
         assert not engine.adapters.records()
+        engine.add(work)  # its router had not heard yet
+        answers = run(engine)
+        assert first + answers["a", 0] == answers["b", 0] == expected
+        engine.adapters.collect()
+        with pytest.raises(RequestError, match="not loaded"):
+            engine.add(adapted(engine, "c", PROMPT, lora=work.lora))
         with pytest.raises(AdapterError, match="no adapter is named all"):
             engine.adapters.unload("all")
 
@@ -202,8 +207,27 @@ def test_settings_that_cannot_be(model: Path) -> None:
         ({"enable_lora": True, "lora_modules": ("a",)}, "name=folder"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora keeps adapters whole"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras"),
+        ({"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras is 2"),
     ):
         with pytest.raises(ConfigError, match=message):
             EngineConfig(model=str(model), **settings).check()
     with make_engine(model) as engine, pytest.raises(AdapterError, match="--enable-lora"):
         engine.adapters.load("a", "b")
+
+
+def test_no_more_adapters_are_kept_than_may_be(model: Path, adapters: list[Path]) -> None:
+    one, two, three = map(str, adapters[:3])
+    with lora_engine(model, max_loras=2, max_cpu_loras=2) as engine:
+        engine.adapters.load("one", one)
+        engine.adapters.load("two", two)
+        engine.adapters.load("again", two)  # the same files, kept once
+        with pytest.raises(AdapterError, match="2 adapters are kept already"):
+            engine.adapters.load("three", three)
+        engine.add(adapted(engine, "a", PROMPT, "one"))
+        engine.step()
+        engine.adapters.unload("one")
+        with pytest.raises(AdapterError, match="max-cpu-loras"):
+            engine.adapters.load("three", three)
+        run(engine)
+        engine.adapters.load("three", three)
+        assert [found.name for found in engine.adapters.records()] == ["two", "again", "three"]

@@ -89,7 +89,7 @@ def everything_set() -> list[Manifest]:
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
     engine |= {"hostKvGb": 1.5, "numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
     engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
-    engine |= {"enableLora": True, "loraModules": "poet=/adapters/poet,clerk=/adapters/clerk"}
+    engine |= {"maxCpuLoras": 4, "enableLora": True, "loraModules": "poet=/adapters/poet,clerk=/adapters/clerk"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*"}
     router |= {"models": {"small": {"model": "/s"}}}

@@ -21,6 +21,19 @@ class ReasoningFormat:
     scan: Callable[[Characters, Parts, str], Scan[None]]
     rule: Callable[[Lark, str], str]
     has_special_tokens: bool = False
+    tags: tuple[str, str] | None = None
+
+    def prompt_end(self, prompt: str, begun: str) -> str:
+        """`prompt`, cut after the last tag of `begun`, the text of the answer with which it ends: that tag tells what
+        follows. Without any, `begun` is the answer proper, unless the template has put the first tag before it."""
+        end, begun = prompt.rstrip(), begun.rstrip()
+        if self.tags is None or not begun or not end.endswith(begun):
+            return prompt
+        start = len(end) - len(begun)
+        if last := max(at + len(tag) if (at := end.rfind(tag, start)) >= 0 else 0 for tag in self.tags):
+            return end[:last]
+        before = end[:start].rstrip()
+        return before if before.endswith(self.tags) else before + self.tags[1]
 
     def reader(self, prompt: str) -> PartReader:
         """`prompt` is the rendered chat: its end may have begun the reasoning, or ended it."""
@@ -33,6 +46,7 @@ def _tagged(first: str, last: str, *, is_assumed: bool = False, has_special_toke
         partial(tagged, tags=tags, is_assumed=is_assumed),
         partial(tagged_rule, tags=tags, is_assumed=is_assumed),
         has_special_tokens,
+        tags,
     )
 
 

@@ -4,15 +4,18 @@ Messages to a tool are handed on as they are, for the tool call format `openai`;
 """
 
 from services.router.scanning.characters import Characters, Scan, until
-from services.router.scanning.harmony import CHANNEL, END, ENDS, MESSAGE, START, next_header
+from services.router.scanning.harmony import CHANNEL, END, ENDS, MESSAGE, START, next_header, open_header
 from services.router.scanning.parts import Parts
 from services.router.structured.lark import Lark
 
 
 def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
-    is_first = True
-    while (header := (yield from next_header(text, out, is_first=is_first))) is not None:
-        is_first = False
+    header = open_header(prompt)
+    if header is None or header.recipient is not None:
+        header = yield from next_header(text, out, is_first=True)
+    else:
+        out.within_reasoning()
+    while header is not None:
         is_call = header.recipient is not None
         if is_call:
             out.content(header.raw)
@@ -22,10 +25,15 @@ def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
             text.back(START)
         elif is_call:
             out.content(end)
+        header = yield from next_header(text, out, is_first=False)
 
 
 def gpt_oss_rule(lark: Lark, prompt: str) -> str:
     """What may come before an answer that must have a form: messages to nobody, then the header of the final one."""
     channel, message = lark.literal(CHANNEL), lark.literal(MESSAGE)
     again = f"{lark.text_up_to(END)} {lark.literal(START)} {lark.literal('assistant')}"
-    return f'({channel} ("analysis" | "commentary") {message} {again})* {channel} "final" {message}'
+    header = open_header(prompt)
+    if header is not None and header.channel == "final":
+        return ""
+    first = "" if header is None else f"{again} "
+    return f'{first}({channel} ("analysis" | "commentary") {message} {again})* {channel} "final" {message}'

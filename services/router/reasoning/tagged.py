@@ -14,9 +14,12 @@ def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], 
     text.mark()
     text.back((yield from skip_space(text)))
     begins = yield from literal(text, first)
-    if not begins and not is_assumed and not end.endswith(first):
+    is_open = end.endswith(first)
+    if not begins and (is_open or not is_assumed):
         text.back(text.since_mark())
-        return
+        if not is_open:
+            return
+        out.within_reasoning()
     if (yield from until(text, out.reasoning, (last,))):
         text.back((yield from skip_space(text)))
 

@@ -26,6 +26,15 @@ class Header:
     recipient: str | None
 
 
+def open_header(prompt: str) -> Header | None:
+    """Of the message within which a prompt ends."""
+    at = prompt.rfind(MESSAGE)
+    if at < 0 or any(prompt.rfind(marker) > at for marker in ENDS):
+        return None
+    start = max(prompt.rfind(START, 0, at), 0)
+    return _header(prompt[start : at + len(MESSAGE)])
+
+
 def next_header(text: Characters, out: Parts, *, is_first: bool) -> Scan[Header | None]:
     """What comes before it is content. None at the end, or when a header never ends: it is content then."""
     marker = "to=" if is_first and (yield from _begins_with_recipient(text)) else ""
@@ -38,6 +47,10 @@ def next_header(text: Characters, out: Parts, *, is_first: bool) -> Scan[Header 
     if not end:
         out.content(raw)
         return None
+    return _header(raw)
+
+
+def _header(raw: str) -> Header:
     channel, recipient = _CHANNEL.search(raw), _RECIPIENT.search(raw)
     return Header(raw, channel.group(1) if channel else "", recipient.group(1) if recipient else None)
 

@@ -77,6 +77,10 @@ class Parts:
                 self._held_reasoning = ""
                 self._has_reasoning = True
 
+    def within_reasoning(self) -> None:
+        """It began before this text: white space may part two of its words."""
+        self._has_reasoning = True
+
     def begin(self, name: str) -> None:
         self._held = ""
         self._open.append(_Open(Call, self.num_calls, name))

@@ -5,11 +5,14 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from contracts.events import BlocksStored, EventBatch
 from contracts.identity import BlockName, Generation, InstanceId, RequestId
-from contracts.instance import InstanceRecord, LinkStatus, Load, Role
+from contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load, Role
 from contracts.layout import KVLayout
 from contracts.messages import (
+    AdapterChanged,
     Answer,
     Batch,
     Cancel,
@@ -19,6 +22,7 @@ from contracts.messages import (
     Generate,
     HandoffReport,
     Heartbeat,
+    LoadAdapter,
     LoadReport,
     Logprob,
     Pool,
@@ -32,6 +36,7 @@ from contracts.messages import (
     TokenLogprobs,
     Tokens,
     ToRouter,
+    UnloadAdapter,
     Work,
 )
 from contracts.pooling import PoolingProfile
@@ -102,6 +107,7 @@ class FakeInstance:
         self.cached: list[BlockName] = []
         self.link: FakeLink | None = None
         self.sequence = 0
+        self.no_adapters: set[str] | None = set()
         self.on_batch: Callable[[EventBatch], None] | None = None
         self._is_due = False
 
@@ -138,6 +144,8 @@ class FakeInstance:
                 self._accept(message)
             case Pool():
                 self._pool(message)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapter(message)
 
     def report(self, load: Load | None = None) -> None:
         self.send(
@@ -146,6 +154,7 @@ class FakeInstance:
                 generation=self.record.generation,
                 load=load or self.record.load,
                 draining=self.draining,
+                adapters=self.record.adapters,
                 links=[
                     LinkStatus(
                         peer=InstanceId("prefill-0"),
@@ -157,6 +166,21 @@ class FakeInstance:
                 ],
             )
         )
+
+    def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Refuses what is to come from a folder named in `no_adapters`, and does not answer when that is None."""
+        kept = [one for one in self.record.adapters if one.name != message.name]
+        if self.no_adapters is None:
+            return
+        if isinstance(message, LoadAdapter):
+            if message.path in self.no_adapters:
+                self.send(AdapterChanged(request_id=message.request_id, refusal="invalid", message="a rank too high"))
+                return
+            new = AdapterRecord(name=message.name, fingerprint=message.path, path=message.path, at_run_time=True)
+            kept.append(new)
+        self.record = msgspec.structs.replace(self.record, adapters=kept)
+        self.report()
+        self.send(AdapterChanged(request_id=message.request_id))
 
     def store(self, names: list[BlockName]) -> None:
         self.cached += names

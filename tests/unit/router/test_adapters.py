@@ -1,12 +1,14 @@
 """Adapters: names of their own, blocks of their own, and instances that have them."""
 
+import asyncio
+
 import msgspec
 
-from contracts.identity import InstanceId
 from contracts.instance import AdapterRecord
-from contracts.messages import Decode, Prefill
+from contracts.messages import Decode, LoadAdapter, Prefill, UnloadAdapter
 from services.router.adapters import most_held
 from tests.unit.router.conftest import Router, Serve, settle
+from tests.unit.router.fakes import record
 
 PROMPT = "abcdefgh" * 4
 
@@ -16,10 +18,10 @@ def adapter(name: str, fingerprint: str = "") -> AdapterRecord:
 
 
 def load(router: Router, instance: str, *adapters: AdapterRecord) -> None:
-    """As a renewed record tells it."""
-    fakes, name = router.fakes, InstanceId(instance)
-    fakes.registered[name] = msgspec.structs.replace(fakes.registered[name], adapters=list(adapters))
-    fakes.on_change()
+    """As its next report tells it."""
+    fake = router.fakes[instance]
+    fake.record = msgspec.structs.replace(fake.record, adapters=list(adapters))
+    fake.report()
 
 
 def test_an_adapter_is_asked_for_by_name_and_names_its_own_blocks(serve: Serve) -> None:
@@ -69,3 +71,100 @@ def test_while_an_adapter_is_replaced_the_one_that_most_instances_have_counts() 
     old, new, other = adapter("poet", "old"), adapter("poet", "new"), adapter("clerk")
     assert most_held([[old], [new, other], [new]]) == {"clerk": other, "poet": new}
     assert most_held([[old], [new]]) == most_held([[new], [old]])
+
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+POET = {"lora_name": "poet", "lora_path": "/adapters/poet"}
+
+
+async def adapters(router: Router) -> list[str]:
+    cards = (await router.http.get("/v1/models")).json()["data"]
+    return [card["id"] for card in cards if card["parent"] is not None]
+
+
+def changes(router: Router, instance: str) -> list[str]:
+    received = [m for m in router.fakes[instance].received if isinstance(m, LoadAdapter | UnloadAdapter)]
+    return [f"{type(message).__name__} {message.name}" for message in received]
+
+
+def test_an_adapter_is_loaded_on_all_instances_and_unloaded_while_a_stream_has_it(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        loaded = await router.http.post(LOAD, json=POET)
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
+        assert await adapters(router) == ["poet"]
+        assert [changes(router, one) for one in router.fakes.instances] == [["LoadAdapter poet"]] * 3
+        router.fakes["decode-0"].hold = 2
+        stream = asyncio.create_task(router.stream("/v1/completions", model="poet", prompt=PROMPT, max_tokens=6))
+        await settle()
+        unloaded = await router.http.post(UNLOAD, json={"lora_name": "poet"})
+        assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'poet' removed successfully.")
+        assert await adapters(router) == []
+        assert (await router.http.post("/v1/completions", json={"model": "poet", "prompt": "a"})).status_code == 404
+        router.fakes["decode-0"].resume()
+        assert (await stream)[-1]["choices"][0]["finish_reason"] == "length"
+
+    serve(test, prefill=2, allow_runtime_lora_updating=True)
+
+
+def test_bad_changes_of_adapters_are_refused_and_leave_nothing(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        await router.http.post(LOAD, json=POET)
+        router.fakes["decode-0"].no_adapters = {"/adapters/huge"}
+        for path, body, status, word in (
+            (LOAD, POET, 400, "in use"),
+            (LOAD, {**POET, "lora_name": "tiny"}, 400, "in use"),
+            (LOAD, {"lora_name": "a"}, 400, "lora_path"),
+            (LOAD, {"lora_name": "", "lora_path": "a"}, 400, "lora_name"),
+            (LOAD, {**POET, "lora_name": "b", "load_inplace": True}, 400, "load_inplace"),
+            (LOAD, {"lora_name": "huge", "lora_path": "/adapters/huge"}, 400, "decode-0: a rank too high"),
+            (UNLOAD, {"lora_name": "nobody"}, 404, "nobody"),
+        ):
+            answer = await router.http.post(path, json=body)
+            assert (answer.status_code, word in answer.text) == (status, True), answer.text
+        assert changes(router, "prefill-0") == ["LoadAdapter poet", "LoadAdapter huge", "UnloadAdapter huge"]
+        assert await adapters(router) == ["poet"]
+
+    serve(test, allow_runtime_lora_updating=True)
+
+
+def test_adapters_do_not_change_unless_that_is_allowed_and_the_key_is_given(serve: Serve) -> None:
+    async def refused(router: Router) -> None:
+        answer = await router.http.post(LOAD, json=POET)
+        assert (answer.status_code, "--allow-runtime-lora-updating" in answer.text) == (404, True)
+
+    async def without_key(router: Router) -> None:
+        assert (await router.http.post(LOAD, json=POET)).status_code == 401
+        key = {"authorization": "Bearer secret"}
+        assert (await router.http.post(LOAD, json=POET, headers=key)).status_code == 200
+
+    serve(refused)
+    serve(without_key, keys=["secret"], allow_runtime_lora_updating=True)
+
+
+def test_an_instance_that_joins_is_told_of_adapters_that_were_asked_for_and_of_no_others(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        await router.http.post(LOAD, json=POET)
+        by_settings = adapter("clerk")
+        load(router, "prefill-0", *router.fakes["prefill-0"].record.adapters, by_settings)
+        router.fakes.add(record("prefill-1", "prefill"))
+        await settle()
+        assert changes(router, "prefill-1") == ["LoadAdapter poet"]
+        router.fakes["prefill-0"].die()
+        router.fakes.forget("prefill-0")
+        await settle()
+        assert (await router.complete(model="poet", prompt=PROMPT, max_tokens=3))["model"] == "poet"
+
+    serve(test, allow_runtime_lora_updating=True)
+
+
+def test_an_instance_that_is_lost_while_an_adapter_is_loaded_is_not_waited_for(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        router.fakes["decode-1"].no_adapters = None
+        loading = asyncio.create_task(router.http.post(LOAD, json=POET))
+        await settle()
+        assert not loading.done()
+        router.fakes["decode-1"].die()
+        assert (await loading).status_code == 200
+        assert (await router.complete(model="poet", prompt=PROMPT, max_tokens=3))["model"] == "poet"
+
+    serve(test, decode=2, allow_runtime_lora_updating=True)

@@ -211,3 +211,19 @@ def test_flags_name_all_formats() -> None:
 def test_auto_tool_choice_needs_a_parser() -> None:
     with pytest.raises(ConfigurationError, match="--tool-call-parser"):
         start(RouterSettings(model="m", enable_auto_tool_choice=True), None).send(None)  # type: ignore[arg-type]
+
+
+def test_a_continued_message_is_read_from_where_it_stands(serve: Serve) -> None:
+    """Its role's tag, its reasoning's tag, some reasoning; then what the model writes."""
+
+    async def test(router: Router) -> None:
+        begun = [*HELLO, {"role": "assistant", "content": "<think>\nHm, that"}]
+        body = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+        router.fakes.token_of = writes(" is.\n</think>\n\nYes.")
+        message = (await whole(router, **body))["message"]
+        assert (message["reasoning_content"].strip(), message["content"]) == ("is.", "Yes.")
+        pieces = [chunk["choices"][0]["delta"] for chunk in await router.stream(PATH, **body)]
+        assert "".join(piece.get("reasoning_content", "") for piece in pieces) == message["reasoning_content"]
+        assert "".join(piece.get("content") or "" for piece in pieces) == "Yes."
+
+    serve(test, **HERMES)

@@ -52,6 +52,39 @@ def test_known_examples_are_read(name: str, prompt: str, text: str, reasoning: s
     assert read(name, prompt, list(text)) == expected
 
 
+HARMONY = "<|start|>user<|message|>Hm?<|end|><|start|>assistant<|channel|>{}<|message|>So far"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+
+CONTINUED = [
+    ("qwen3", ASKS, "<think>\nHm, that", " is.\n</think>\n\nYes.", " is.", "Yes."),
+    ("qwen3", ASKS, "<think>\nHm.\n</think>\n\nYes", ", <think> it is.", "", ", <think> it is."),
+    ("qwen3", OPEN, "Hm, that", " is.</think>Yes.", " is.", "Yes."),
+    ("qwen3", ASKS, "Yes", "<think>, so</think>.", "", "<think>, so</think>."),
+    ("deepseek_r1", ASKS, "Yes", ", it is.", "", ", it is."),
+    ("deepseek_r1", ASKS, "<think>Hm, that", " is.</think>Yes.", " is.", "Yes."),
+    ("mistral", ASKS, "[THINK]Hm, that", " is.[/THINK]Yes.", " is.", "Yes."),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "begun", "text", "reasoning", "content"), CONTINUED)
+def test_a_continued_answer_is_read_from_the_state_that_its_beginning_leaves(
+    name: str, prompt: str, begun: str, text: str, reasoning: str, content: str
+) -> None:
+    end = REASONING_FORMATS[name].prompt_end(prompt + begun, begun)
+    expected: list[Part] = [Reasoning(reasoning)] if reasoning else []
+    assert read(name, end, [text]) == read(name, end, list(text)) == [*expected, Content(content)]
+
+
+def test_a_continued_message_of_harmony_goes_on_in_its_channel() -> None:
+    assert read("gpt_oss", HARMONY.format("analysis"), [", so" + FINAL]) == [Reasoning(", so"), Content("Yes.")]
+    assert read("gpt_oss", HARMONY.format("final"), list(", so<|return|>")) == [Content(", so")]
+
+
+def test_quoted_tags_of_a_user_say_nothing() -> None:
+    prompt = "<|im_start|>user\n<think>\n<|im_end|>\n<|im_start|>assistant\nYes"
+    assert read("qwen3", REASONING_FORMATS["qwen3"].prompt_end(prompt, "Yes"), [", no"]) == [Content(", no")]
+
+
 SNIPPETS = [
     "<think>",
     "</think>",
