@@ -65,7 +65,9 @@ class LLM:
         if kind == "generate":
             self._engine: Engine | PoolingEngine = Engine(config)
             self._writer = Writer(self._engine, self._tokenizer, seed=config.seed)
-            self._adapters = RequestedAdapters(self._engine.adapters)
+            self._adapters = RequestedAdapters(
+                self._engine.adapters, most=config.max_adapters - len(config.lora_modules)
+            )
         else:
             if config.enable_lora:
                 raise ConfigError("enable_lora: adapters change models that write text; this one answers with vectors")

@@ -28,24 +28,37 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class RequestedAdapters:
-    """Loads an adapter when it is first asked for. It stays until the engine is closed."""
+    """Loads an adapter when it is asked for and not there. Beyond `most`, the one asked for longest ago makes room."""
 
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: Adapters, *, most: int) -> None:
         self._adapters = adapters
+        self._most = most
+        self._loaded: list[LoRARequest] = []
+        """Asked for longest ago first."""
         self._fingerprints: dict[LoRARequest, str] = {}
 
     def fingerprints(self, asked: Sequence[LoRARequest | None]) -> list[str]:
         """Empty where no adapter is asked for. Raises `ConfigError` or `AdapterError`."""
+        if (count := len({one for one in asked if one is not None})) > self._most:
+            raise ConfigError(
+                f"lora_request: one call names {count} adapters, and there is room for {self._most} (max_cpu_loras)"
+            )
+        for one in asked:
+            if one in self._loaded:  # what this call needs is the last to make room
+                self._loaded.remove(one)
+                self._loaded.append(one)
         return ["" if one is None else self._fingerprint(one) for one in asked]
 
     def _fingerprint(self, asked: LoRARequest) -> str:
-        known = self._fingerprints.get(asked)
-        if known is not None:
-            return known
+        if asked in self._loaded:
+            return self._fingerprints[asked]
         for other in self._fingerprints:
-            if asked.lora_int_id == other.lora_int_id or asked.lora_name == other.lora_name:
+            if asked != other and (asked.lora_int_id == other.lora_int_id or asked.lora_name == other.lora_name):
                 raise ConfigError(f"lora_request: {asked} has the id or the name of another adapter, {other}")
+        if len(self._loaded) >= self._most:
+            self._adapters.unload(self._loaded.pop(0).lora_name)
         self._adapters.load(asked.lora_name, asked.lora_path)
+        self._loaded.append(asked)
         (found,) = (one.fingerprint for one in self._adapters.records() if one.name == asked.lora_name)
         self._fingerprints[asked] = found
         return found

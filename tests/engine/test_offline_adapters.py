@@ -99,3 +99,13 @@ def test_without_enable_lora_no_adapter_is_taken(folder: Path, adapters: list[Lo
     vectors = write_pooling_model(tmp_path / "vectors", "bert", "embed")
     with pytest.raises(ConfigError, match="answers with vectors"):
         LLM(str(vectors), enable_lora=True, device="cpu", dtype="float32")
+
+
+def test_the_adapter_asked_for_longest_ago_makes_room(folder: Path, adapters: list[LoRARequest]) -> None:
+    one, two = adapters
+    options = {**OPTIONS, "enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 1}
+    with LLM(str(folder), **options) as llm:
+        answers = [tokens(llm, adapter) for adapter in (one, two, one)]
+        assert answers[0] == answers[2] != answers[1]
+        with pytest.raises(ConfigError, match="names 2 adapters, and there is room for 1"):
+            tokens(llm, [one, two, None])
