@@ -1,8 +1,25 @@
-"""For every test: Triton kernels run in Triton's interpreter, on the CPU.
+"""For every test: Triton kernels run in Triton's interpreter, on the CPU, and what was imported is never collected.
 
-It must be said before anything imports triton (transformers does). To test on a device: `TRITON_INTERPRET=0 pytest …`.
+The first must be said before anything imports triton (transformers does). To test on a device: `TRITON_INTERPRET=0
+pytest …`. The second: a full collection looks at the million objects that torch, transformers and pydantic leave.
 """
 
+import gc
 import os
+from collections.abc import Generator
+
+import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Tests run with the collector on, over what they make themselves."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -13,7 +13,7 @@ from contracts.messages import Ticket
 from kvtransfer import PeerLost, RemoteTransferError, TransferError
 from tests.contract import test_transports
 from tests.contract.test_transports import only, wanted
-from tests.contract.transports_pair import LAYOUT, Node, running
+from tests.contract.transports_pair import LAYOUT, LONG_SILENCE_S, Node, running
 from tests.contract.transports_peer import Peer, peer
 
 pytestmark = pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_consumer_that_froze_briefly_finishes_its_fetch(transport: str) -> Non
             await sink.ask("fetch", full=text(ticket), blocks=[(0, 0), (1, 1)])
             await asyncio.sleep(0.2)
             sink.signal(signal.SIGSTOP)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LONG_SILENCE_S)
             here.node.publish(ticket.ticket, wanted((1, 1)))
             here.node.finish(ticket.ticket, b"")
             sink.signal(signal.SIGCONT)
@@ -240,7 +240,7 @@ def test_a_busy_peer_is_not_taken_for_a_dead_one(transport: str) -> None:
             await source.ask("open", full=text(ticket))
             fetch = asyncio.create_task(here.node.fetch(ticket, wanted((0, 0))))
             await asyncio.sleep(0.1)
-            await source.ask("block", seconds=1.0)
+            await source.ask("block", seconds=LONG_SILENCE_S)
             assert not fetch.done() and here.tally.retries == []
             await source.ask("publish", ticket=ticket.ticket, blocks=[(0, 0)])
             await source.ask("finish", ticket=ticket.ticket)

@@ -20,8 +20,10 @@ from kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transpo
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
 NUM_BLOCKS = 48
 SETTINGS = TransferSettings(
-    heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4, connect_timeout_s=3.0, tick_s=0.01, inline_bytes=64 << 10
+    heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0, connect_timeout_s=3.0, tick_s=0.01, inline_bytes=64 << 10
 )
+"""Ten heartbeats may be missing: on a busy machine a process may not run for several tenths of a second."""
+LONG_SILENCE_S = 2 * SETTINGS.heartbeat_timeout_s
 
 
 def name(index: int) -> BlockName:

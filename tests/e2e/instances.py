@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +80,8 @@ class Driver:
         self.view = view
         self.instances: dict[str, Instance] = {}
         self.answers: dict[RequestId, Answer] = defaultdict(Answer)
+        self.sink = "decode-0"
+        """The decode instance that gets what is handed off."""
         self._changed = asyncio.Event()
         self._num_requests = 0
 
@@ -89,7 +91,7 @@ class Driver:
 
     @property
     def decode(self) -> Instance:
-        return next(i for i in self.instances.values() if i.record.role == "decode")
+        return self.instances[self.sink]
 
     def changed(self) -> None:
         self._changed.set()
@@ -224,20 +226,21 @@ def is_idle(load: Load) -> bool:
 
 
 @asynccontextmanager
-async def instances(model: Path, *flags: str, roles: tuple[str, ...] = ("prefill", "decode")) -> AsyncIterator[Driver]:
-    """Starts one instance of each role, yields when all are registered, and ends them."""
+async def instances(
+    model: Path, *flags: str, own: Mapping[str, tuple[str, ...]] = {"prefill-0": (), "decode-0": ()}
+) -> AsyncIterator[Driver]:
+    """Starts instances side by side, yields when all are registered, and ends them. `own`: flags by instance."""
     port = free_port()
     view = registry_view(f"memory://127.0.0.1:{port}")
     driver = Driver(view)
     await view.start(driver.changed)
     with tempfile.TemporaryFile("w+") as log:
-        processes = {role: _spawn(role, model, port, flags, log) for role in roles}
+        processes = {name: _spawn(name, model, port, (*flags, *more), log) for name, more in own.items()}
         try:
-            names = {f"{role}-0" for role in roles}
-            fact = lambda: {r.instance for r in view.records()} == names or _any_ended(processes)  # noqa: E731
+            fact = lambda: {r.instance for r in view.records()} == set(own) or _any_ended(processes)  # noqa: E731
             await driver.until(fact, "all instances registered", START_TIMEOUT_S)
             for record in view.records():
-                await driver.connect(processes[record.role], record)
+                await driver.connect(processes[record.instance], record)
             yield driver
         except BaseException:
             log.seek(0)
@@ -254,14 +257,15 @@ async def instances(model: Path, *flags: str, roles: tuple[str, ...] = ("prefill
 
 
 def _any_ended(processes: "dict[str, subprocess.Popen[str]]") -> bool:
-    for role, process in processes.items():
+    for name, process in processes.items():
         if process.poll() is not None:
-            raise RuntimeError(f"{role} ended with status {process.returncode}")
+            raise RuntimeError(f"{name} ended with status {process.returncode}")
     return False
 
 
-def _spawn(role: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", f"services.{role}.main", "--model", str(model), "--instance-id", f"{role}-0"]
+def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> "subprocess.Popen[str]":
+    role = name.partition("-")[0]
+    command = [sys.executable, "-m", f"services.{role}.main", "--model", str(model), "--instance-id", name]
     command += ["--device", "cpu", "--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]
     command += ["--threads", "1", "--kv-cache-memory-bytes", str(8 << 20), "--max-num-seqs", "16", *flags]
     env = environment() | {"OMP_NUM_THREADS": "1"}

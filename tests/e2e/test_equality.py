@@ -1,5 +1,6 @@
 """Greedy tokens through real processes equal `transformers.generate`. All other families: test_families.py."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.instances import instances
 from tests.families import IN_PROCESSES
 from tests.tiny_models import load_reference, write_tiny_model
 
@@ -57,19 +59,31 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["usm", "zeromq"])
+SINKS = {"decode-0": "usm", "decode-1": "zeromq"}
+
+
 @pytest.mark.parametrize("family", IN_PROCESSES)
-def test_tokens_equal_transformers(family: str, transport: str, tmp_path: Path) -> None:
+def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    """Handed off to one instance in shared memory and to another over TCP, each with prompts that nobody has cached."""
     write_tiny_model(tmp_path, family)
+    model = reference_model(tmp_path)
     # A step reads at most 32 prompt tokens, so the long prompts are prefilled in chunks.
-    flags = ("--kv-transport", transport, "--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
-    with Cluster(tmp_path, args=(*ALWAYS, *flags)) as cluster:
-        model = reference_model(tmp_path)
-        for case, prompt in PROMPTS.items():
-            assert served_tokens(cluster, prompt, NEW_TOKENS) == greedy(model, prompt, NEW_TOKENS), case
-        cluster.wait_idle()
-        assert cluster.metrics()["baton:handoff_seconds_count"] == len(PROMPTS)
-        wait_until(lambda: links_of(cluster) == [transport], timeout_s=5, what=f"a link over {transport} in /health")
+    flags = ("--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
+    own = {"prefill-0": (), **{sink: ("--kv-transport", transport) for sink, transport in SINKS.items()}}
+
+    async def test() -> None:
+        async with instances(tmp_path, *flags, own=own) as driver:
+            for number, (sink, transport) in enumerate(SINKS.items()):
+                driver.sink = sink
+                for case, prompt in PROMPTS.items():
+                    shifted = [token + number for token in prompt]
+                    answer = await driver.complete(driver.work(shifted, max_tokens=NEW_TOKENS))
+                    assert answer.sequence() == greedy(model, shifted, NEW_TOKENS), (transport, case)
+                    assert answer.handoff is not None and answer.handoff.transport == transport
+                    assert bool(answer.handoff.reused_blocks) == ("cached" in case), (transport, case)
+            await driver.until_idle()
+
+    asyncio.run(asyncio.wait_for(test(), 180.0))
 
 
 def test_tokens_equal_transformers_through_a_collective_library(llama: Path) -> None:

@@ -169,5 +169,5 @@ class TiersMachine(RuleBasedStateMachine):
         assert self.told == {"device": set(pool.cached_names()), "host": set(host.names())}
 
 
-TiersMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 TestTiers = TiersMachine.TestCase

@@ -238,7 +238,7 @@ class HostTierMachine(SchedulingMachine):
         return super().step()
 
 
-SchedulingMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+SchedulingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 AheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 HostTierMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 TestScheduling = SchedulingMachine.TestCase

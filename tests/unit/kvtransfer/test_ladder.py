@@ -255,5 +255,5 @@ class Fate(RuleBasedStateMachine):
         assert {*usable, *self.ladder.due(self.now + LIMITS.max_retry_s)} == {USM, ZEROMQ, NCCL, STAGING}
 
 
-Fate.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Fate.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 TestFate = Fate.TestCase

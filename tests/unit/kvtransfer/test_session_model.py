@@ -301,6 +301,6 @@ class BothEnds(World):
 
 
 BothEnds.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestBothEnds = BothEnds.TestCase

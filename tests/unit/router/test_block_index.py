@@ -165,4 +165,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestIndexMachine.settings = settings(max_examples=12, stateful_step_count=15, deadline=None)

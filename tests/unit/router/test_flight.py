@@ -184,7 +184,8 @@ def test_a_new_request_waits_for_an_instance_that_is_only_silent(serve: Serve, m
             link = router.fakes[name].link
             assert link is not None
             link.lose("no message for 3 s")
-        await settle()
+        # One turn of the loop: a timer of 20 ms may be over after more of them on a busy machine.
+        await settle(1)
         assert router.cluster.awaits_instances(within_s=0.0)
         assert len((await undisturbed(router, **BODY))[0]) == 12
 

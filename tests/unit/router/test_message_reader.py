@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from typing import Any, cast
+from typing import Any
 
-import openai
 import pytest
 
 from contracts.messages import Work
@@ -83,20 +82,6 @@ def test_calls_and_reasoning_come_streamed_as_they_come_whole(serve: Serve) -> N
         assert all(json.loads(call["function"]["arguments"]) == {"city": "Paris"} for call in message["tool_calls"])
         assert len({call["id"] for call in message["tool_calls"]}) == 2
         assert plain(await streamed(router, tools=TOOLS)) == plain(choice)
-
-    serve(scenario, **HERMES)
-
-
-def test_the_official_client_puts_streamed_calls_together(serve: Serve) -> None:
-    async def scenario(router: Router) -> None:
-        router.fakes.token_of = writes("<think>Hm.</think>" + CALL.format("f") + CALL.format("g"))
-        client = openai.AsyncOpenAI(base_url="http://router/v1", api_key="any", http_client=cast(Any, router.http))
-        stream = client.chat.completions.stream(model="tiny", messages=HELLO, tools=TOOLS)  # type: ignore[arg-type]
-        async with stream as events:
-            final = (await events.get_final_completion()).choices[0]
-        assert final.finish_reason == "tool_calls"
-        called = [(call.function.name, call.function.arguments) for call in final.message.tool_calls or []]
-        assert called == [("f", '{"city": "Paris"}'), ("g", '{"city": "Paris"}')]
 
     serve(scenario, **HERMES)
 
