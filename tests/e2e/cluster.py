@@ -21,7 +21,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
 
 
 def free_port() -> int:

@@ -37,7 +37,7 @@ from services.common.registry import RegistryView, registry_view
 from services.common.rpc import InstanceLink
 from tests.e2e.cluster import ROOT, environment, free_port
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 DEADLINE_S = 30.0
 
 

@@ -83,7 +83,7 @@ def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
                     assert bool(answer.handoff.reused_blocks) == ("cached" in case), (transport, case)
             await driver.until_idle()
 
-    asyncio.run(asyncio.wait_for(test(), 180.0))
+    asyncio.run(asyncio.wait_for(test(), 250.0))
 
 
 def test_tokens_equal_transformers_through_a_collective_library(llama: Path) -> None:

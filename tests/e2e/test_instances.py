@@ -83,7 +83,7 @@ def shared(model: Path) -> Iterator[Shared]:
     running.close()
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]], timeout_s: float = 180.0) -> None:
+def run(test: Callable[[], Coroutine[Any, Any, None]], timeout_s: float = 250.0) -> None:
     asyncio.run(asyncio.wait_for(test(), timeout_s))
 
 
