@@ -58,7 +58,13 @@ async def routed(settings: RouterSettings, fakes: FakeCluster) -> AsyncIterator[
 
 def settings_of(model_folder: Path, **models: dict[str, object]) -> RouterSettings:
     given: dict[str, object] = dict(models)
-    return RouterSettings(model=str(model_folder), served_model_name=["big"], disaggregation_min_tokens=0, models=given)
+    return RouterSettings(
+        model=str(model_folder),
+        served_model_name=["big"],
+        disaggregation_min_tokens=0,
+        instance_wait_s=0.05,
+        models=given,
+    )
 
 
 def test_each_model_has_its_own_instances_and_limits(model_folder: Path, tmp_path: Path) -> None:
