@@ -33,12 +33,9 @@ from kvtransfer.liveness import watch_process
 from kvtransfer.memory import Parts
 from kvtransfer.sockets import LoopSocket
 from kvtransfer.transports.port import Buffer, Outlet, Prepared, Wish
-from kvtransfer.window import Parcel, SendQueue
+from kvtransfer.window import Parcel, SendQueue, is_checked
 
 logger = logging.getLogger(__name__)
-
-SAMPLE = 8
-"""`sampled` checks one block in so many."""
 
 
 class Way:
@@ -198,7 +195,7 @@ class ProducerLink:
         """Staging and checksums first: inline when that is quicker than waking a thread."""
         context, way = self._context, self._ways[transport]
         blocks = [block for _, block in parcel.blocks]
-        checked = _checked(context.settings.checksum, parcel)
+        checked = [is_checked(context.settings.checksum, index, self.parts) for index, _ in parcel.blocks]
         is_little = len(blocks) * way.block_bytes <= context.settings.inline_bytes or way.outlet.knows(blocks, checked)
         if is_little and not way.outlet.may_wait:
             self._push(way, parcel, way.outlet.prepare(blocks, checked))
@@ -269,7 +266,3 @@ def welcome(context: NodeContext, hello: Hello) -> Welcome:
 def parts_for(context: NodeContext, hello: Hello) -> int:
     """Parts of a block that this consumer takes one by one. Blocks that are converted stay whole."""
     return context.settings.parts if hello.layout == context.layout else 1
-
-
-def _checked(mode: str, parcel: Parcel) -> list[bool]:
-    return [mode == "full" or (mode == "sampled" and index % SAMPLE == 0) for index, _ in parcel.blocks]

@@ -4,8 +4,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from contracts.identity import TicketId
+from kvtransfer.settings import ChecksumMode
 
 MAX_PIECES = 4096
+SAMPLE = 8
+"""`sampled` checks one piece in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +80,12 @@ class SendQueue:
         if self._window is not None and not self._travelling:
             return self._taper
         return min(self._batch, max(waiting // 2, self._taper))
+
+
+def is_checked(mode: ChecksumMode, index: int, parts: int) -> bool:
+    """Does this piece carry a checksum? `index` is its number in the fetch (`frames.Piece`).
+
+    A sample takes turns: the part that is checked moves on from block to block, so that none is left out for good.
+    """
+    block, part = divmod(index, parts)
+    return mode == "full" or (mode == "sampled" and (block + part) % SAMPLE == 0)

@@ -1,10 +1,11 @@
 """What leaves when, on one connection."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.identity import TicketId
-from kvtransfer.window import SendQueue
+from kvtransfer.window import SAMPLE, SendQueue, is_checked
 
 A, B = TicketId("a"), TicketId("b")
 
@@ -98,3 +99,18 @@ def test_tapered_parcels_begin_and_end_small() -> None:
     while (parcel := one.take()) is not None:
         sizes.append(len(parcel.blocks))
     assert sizes == [2, 8, 8, 6, 3, 2, 1]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
+def test_a_sample_is_one_piece_in_eight_and_leaves_no_part_out(parts: int) -> None:
+    blocks = 64
+    sample = [divmod(index, parts) for index in range(blocks * parts) if is_checked("sampled", index, parts)]
+    assert len(sample) == blocks * parts // SAMPLE
+    assert {part for _, part in sample} == set(range(parts))
+    if parts >= SAMPLE:
+        assert {block for block, _ in sample} == set(range(blocks))
+
+
+def test_full_checks_all_pieces_and_off_none() -> None:
+    assert all(is_checked("full", index, 3) for index in range(20))
+    assert not any(is_checked("off", index, 3) for index in range(20))
