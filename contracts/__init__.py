@@ -2,5 +2,6 @@
 
 Modules: `identity` (ids), `naming` (names of blocks), `layout` (shape of a block), `sampling`,
 `instance` (what an instance tells about itself), `messages` (router <-> instance), `events`
-(which blocks an instance caches), `wire` (the one codec). Import the modules, not this package.
+(which blocks an instance caches), `wire` (the one codec), `beam_search` (a rule that router and engine share).
+Import the modules, not this package.
 """

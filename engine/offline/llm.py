@@ -1,9 +1,6 @@
 """`LLM`: a model in this process. Everything runs in the caller's thread, and outputs come in the order of inputs."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -11,11 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from contracts import pooling
-from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.offline.lora import LoRARequest, LoRARequests, RequestedAdapters
+from engine.offline.llm_engine import LLMEngine
+from engine.offline.lora import LoRARequest, LoRARequests
+from engine.offline.opening import EngineArgs, opened
 from engine.offline.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -27,27 +26,13 @@ from engine.offline.outputs import (
     ScoringRequestOutput,
     VectorRequestOutput,
 )
-from engine.offline.params import GENERATION_CONFIG, Defaults, PoolingParams, SamplingParams
+from engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
 from engine.offline.progress import Progress
 from engine.offline.prompts import Parsed, Prompts, parsed
 from engine.offline.vectors import Reader
-from engine.offline.writing import Prompted, Writer
 from engine.pooling.engine import PoolingEngine
-from engine.pooling.kind import kind_of
 
 Messages = list[dict[str, Any]]
-
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "cpu_offload_gb": (0,),
-    "disable_async_output_proc": (False, True),
-    "disable_custom_all_reduce": (False, True),
-    "max_seq_len_to_capture": (8192,),
-    "pipeline_parallel_size": (1,),
-    "quantization": (None,),
-    "tokenizer_mode": ("auto",),
-}
-"""Arguments of vLLM's LLM that mean nothing here, with the values that ask for nothing."""
-ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}
 
 
 class LLM:
@@ -55,23 +40,17 @@ class LLM:
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         """`options` are those of `EngineConfig`, under vLLM's names. Raises `engine.errors`."""
-        config = _config(model, options)
-        self._tokenizer = _tokenizer(tokenizer or model, config)
-        self._defaults = _defaults(Path(model))
-        self._enable_lora = config.enable_lora
-        self._writer: Writer | None = None
+        found = opened(EngineArgs(model, tokenizer=tokenizer, **options))
+        self._tokenizer = found.tokenizer
+        self._defaults = found.defaults
+        self._num_requests = 0
         self._reader: Reader | None = None
-        kind = kind_of(Path(model), runner=config.runner, task=config.task)
-        if kind == "generate":
-            self._engine: Engine | PoolingEngine = Engine(config)
-            self._writer = Writer(self._engine, self._tokenizer, seed=config.seed)
-            self._adapters = RequestedAdapters(
-                self._engine.adapters, most=config.max_adapters - len(config.lora_modules)
-            )
+        if found.kind == "generate":
+            self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
         else:
-            if config.enable_lora:
+            if found.config.enable_lora:
                 raise ConfigError("enable_lora: adapters change models that write text; this one answers with vectors")
-            self._engine = PoolingEngine(config, kind)
+            self._engine = PoolingEngine(found.config, found.kind)
             self._reader = Reader(self._engine, self._tokenizer)
 
     def generate(
@@ -89,6 +68,22 @@ class LLM:
         given = _given(prompts, prompt_token_ids)
         chosen = self._params(sampling_params, len(given))
         return self._write(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely answers that a search by `beam_width` beams finds. Raises as `generate`; `max_logprobs` must
+        be twice the width."""
+        given = parsed(prompts)
+        written = self._write(
+            given, [params.sampling()] * len(given), use_tqdm, lora_request, None, add_special_tokens=True
+        )
+        return [self._beams(output, include_end=params.include_stop_str_in_output) for output in written]
 
     def chat(  # noqa: PLR0913 - vLLM's signature
         self,
@@ -175,6 +170,13 @@ class LLM:
         found = self._read(inputs, "classify", PoolingParams(), use_tqdm)
         return _outputs(inputs, [ScoringOutput(float(vector)) for vector in found])
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """What writes. Raises `ConfigError` for a model that does not."""
+        if not isinstance(self._engine, LLMEngine):
+            raise ConfigError("this model answers with vectors: use embed, classify, score or encode")
+        return self._engine
+
     def get_tokenizer(self) -> Any:
         """Of transformers."""
         return self._tokenizer
@@ -204,23 +206,58 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        if self._writer is None:
-            raise ConfigError("this model answers with vectors: use embed, classify, score or encode")
+        """In the order of the prompts. Raises `RequestError` for one that cannot be served, before any is."""
+        engine = self.llm_engine
         if priority is not None and len(priority) != len(given):
             raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
         adapters = self._lora(lora_request, len(given))
-        fingerprints = self._adapters.fingerprints(adapters)
-        prompts: list[Prompted] = []
-        for number, (prompt, asked) in enumerate(zip(given, params, strict=True)):
-            ids = prompt.token_ids
-            if ids is None:
-                ids = self._tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
-            keep = asked.truncate_prompt_tokens
-            kept = ids if keep is None else ids[-keep:]
-            first = priority[number] if priority is not None else 0
-            prompts.append(Prompted(prompt.text, kept, asked, first, adapters[number], fingerprints[number]))
-        with Progress(len(prompts), shown=use_tqdm) as progress:
-            return self._writer.write(prompts, progress)
+        engine.load_adapters(adapters)
+        ids = [str(self._num_requests + number) for number in range(len(given))]
+        self._num_requests += len(ids)
+        try:
+            for number, (prompt, asked) in enumerate(zip(given, params, strict=True)):
+                engine.add(
+                    ids[number],
+                    prompt,
+                    asked,
+                    lora_request=adapters[number],
+                    priority=0 if priority is None else priority[number],
+                    add_special_tokens=add_special_tokens,
+                )
+            with Progress(len(ids), shown=use_tqdm) as progress:
+                written = self._written(engine, set(ids), progress)
+        finally:
+            engine.abort_request(ids)
+        return [written[request_id] for request_id in ids]
+
+    def _written(self, engine: LLMEngine, running: set[str], progress: Progress) -> dict[str, RequestOutput]:
+        found: dict[str, RequestOutput] = {}
+        while len(found) < len(running):
+            stepped = engine.advance()
+            for error in stepped.failed.values():
+                raise error
+            for request_id in running.intersection(stepped.ended):
+                output = found[request_id] = engine.take(request_id)
+                progress.done(len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in output.outputs))
+        return found
+
+    def _beams(self, output: RequestOutput, *, include_end: bool) -> BeamSearchOutput:
+        sequences: list[BeamSearchSequence] = []
+        for found in output.outputs:
+            assert found.logprobs is not None and found.cumulative_logprob is not None
+            hides_end = found.finish_reason == "stop" and not include_end
+            tokens = output.prompt_token_ids + (found.token_ids[:-1] if hides_end else found.token_ids)
+            sequence = BeamSearchSequence(
+                tokens=tokens,
+                text=self._tokenizer.decode(tokens),
+                logprobs=found.logprobs,
+                cum_logprob=found.cumulative_logprob,
+                finish_reason=found.finish_reason,
+                stop_reason=found.stop_reason,
+                lora_request=output.lora_request,
+            )
+            sequences.append(sequence)
+        return BeamSearchOutput(sequences)
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
@@ -235,8 +272,6 @@ class LLM:
         adapters = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
         if len(adapters) != count:
             raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
-        if any(adapters) and not self._enable_lora:
-            raise ConfigError("lora_request needs LLM(..., enable_lora=True)")
         return adapters
 
     def _vectors(self) -> Reader:
@@ -286,37 +321,3 @@ def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[l
     if len(first) != len(second):
         raise ConfigError(f"score: {len(first)} and {len(second)} texts; it must be 1 and 1, 1 and N, or N and N")
     return first, second
-
-
-def _config(model: str, options: dict[str, Any]) -> EngineConfig:
-    """Raises `ConfigError` for a name that nobody knows, or a value that is not served."""
-    known = {entry.name for entry in fields(EngineConfig)}
-    values: dict[str, Any] = {}
-    for given, value in options.items():
-        name = ALIASES.get(given, given)
-        if given == "swap_space":
-            name, value = "host_kv_bytes", int(value * (1 << 30))
-        if name in known:
-            values[name] = value
-        elif name not in NEUTRAL:
-            raise ConfigError(f"LLM: unknown argument {given!r}; known are {', '.join(sorted(known))}")
-        elif value not in NEUTRAL[name]:
-            raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
-    return EngineConfig(model=model, **values)
-
-
-def _tokenizer(folder: str, config: EngineConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{folder} has no tokenizer that can be used: {exc}") from exc
-
-
-def _defaults(folder: Path) -> Defaults:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return Defaults()
-    stated = json.loads(path.read_text())
-    return Defaults({name: stated[name] for name in GENERATION_CONFIG if isinstance(stated.get(name), (int, float))})

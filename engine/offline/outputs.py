@@ -45,6 +45,26 @@ class RequestOutput:
     lora_request: LoRARequest | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """`tokens` and `text` begin with the prompt. `cum_logprob` is of the tokens after it, an end of sequence too."""
+
+    tokens: list[int]
+    text: str
+    logprobs: Logprobs
+    cum_logprob: float
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     embedding: list[float]

@@ -3,13 +3,10 @@
 from dataclasses import dataclass, field, fields
 
 from contracts import sampling
+from contracts.beam_search import EarlyStopping
 from engine.errors import ConfigError
 
 UNSERVED = {
-    "best_of": (None,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0, 1),
-    "early_stopping": (False,),
     "logits_processors": (None,),
     "detokenize": (True,),
     "guided_decoding": (None,),
@@ -17,11 +14,29 @@ UNSERVED = {
 }
 """Parameters that this engine does not know, with the values that ask for nothing."""
 
+OF_BEAMS = {"length_penalty": (1.0, 1), "early_stopping": (False,)}
+"""What is said of a search for beams alone, with the values that ask for nothing."""
+
+WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
+    "temperature": (0.0, 0),
+    "top_p": (1.0, 1),
+    "top_k": (-1, 0),
+    "min_p": (0.0, 0),
+    "presence_penalty": (0.0, 0),
+    "frequency_penalty": (0.0, 0),
+    "repetition_penalty": (1.0, 1),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "min_tokens": (0,),
+    "stop": (None, [], ""),
+}
+"""Beams follow the model's own probabilities: what may be said beside `use_beam_search`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """`top_k` -1 or 0 is all; temperature 0 is greedy. Without `seed` one is derived from the LLM's own and the
-    request's number."""
+    request's number. `best_of` sequences are written, or that many beams searched, and the best `n` are the answer."""
 
     n: int = 1
     best_of: int | None = None
@@ -35,7 +50,7 @@ class SamplingParams:
     seed: int | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    early_stopping: EarlyStopping = False
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -57,15 +72,31 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Raises `ConfigError` for what can never be asked. Ranges are checked by the engine."""
         for name, neutral in UNSERVED.items():
-            value = getattr(self, name)
-            if value not in neutral and not (name == "best_of" and value == self.n):
+            if getattr(self, name) not in neutral:
                 raise ConfigError(f"SamplingParams: {name} is not supported by this engine")
         if self.n < 1:
             raise ConfigError(f"SamplingParams: n is {self.n}; it must be at least 1")
+        if self.width < self.n:
+            raise ConfigError(f"SamplingParams: best_of is {self.best_of}, less than n, {self.n}")
+        self._check_beams()
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ConfigError("SamplingParams: truncate_prompt_tokens must be at least 1")
         if any(not text for text in self.stops):
             raise ConfigError("SamplingParams: stop has an empty string")
+
+    def _check_beams(self) -> None:
+        if self.early_stopping not in (True, False, "never"):
+            raise ConfigError(f"SamplingParams: early_stopping is {self.early_stopping!r}; True, False or 'never'")
+        for name, neutral in (WITHOUT_BEAMS if self.use_beam_search else OF_BEAMS).items():
+            value = getattr(self, name)
+            if value not in neutral:
+                how = "cannot be combined with" if self.use_beam_search else "needs"
+                raise ConfigError(f"SamplingParams: {name}={value!r} {how} use_beam_search")
+
+    @property
+    def width(self) -> int:
+        """How many sequences or beams are looked at."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def stops(self) -> list[str]:
@@ -88,8 +119,39 @@ class SamplingParams:
             allowed_token_ids=self.allowed_token_ids,
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
+            logprobs=0 if self.logprobs is None and self.width > self.n else self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchParams:
+    """Of `LLM.beam_search`. The search goes on until no other beam can be among the best `beam_width`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.beam_width < 1:
+            raise ConfigError(f"BeamSearchParams: beam_width is {self.beam_width}; it must be at least 1")
+        if self.temperature != 0.0:
+            raise ConfigError("BeamSearchParams: beams follow the model's own probabilities; temperature must be 0")
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            temperature=0.0,
+            early_stopping="never",
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            logprobs=2 * self.beam_width,
         )
 
 

@@ -1,20 +1,22 @@
-"""Prompts to answers: adds them all to an engine and steps it until the last has ended."""
+"""Requests on an engine: what each has written so far. Whoever asks steps it, and forgets what has ended."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from contracts import sampling
 from contracts.identity import RequestId
 from contracts.messages import TokenLogprobs, Work
 from contracts.naming import root_name
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError
+from engine.offline.answers import Answer, Words
+from engine.offline.beams import Beams
 from engine.offline.lora import LoRARequest
-from engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
+from engine.offline.outputs import RequestOutput
 from engine.offline.params import SamplingParams
-from engine.offline.progress import Progress
-from engine.offline.text import Stop, StopSearch
-from engine.outputs import SequenceOutput, StepResult
+from engine.outputs import SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,163 +32,212 @@ class Prompted:
 
 
 @dataclass(slots=True)
-class _Sequence:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_token_id: int | None = None
-    search: StopSearch | None = None
-    stop: Stop | None = None
+class Stepped:
+    """Of one step: requests that have something new, those of them that have ended, and those that failed."""
+
+    changed: dict[RequestId, None] = field(default_factory=dict)
+    ended: list[RequestId] = field(default_factory=list)
+    failed: dict[RequestId, EngineError] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Request:
+    """`asked`: the engine's own requests that work for it now, which is one unless it searches for beams."""
+
     prompted: Prompted
-    sequences: list[_Sequence]
+    sampling: sampling.SamplingParams
+    answers: list[Answer]
+    beams: Beams | None = None
+    asked: list[RequestId] = field(default_factory=list)
+    num_steps: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
 
 
 class Writer:
     def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._words = Words(tokenizer)
         self._seed = seed
         self._num_requests = 0
         self._requests: dict[RequestId, _Request] = {}
+        self._questions: dict[RequestId, tuple[RequestId, int]] = {}
+        """Of the engine's requests: whose they are, and after which of its beams they ask."""
 
-    def write(self, prompts: Sequence[Prompted], progress: Progress) -> list[RequestOutput]:
-        """In the order of the prompts. Raises `RequestError` for one that cannot be served, before any is."""
-        ids: list[RequestId] = []
-        try:
-            for prompted in prompts:
-                ids.append(self._add(prompted))
-            running = set(ids)
-            while running:
-                for request_id in self._apply(self._engine.step()) & running:
-                    running.discard(request_id)
-                    request = self._requests[request_id]
-                    written = sum(len(sequence.token_ids) for sequence in request.sequences)
-                    progress.done(len(request.prompted.token_ids), written)
-            return [self._output(request_id) for request_id in ids]
-        finally:
-            for request_id in ids:
-                self._engine.cancel(request_id)
-                self._requests.pop(request_id, None)
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
 
-    def _add(self, prompted: Prompted) -> RequestId:
+    def add(self, request_id: RequestId, prompted: Prompted) -> None:
+        """Raises `RequestError` for what can never be served; nothing is left of it then."""
+        if request_id in self._requests:
+            raise RequestError("invalid", f"request id {request_id!r} is already in use")
         engine, params = self._engine, prompted.params
-        request_id = RequestId(str(self._num_requests))
-        layout = engine.layout
-        room = max(1, engine.max_model_len - len(prompted.token_ids))
-        work = Work(
+        num_tokens = len(prompted.token_ids)
+        resolved = params.resolved(seed=self._seed + self._num_requests, room=max(1, engine.max_model_len - num_tokens))
+        self._num_requests += 1
+        request = _Request(prompted, resolved, [self._words.begin(params) for _ in range(params.width)])
+        if params.use_beam_search:
+            request.beams = Beams(
+                params, num_prompt_tokens=num_tokens, max_tokens=resolved.max_tokens, eos=engine.eos_ids
+            )
+        self._requests[request_id] = request
+        try:
+            self._ask(request_id, request)
+        except BaseException:
+            self.forget(request_id)
+            raise
+
+    def step(self) -> Stepped:
+        """One step of the engine, for all."""
+        stepped = Stepped()
+        result = self._engine.step()
+        for asked_id, message, code in result.failed:
+            if asked_id in self._questions:
+                is_invalid = code == "invalid"
+                error = RequestError(code, message) if is_invalid else EngineError(f"request {asked_id}: {message}")
+                self._fail(self._questions[asked_id][0], error, stepped)
+        for first in result.first:
+            request_id, _ = self._questions.get(first.request_id, (None, 0))
+            if request_id is not None and (request := self._requests[request_id]).num_steps == 1:
+                request.num_cached_tokens, request.prompt_logprobs = first.cached_tokens, first.prompt_logprobs
+        for output in result.tokens:
+            if output.request_id in self._questions:
+                self._take(output, stepped)
+        stepped.ended = [request_id for request_id in stepped.changed if self._requests[request_id].has_ended]
+        return stepped
+
+    def output(self, request_id: RequestId) -> RequestOutput:
+        """What there is by now."""
+        request = self._requests[request_id]
+        prompted, logprobs = request.prompted, request.prompt_logprobs
+        named = self._words.named
+        return RequestOutput(
             request_id=request_id,
-            token_ids=prompted.token_ids,
-            num_prompt_tokens=len(prompted.token_ids),
-            sampling=params.resolved(seed=self._seed + self._num_requests, room=room),
+            prompt=prompted.text,
+            prompt_token_ids=prompted.token_ids,
+            prompt_logprobs=None if logprobs is None else [None if t is None else named(t) for t in logprobs],
+            outputs=self._words.shown(request.answers, prompted.params),
+            num_cached_tokens=request.num_cached_tokens,
+            finished=request.has_ended,
+            lora_request=prompted.lora_request,
+        )
+
+    def forget(self, request_id: RequestId) -> None:
+        """Ends it, in any state; one that is not there is left alone."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._end_questions(request)
+
+    def _ask(self, request_id: RequestId, request: _Request) -> None:
+        """Raises `RequestError`."""
+        request.num_steps += 1
+        if request.beams is None:
+            self._add(request_id, request, request_id, 0, [], request.sampling)
+            return
+        is_first = request.num_steps == 1
+        asked = _sampling_of_beams(request.sampling, request.beams.num_alternatives, is_first=is_first)
+        for number, token_ids in enumerate(request.beams.questions()):
+            asked_id = request_id if is_first else RequestId(f"{request_id}/{request.num_steps}.{number}")
+            self._add(request_id, request, asked_id, number, token_ids, asked)
+
+    def _add(
+        self,
+        request_id: RequestId,
+        request: _Request,
+        asked_id: RequestId,
+        number: int,
+        written: list[int],
+        asked: sampling.SamplingParams,
+    ) -> None:
+        layout, prompted = self._engine.layout, request.prompted
+        token_ids = prompted.token_ids + written
+        work = Work(
+            request_id=asked_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=asked,
             root=root_name(
                 fingerprint=layout.fingerprint,
                 kv_dtype=layout.dtype,
                 block_tokens=layout.block_tokens,
                 lora=prompted.lora,
             ),
-            sequences=list(range(params.n)),
+            sequences=[0] if request.beams is not None else list(range(prompted.params.width)),
             priority=prompted.priority,
             lora=prompted.lora,
         )
-        self._num_requests += 1
-        engine.add(work)
-        self._requests[request_id] = _Request(prompted, [self._sequence(params) for _ in range(params.n)])
-        return request_id
+        self._engine.add(work)
+        request.asked.append(asked_id)
+        self._questions[asked_id] = (request_id, number)
 
-    def _sequence(self, params: SamplingParams) -> _Sequence:
-        if not params.stops:
-            return _Sequence()
-        search = StopSearch(
-            params.stops,
-            include=params.include_stop_str_in_output,
-            tokenizer=self._tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-        return _Sequence(search=search)
+    def _take(self, output: SequenceOutput, stepped: Stepped) -> None:
+        request_id, number = self._questions[output.request_id]
+        request = self._requests[request_id]
+        if request.beams is None:
+            self._extend(output, request)
+        elif output.logprobs and request.beams.hear(number, output.logprobs[0]):
+            self._end_questions(request)
+            if request.beams.questions():
+                try:
+                    self._ask(request_id, request)
+                except RequestError as exc:
+                    self._fail(request_id, exc, stepped)
+                return
+            request.answers = list(request.beams.answers())
+        else:
+            return
+        stepped.changed[request_id] = None
 
-    def _apply(self, result: StepResult) -> set[RequestId]:
-        """Requests that have ended with this step. Raises `EngineError` for one that failed."""
-        for request_id, message, code in result.failed:
-            raise RequestError(code, message) if code == "invalid" else EngineError(f"request {request_id}: {message}")
-        for first in result.first:
-            request = self._requests[first.request_id]
-            request.num_cached_tokens, request.prompt_logprobs = first.cached_tokens, first.prompt_logprobs
-        touched: set[RequestId] = set()
-        for output in result.tokens:
-            self._extend(output)
-            touched.add(output.request_id)
-        return {id_ for id_ in touched if all(s.finish_reason is not None for s in self._requests[id_].sequences)}
-
-    def _extend(self, output: SequenceOutput) -> None:
-        sequence = self._requests[output.request_id].sequences[output.sequence]
-        if sequence.finish_reason is not None:
+    def _extend(self, output: SequenceOutput, request: _Request) -> None:
+        answer = request.answers[output.sequence]
+        if answer.finish_reason is not None:
             return  # a step that was under way when its text had ended
         for number, token_id in enumerate(output.token_ids):
-            sequence.token_ids.append(token_id)
+            answer.token_ids.append(token_id)
             if output.logprobs is not None:
-                sequence.logprobs.append(output.logprobs[number])
-            if self._ends_text(output, sequence, token_id):
-                sequence.finish_reason = "stop"
+                answer.logprobs.append(output.logprobs[number])
+            if _ends_text(output, answer, token_id, request.prompted.params.min_tokens):
+                answer.finish_reason = "stop"
                 self._engine.cancel(output.request_id, output.sequence)
                 return
-        sequence.finish_reason, sequence.stop_token_id = output.finish_reason, output.stop_token_id
+        answer.finish_reason, answer.stop_token_id = output.finish_reason, output.stop_token_id
 
-    def _ends_text(self, output: SequenceOutput, sequence: _Sequence, token_id: int) -> bool:
-        if sequence.search is None or token_id == output.stop_token_id:
-            return False
-        stop = sequence.search.push(token_id)
-        if stop is None or len(sequence.token_ids) <= self._requests[output.request_id].prompted.params.min_tokens:
-            return False
-        sequence.stop = stop
-        return True
+    def _fail(self, request_id: RequestId, error: EngineError, stepped: Stepped) -> None:
+        self.forget(request_id)
+        stepped.changed.pop(request_id, None)
+        stepped.failed[request_id] = error
 
-    def _output(self, request_id: RequestId) -> RequestOutput:
-        request = self._requests[request_id]
-        prompted, logprobs = request.prompted, request.prompt_logprobs
-        return RequestOutput(
-            request_id=request_id,
-            prompt=prompted.text,
-            prompt_token_ids=prompted.token_ids,
-            prompt_logprobs=None if logprobs is None else [None if t is None else self._named(t) for t in logprobs],
-            outputs=[self._completion(index, s, prompted.params) for index, s in enumerate(request.sequences)],
-            num_cached_tokens=request.num_cached_tokens,
-            lora_request=prompted.lora_request,
-        )
+    def _end_questions(self, request: _Request) -> None:
+        for asked_id in request.asked:
+            self._engine.cancel(asked_id)
+            self._questions.pop(asked_id, None)
+        request.asked = []
 
-    def _completion(self, index: int, sequence: _Sequence, params: SamplingParams) -> CompletionOutput:
-        stop_token = sequence.stop_token_id
-        hides_last = stop_token is not None and not params.include_stop_str_in_output
-        shown = sequence.token_ids[:-1] if hides_last else sequence.token_ids
-        text = sequence.stop.text if sequence.stop is not None else self._decode(shown, params)
-        reason: int | str | None = stop_token if stop_token in (params.stop_token_ids or ()) else None
-        wants = params.logprobs is not None
-        return CompletionOutput(
-            index=index,
-            text=text,
-            token_ids=sequence.token_ids,
-            cumulative_logprob=sum(t.chosen.logprob for t in sequence.logprobs) if wants else None,
-            logprobs=[self._named(token) for token in sequence.logprobs] if wants else None,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop.matched if sequence.stop is not None else reason,
-        )
 
-    def _named(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token, and the likeliest."""
-        return {
-            entry.token_id: Logprob(entry.logprob, entry.rank, self._tokenizer.decode([entry.token_id]))
-            for entry in [token.chosen, *token.top]
-        }
+def _sampling_of_beams(
+    given: sampling.SamplingParams, num_alternatives: int, *, is_first: bool
+) -> sampling.SamplingParams:
+    """One token after a beam, with the most likely ones at its place."""
+    return msgspec.structs.replace(
+        given,
+        max_tokens=1,
+        logprobs=num_alternatives,
+        prompt_logprobs=given.prompt_logprobs if is_first else None,
+        stop_token_ids=[],
+        ignore_eos=True,
+    )
 
-    def _decode(self, token_ids: Sequence[int], params: SamplingParams) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
-        return text
+
+def _ends_text(output: SequenceOutput, answer: Answer, token_id: int, min_tokens: int) -> bool:
+    if answer.search is None or token_id == output.stop_token_id:
+        return False
+    stop = answer.search.push(token_id)
+    if stop is None or len(answer.token_ids) <= min_tokens:
+        return False
+    answer.stop = stop
+    return True

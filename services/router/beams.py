@@ -1,6 +1,7 @@
-"""Answers found by beam search: every step asks the instances for one token after each beam. See `beam_search`.
+"""Answers found by beam search: every step asks the instances for one token after each beam.
 
 The prefix cache makes that cheap: what the beams share is computed once. Nothing can be sent before the search is over.
+The search itself is `contracts.beam_search`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from contracts.beam_search import Beam, BeamSearch
 from contracts.messages import TokenLogprobs
-from services.router.beam_search import Beam, BeamSearch
 from services.router.errors import ClientGoneError, DeadlineError
 from services.router.flight import Flight
 from services.router.generation import explained, usage_of

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from contracts.beam_search import BeamRules, BeamSearch
 from contracts.instance import AdapterRecord
 from contracts.pooling import PoolingProfile
 from services.router.adapters import most_held
 from services.router.asgi import RequestContext
-from services.router.beam_search import BeamRules, BeamSearch
 from services.router.beams import BeamGeneration, BeamPlan
 from services.router.caller import Slo
 from services.router.cluster import Cluster, serves

@@ -132,8 +132,14 @@ def test_a_bar_shows_how_far_it_is(llm: LLM, capsys: pytest.CaptureFixture[str])
 
 def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: Path) -> None:
     wrongs: list[tuple[dict[str, Any], str]] = [
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"best_of": 2}, "best_of"),
+        ({"use_beam_search": True}, "temperature=1.0 cannot be combined with use_beam_search"),
+        ({"use_beam_search": True, "temperature": 0.0, "stop": "x"}, "stop='x' cannot"),
+        ({"length_penalty": 2.0}, "length_penalty=2.0 needs use_beam_search"),
+        ({"early_stopping": "often"}, "early_stopping is 'often'"),
+        ({"best_of": 2, "n": 3}, "best_of is 2, less than n, 3"),
+        ({"logits_processors": [print]}, "logits_processors"),
+        ({"detokenize": False}, "detokenize"),
+        ({"guided_decoding": {"json": {}}}, "guided_decoding"),
         ({"n": 0}, "n is 0"),
     ]
     for wrong, why in wrongs:

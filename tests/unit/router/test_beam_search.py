@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
 from contracts.messages import Logprob, TokenLogprobs
-from services.router.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
 from services.router.ranking import best_of
 from services.router.writer import Piece
 from tests.unit.router.conftest import Router, Serve
