@@ -1,7 +1,7 @@
 """Block transfer between two processes of this host, against what the machine allows, measured in the same run.
 
 `baton-bench kv [--transports usm zeromq] [--block-kib 256 8192] [--concurrency 1 4 16] [--prompt-mib N]
-[--peers nixl mooncake] [--plot FILE.png] [--json]`
+[--zeromq-connections N] [--peers nixl mooncake] [--plot FILE.png] [--json]`
 
 Throughput: the producer has published everything, then the consumer fetches; the prompt is divided among the concurrent
 fetches. Limits: one memcpy of the prompt in one thread (`usm`, `memory`), and the prompt through a plain TCP socket
@@ -223,13 +223,19 @@ async def measure_transport(
     found: list[tuple[Point, list[Point]]] = []
     prompt = options.prompt_mib * MIB
     settings = msgspec.convert(
-        {"transports": [transport], "checksum": "full" if checksum == KEPT else checksum}, TransferSettings
+        {
+            "transports": [transport],
+            "checksum": "full" if checksum == KEPT else checksum,
+            "zeromq_connections": options.zeromq_connections,
+        },
+        TransferSettings,
     )
+    by = f" by {options.zeromq_connections}" if transport == "zeromq" and options.zeromq_connections > 1 else ""
     async with pair_of(kib << 10, prompt // (kib << 10), settings) as pair:
         for concurrency in options.concurrency:
             turns = await in_turns(pair, transport, concurrency, beside, options, is_fresh=checksum != KEPT)
             limit = prompt / turns.limit
-            own = Point(f"{transport} checksum={checksum}", kib, concurrency, prompt / turns.transfer, limit)
+            own = Point(f"{transport}{by} checksum={checksum}", kib, concurrency, prompt / turns.transfer, limit)
             others = zip(beside, turns.peers, strict=True)
             found.append((own, [Point(r.peer.name, kib, concurrency, prompt / s, limit) for r, s in others]))
     return found
@@ -279,6 +285,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--block-kib", nargs="+", type=int, default=[256, 8192])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", KEPT, "sampled", "off"])
+    parser.add_argument("--zeromq-connections", type=int, default=1, help="of a link, which blocks take in turns")
     parser.add_argument("--prompt-mib", type=int, default=_default_prompt_mib())
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience-s", type=float, default=3.0, help="how long each waits for idle processors")

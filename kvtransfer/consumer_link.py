@@ -23,6 +23,7 @@ from kvtransfer.frames import (
     Detach,
     Detached,
     Hello,
+    Join,
     Offer,
     Probe,
     Probing,
@@ -87,11 +88,9 @@ class ConsumerLink:
         self._attaching: asyncio.Task[None] | None = None
         self._gone: asyncio.Future[None] = context.loop.create_future()
         self._watch: ProcessWatch | None = None
-        socket = context.zmq.socket(zmq.DEALER)
-        configure(socket, context.settings)
-        encrypt(socket, context.settings, listens=False)
-        socket.connect(address)
-        self._socket = LoopSocket(socket, on_message=self._receive, on_down=self._on_down)
+        self._socket = self._connected()
+        self._joined: list[LoopSocket] = []
+        """Further connections, for bytes alone. One that breaks is the link's end."""
 
     async def open(self, timeout_s: float) -> None:
         """Raises `PeerLost`, `Refused` or `TransportUnavailable`."""
@@ -104,6 +103,7 @@ class ConsumerLink:
                 layout=context.layout,
                 host=context.host,
                 transports=list(context.transports),
+                connections=context.settings.zeromq_connections,
             )
         )
         try:
@@ -186,6 +186,8 @@ class ConsumerLink:
             return
         self.is_up = False
         self._gone.set_result(None)
+        for joined in self._joined:
+            joined.close()
         self._socket.close(linger_ms=linger_ms)
         dead = dead or self.is_dead()
         if self._watch is not None:
@@ -218,6 +220,8 @@ class ConsumerLink:
                     self.send(Detach(rung.transport, self._epoch))
                     continue
                 self.inlet, self.transport, self._rung = inlet, context.transports[rung.transport], rung
+                if self.transport.buffers:
+                    self._widen(welcome)
                 ladder.attached(rung, context.clock(), self._difference())
                 why = "; ".join(ladder.why())
                 logger.info("peer=%s transport=%s chosen by %s (%s)", self.name, rung, ladder.choice(), why)
@@ -226,6 +230,21 @@ class ConsumerLink:
             raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(ladder.why())}")
         finally:
             self._attaching = None
+
+    def _connected(self) -> LoopSocket:
+        socket, settings = self._context.zmq.socket(zmq.DEALER), self._context.settings
+        configure(socket, settings)
+        encrypt(socket, settings, listens=False)
+        socket.connect(self.address)
+        return LoopSocket(socket, on_message=self._receive, on_down=self._on_down)
+
+    def _widen(self, welcome: Welcome) -> None:
+        """Make the connections that both ends allow; the producer uses each once it has joined."""
+        allowed = min(welcome.connections, self._context.settings.zeromq_connections)
+        for _ in range(allowed - 1 - len(self._joined)):
+            joined = self._connected()
+            self._joined.append(joined)
+            joined.send([encode(Join(welcome.secret))])
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """Raises `PeerLost` as soon as the connection is: what cannot be interrupted is left behind."""
@@ -267,7 +286,8 @@ class ConsumerLink:
     def _difference(self) -> str:
         source, sink = self.layout, self._context.layout
         if source == sink:
-            return f", each block in {self.parts} parts" if self.parts > 1 else ""
+            by = f", by {len(self._joined) + 1} connections" if self._joined else ""
+            return f"{by}, each block in {self.parts} parts" if self.parts > 1 else by
         ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
         return f", converting {ends[0]} to {ends[1]}"
 
@@ -290,7 +310,8 @@ class ConsumerLink:
         return attached.offer
 
     def _on_down(self, _: int) -> None:
-        self._socket.drain()
+        for socket in (self._socket, *self._joined):
+            socket.drain()
         self.lose("connection lost")
 
     def _receive(self, frames: list[zmq.Frame]) -> None:

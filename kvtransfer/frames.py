@@ -13,6 +13,7 @@ from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.wire import Decoder
 from kvtransfer.ladder import ProbeOutcome, Rung
+from kvtransfer.settings import MAX_CONNECTIONS
 
 PROTOCOL = 4
 MAX_BLOCKS = 65_536
@@ -27,6 +28,7 @@ GenerationField = Annotated[Generation, Meta(ge=0, le=2**53)]
 Name = Annotated[BlockName, Meta(min_length=16, max_length=16)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Checksum = Annotated[int, Meta(ge=0)]
+Connections = Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
 
 FailCode = Literal["failed", "cancelled", "unknown", "busy", "wrong_peer", "expired", "closed"]
 Outcome = Literal["received", "cancelled", "failed", "unknown"]
@@ -58,6 +60,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     layout: KVLayout
     host: Host
     transports: Annotated[list[Id], Meta(max_length=16)]
+    connections: Connections = 1
+    """That it would make, this one included."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """First message on a further connection: it belongs to the one whose `Welcome` said this secret."""
+
+    secret: Annotated[bytes, Meta(min_length=16, max_length=64)]
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
@@ -88,6 +98,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     host: Host
     num_blocks: Natural
     transports: Annotated[list[Id], Meta(max_length=16)]
+    connections: Connections = 1
+    """How many the consumer may make, this one included: each says `Join`, with the `secret`."""
+    secret: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
@@ -151,8 +164,9 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     """These blocks exist and do not move until the consumer lets go.
 
     A transport that sends bytes here sends them in order: as frames behind this message if they are few, else behind
-    `Bytes` messages that name the `parcel`. With `epoch` they come over the pair of that epoch, in the order of these
-    messages, and the consumer must take them out of it whether it still wants them or not.
+    `Bytes` messages that name the `parcel`, on the same connection. With `epoch` they come over the pair of that
+    epoch, in the order of these messages, and the consumer must take them out of it whether it still wants them or
+    not.
     """
 
     ticket: TicketField
@@ -252,7 +266,7 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
     number: Natural
 
 
-ToProducer = Hello | Attach | Detach | Fetch | Got | Again | Renew | Release | Probe | Probed
+ToProducer = Hello | Join | Attach | Detach | Fetch | Got | Again | Renew | Release | Probe | Probed
 ToConsumer = Welcome | Refuse | Attached | Detached | Ready | Blocks | Bytes | Done | Fail | Renewed | Probing
 
 producer_decoder = Decoder[ToProducer](ToProducer, max_bytes=MAX_CONTROL_BYTES)

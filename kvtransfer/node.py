@@ -105,7 +105,7 @@ class TransferNode:
             observer=self._ports.observer,
             transports=self._transports,
             ladders=Ladders(settings, self._transports),
-            zmq=zmq.Context(settings.io_threads),
+            zmq=zmq.Context(max(settings.io_threads, settings.zeromq_connections)),
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
             landings=Landings(self._layout),

@@ -25,6 +25,7 @@ from kvtransfer.frames import (
     Fetch,
     Got,
     Hello,
+    Join,
     Probe,
     Probed,
     Refuse,
@@ -195,13 +196,15 @@ class ProducerSide:
             logger.warning("undecodable message of a peer: %s", exc)
             return
         if isinstance(message, Hello) and link is None:
-            self._greet(identity, frames[1].get(zmq.SRCFD), message)
+            self._greet(identity, int(frames[1].get(zmq.SRCFD)), message)
+        elif isinstance(message, Join) and link is None:
+            self._join(identity, int(frames[1].get(zmq.SRCFD)), message)
         elif link is None:
             self._answer(identity, Refuse("say hello first"))
         else:
             self._handle(link, message)
 
-    def _greet(self, identity: bytes, fd: int | str | bytes, hello: Hello) -> None:
+    def _greet(self, identity: bytes, fd: int, hello: Hello) -> None:
         self._socket.drain_monitor()  # the descriptor may be that of a connection that just ended
         refuse = refusal(self._context, hello)
         if refuse is not None:
@@ -210,16 +213,19 @@ class ProducerSide:
             return
         number, self._next_link = self._next_link, self._next_link + 1
         link = ProducerLink(
-            self._context,
-            self._socket,
-            identity=identity,
-            number=number,
-            fd=int(fd),
-            hello=hello,
-            on_lost=self._on_lost,
+            self._context, self._socket, identity=identity, number=number, fd=fd, hello=hello, on_lost=self._on_lost
         )
         self._links[number] = self._by_identity[identity] = link
-        link.send(welcome(self._context, hello))
+        link.send(welcome(self._context, link))
+
+    def _join(self, identity: bytes, fd: int, join: Join) -> None:
+        self._socket.drain_monitor()
+        link = next((link for link in self._links.values() if link.admits(join)), None)
+        if link is None:
+            self._answer(identity, Refuse("there is no such connection to join"))
+            return
+        link.join(identity, fd)
+        self._by_identity[identity] = link
 
     def _answer(self, identity: bytes, refuse: Refuse) -> None:
         try:
@@ -363,8 +369,8 @@ class ProducerSide:
             del self._outcomes[ticket]
 
     def _on_down(self, fd: int) -> None:
-        for link in list(self._by_identity.values()):
-            if link.fd == fd and link.is_up:
+        for link in self._links.values():
+            if fd in link.fds and link.is_up:
                 self._context.loop.call_soon(self._ended, link)
 
     def _ended(self, link: ProducerLink) -> None:
@@ -377,7 +383,8 @@ class ProducerSide:
             logger.info("peer=%s disconnected dead=%s", link.peer[0], dead)
             link.lose()
             self._probes.lost(link)
-            self._by_identity.pop(link.identity, None)
+            for identity in link.identities:
+                self._by_identity.pop(identity, None)
         for handoff in list(self._handoffs.values()):
             if handoff.session.link == link.number or (dead and handoff.key[1:] == link.peer):
                 self._apply(handoff, handoff.session.link_lost(dead=dead))

@@ -1,7 +1,9 @@
 """One consumer's connection as the producer sees it: what is queued for it, what is on its way, whether it lives."""
 
 import asyncio
+import hmac
 import logging
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +25,7 @@ from kvtransfer.frames import (
     Detached,
     Got,
     Hello,
+    Join,
     Piece,
     Refuse,
     ToConsumer,
@@ -36,6 +39,8 @@ from kvtransfer.transports.port import Buffer, Outlet, Prepared, Wish
 from kvtransfer.window import Parcel, SendQueue, is_checked
 
 logger = logging.getLogger(__name__)
+
+SECRET_BYTES = 16
 
 
 class Way:
@@ -69,7 +74,12 @@ class ProducerLink:
         hello: Hello,
         on_lost: Callable[["ProducerLink", bool], None],
     ) -> None:
-        self.identity, self.number, self.fd = identity, number, fd
+        self.number = number
+        self.identities, self.fds = [identity], {fd}
+        """Of the first connection, which control messages take, and of those that joined it."""
+        self.connections = min(context.settings.zeromq_connections, hello.connections)
+        """So many there may be."""
+        self.secret = secrets.token_bytes(SECRET_BYTES)
         self.peer = peer_of(hello)
         self.parts = parts_for(context, hello)
         self.is_up = True
@@ -82,11 +92,21 @@ class ProducerLink:
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
         self._num_parcels = 0
+        self._turn = 0
         self._hashing: Counter[TicketId] = Counter()
         self._watch = watch_process(hello.host, context.host, lambda: on_lost(self, True))
 
+    def admits(self, join: Join) -> bool:
+        """Is this one of the connections that `welcome` allowed?"""
+        is_wanted = self.is_up and len(self.identities) < self.connections
+        return is_wanted and hmac.compare_digest(self.secret, join.secret)
+
+    def join(self, identity: bytes, fd: int) -> None:
+        self.identities.append(identity)
+        self.fds.add(fd)
+
     def send(self, message: ToConsumer) -> None:
-        self._send([encode(message)])
+        self._send(self.identities[0], [encode(message)])
 
     def attach(self, message: Attach) -> None:
         """Prepare a transport for this consumer, and say what it needs to use it."""
@@ -177,11 +197,11 @@ class ProducerLink:
             self.detach(transport)
             self.send(Detached(transport, epoch, reason))
 
-    def _send(self, parts: Sequence[Buffer], copy: bool = True) -> zmq.MessageTracker | None:
+    def _send(self, identity: bytes, parts: Sequence[Buffer], copy: bool = True) -> zmq.MessageTracker | None:
         if not self.is_up:
             return None
         try:
-            return self._socket.send([self.identity, *parts], copy=copy)
+            return self._socket.send([identity, *parts], copy=copy)
         except zmq.ZMQError as exc:
             logger.info("peer=%s connection lost on send: %s", self.peer[0], exc)
             self._context.loop.call_soon(self._on_lost, self, False)
@@ -234,10 +254,14 @@ class ProducerLink:
         way.outlet.send(pieces, prepared, partial(self._announce, announcement))
 
     def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
-        self._send([encode(announcement), *groups[0]])
-        offset = 0
+        """Parcels that are more than one message take the connections in turns, each with all of its bytes."""
+        identity, offset = self.identities[0], 0
+        if len(groups) > 1:
+            identity = self.identities[self._turn % len(self.identities)]
+            self._turn += 1
+        self._send(identity, [encode(announcement), *groups[0]])
         for group in groups[1:]:
-            tracker = self._send([encode(Bytes(announcement.parcel, offset)), *group], copy=False)
+            tracker = self._send(identity, [encode(Bytes(announcement.parcel, offset)), *group], copy=False)
             if tracker is not None:
                 self._flight.append((announcement.ticket, tracker))
             offset += sum(len(frame) for frame in group)
@@ -251,15 +275,18 @@ def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
     return None
 
 
-def welcome(context: NodeContext, hello: Hello) -> Welcome:
+def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
+    hello = link.hello
     return Welcome(
         instance=context.instance,
         generation=context.generation,
         layout=context.layout,
-        parts=parts_for(context, hello),
+        parts=link.parts,
         host=context.host,
-        num_blocks=context.memory.num_blocks * parts_for(context, hello),
+        num_blocks=context.memory.num_blocks * link.parts,
         transports=[name for name, t in context.transports.items() if name in hello.transports and t.serves(hello)],
+        connections=link.connections,
+        secret=link.secret if link.connections > 1 else b"",
     )
 
 

@@ -18,6 +18,9 @@ LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")
 PROBED = "oneccl"
 """What `auto` uses between devices once a probe has proved it."""
 
+MAX_CONNECTIONS = 16
+"""Of one link."""
+
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
@@ -73,7 +76,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tombstones: Count = 4096
 
     frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
-    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way to one peer")] = 16 << 20
+    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way, of each connection")] = 16 << 20
     batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
     device_batch_bytes: Annotated[
         int, Meta(ge=1, description="as batch_bytes, of a device's blocks; half of it where a message is staged")
@@ -83,6 +86,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20
     copy_threads: Count = 2
     io_threads: Count = 1
+    zeromq_connections: Annotated[
+        int, Meta(ge=1, le=MAX_CONNECTIONS, description="to one peer, which blocks take in turns; a thread for each")
+    ] = 1
 
     def ladder(self, *, is_device: bool) -> tuple[str, ...]:
         """Transport names in order of preference. On hosts nothing beats shared memory, and no probe need tell."""

@@ -39,6 +39,7 @@ SAME_AS_SETTING = {
     "kvTransfer.transport": "kv_transport",
     "kvTransfer.checksum": "kv_checksum",
     "kvTransfer.tailParts": "kv_tail_parts",
+    "kvTransfer.zeromqConnections": "kv_zeromq_connections",
     "kvTransfer.leaseSeconds": "kv_lease_s",
     "kvTransfer.handoffTimeoutSeconds": "handoff_timeout_s",
     "logging.level": "log_level",

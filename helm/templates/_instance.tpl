@@ -208,6 +208,7 @@ spec:
       "kvTransport" $values.kvTransfer.transport
       "kvChecksum" $values.kvTransfer.checksum
       "kvTailParts" $values.kvTransfer.tailParts
+      "kvZeromqConnections" $values.kvTransfer.zeromqConnections
       "kvLeaseS" $values.kvTransfer.leaseSeconds
       "kvRunDir" (ternary "/run/baton" "" $values.kvTransfer.usm.enabled)
       "clusterKeyFile" (include "baton.clusterKeyPath" .root)

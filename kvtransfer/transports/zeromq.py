@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
+import msgspec
+
 from kvtransfer.frames import Hello, Offer, Piece, Welcome
 from kvtransfer.memory import address_of, keep_freed_memory
 from kvtransfer.session.steps import Placement
@@ -84,15 +86,16 @@ class ZeromqTransport:
         return True
 
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+        settings = self._settings_for(wish.hello)
         if wish.wire != wish.layout:
             narrowing: Outlet = _loaded("kvtransfer.conversion.outlets").NarrowingOutlet(
-                Offer(self.name), wish.memory, self._settings, layout=wish.layout, wire=wish.wire
+                Offer(self.name), wish.memory, settings, layout=wish.layout, wire=wish.wire
             )
             return narrowing
         if wish.memory.host_view is not None:
-            return FrameOutlet(Offer(self.name), wish, self._settings)
+            return FrameOutlet(Offer(self.name), wish, settings)
         staged = _loaded("kvtransfer.transports.staged")
-        outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), wish.memory, self._settings)
+        outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), wish.memory, settings)
         return outlet
 
     async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
@@ -106,6 +109,11 @@ class ZeromqTransport:
 
     async def close(self) -> None:
         return
+
+    def _settings_for(self, hello: Hello) -> TransferSettings:
+        """With a window that keeps all connections busy."""
+        num_connections = min(self._settings.zeromq_connections, hello.connections)
+        return msgspec.structs.replace(self._settings, window_bytes=self._settings.window_bytes * num_connections)
 
 
 def _loaded(module: str) -> ModuleType:

@@ -390,6 +390,7 @@ def transfer_settings(
         run_dir=settings.kv_run_dir,
         parts=parts,
         checksum=settings.kv_checksum,
+        zeromq_connections=settings.kv_zeromq_connections,
         lease_s=settings.kv_lease_s,
         curve_secret_key=key.secret if key is not None else b"",
         curve_public_key=key.public if key is not None else b"",

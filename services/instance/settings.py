@@ -188,6 +188,15 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
             le=256,
         ),
     ] = 1
+    kv_zeromq_connections: Annotated[
+        int,
+        Meta(
+            description="ZeroMQ connections to one peer, which blocks take in turns, for networks that are faster than"
+            " one core sends or encrypts; the smaller number of the two ends counts",
+            ge=1,
+            le=16,
+        ),
+    ] = 1
     kv_run_dir: Annotated[
         str,
         Meta(description="folder shared with instances in other containers of this machine, for usm (default: none)"),

@@ -26,14 +26,22 @@ from kvtransfer import (
     UnknownTicket,
 )
 from kvtransfer.session.steps import Placement
-from tests.contract.transports_pair import LAYOUT, SETTINGS, Meddler, Pair, name, pair_of, running
+from tests.contract.transports_pair import LAYOUT, SETTINGS, THREE, Meddler, Pair, by_three, name, pair_of, running
 
 TRANSPORTS = ("memory", "usm", "zeromq", "oneccl")
 
 
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=(*TRANSPORTS, THREE))
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return transport_of(request, monkeypatch)
+
+
+def transport_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """For fixtures: the transport of this run, and `THREE` its connections to `only`."""
+    if request.param != THREE:
+        return str(request.param)
+    monkeypatch.setattr("tests.contract.test_transports.SETTINGS", by_three(SETTINGS))
+    return "zeromq"
 
 
 def run(test: Coroutine[Any, Any, None], *, bound_s: float = 20.0) -> None:

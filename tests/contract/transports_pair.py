@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from contracts.identity import BlockName, Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.messages import Ticket
@@ -24,6 +26,13 @@ SETTINGS = TransferSettings(
 )
 """Ten heartbeats may be missing: on a busy machine a process may not run for several tenths of a second."""
 LONG_SILENCE_S = 2 * SETTINGS.heartbeat_timeout_s
+
+THREE = "zeromq by three connections"
+
+
+def by_three(settings: TransferSettings) -> TransferSettings:
+    """Parcels so small that each of three connections gets some."""
+    return msgspec.structs.replace(settings, zeromq_connections=3, batch_bytes=4 * LAYOUT.block_bytes)
 
 
 def name(index: int) -> BlockName:

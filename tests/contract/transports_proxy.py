@@ -14,26 +14,32 @@ class Proxy:
     def __init__(self, target: str) -> None:
         self._host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._port = int(port)
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        """Two of each connection, in their order."""
         self._pumps: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address = ""
         self.change: Change = lambda data, before: None
         self.cut_at: int | None = None
         """The connection that carries this byte to the consumer is reset before it; once."""
-        self.num_connections = 0
+        self.received: list[int] = []
+        """Bytes that went to the consumer, of each connection."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    def reset(self) -> None:
-        """As a broken network does: RST, both ways."""
-        for writer in self._writers:
+    def reset(self, connection: int | None = None) -> None:
+        """As a broken network does: RST, both ways; of all connections, or of one, in the order they were made."""
+        chosen = slice(None) if connection is None else slice(2 * connection, 2 * connection + 2)
+        for writer in self._writers[chosen]:
             raw: socket.socket = writer.get_extra_info("socket")
+            if raw.fileno() < 0:
+                continue  # it ended before
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
-        self._writers.clear()
+        if connection is None:
+            self._writers.clear()
 
     async def close(self) -> None:
         assert self._server is not None
@@ -44,19 +50,21 @@ class Proxy:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         there_reader, there = await asyncio.open_connection(self._host, self._port)
-        self._writers |= {writer, there}
+        self._writers += [writer, there]
+        self.received.append(0)
+        number = len(self.received) - 1
         for source, target, is_down in ((reader, there, False), (there_reader, writer, True)):
-            pump = asyncio.create_task(self._pump(source, target, is_down))
+            pump = asyncio.create_task(self._pump(source, target, number if is_down else None))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
 
-    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, is_down: bool) -> None:
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, down: int | None) -> None:
         before = 0
         with contextlib.suppress(ConnectionError):
             while data := bytearray(await source.read(16 << 10)):
-                if is_down:
+                if down is not None:
+                    self.received[down] += len(data)
                     self.change(data, before)
                     if self.cut_at is not None and before + len(data) > self.cut_at:
                         target.write(data[: self.cut_at - before])

@@ -24,7 +24,15 @@ def run_baton(*args: str) -> subprocess.CompletedProcess[str]:
 def test_rotating_all_pools_fails_no_request(llama: Path, tmp_path: Path) -> None:
     """With everything between processes encrypted."""
     (tmp_path / "key").write_text(secrets.token_hex(32))
-    flags = (*FLAGS, "--kv-transport", "zeromq", "--cluster-key-file", str(tmp_path / "key"))
+    flags = (
+        *FLAGS,
+        "--kv-transport",
+        "zeromq",
+        "--kv-zeromq-connections",
+        "2",
+        "--cluster-key-file",
+        str(tmp_path / "key"),
+    )
     with Cluster(llama, prefill=2, decode=2, args=flags) as cluster:
         expected = cluster.complete(**BODY)["choices"][0]["text"]
         before = {i["instance"]: i["generation"] for i in cluster.instances()}
