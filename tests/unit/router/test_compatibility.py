@@ -28,7 +28,7 @@ def test_every_parameter_that_is_not_served_has_a_row() -> None:
 
 
 def test_every_test_that_the_document_names_exists() -> None:
-    named = re.findall(r"`((?:e2e/|contract/(?:clients/)?|engine/)?test_\w+\.py)(?:::(test_\w+))?`", DOCUMENT)
+    named = re.findall(r"`((?:e2e/|contract/(?:api/)?|engine/)?test_\w+\.py)(?:::(test_\w+))?`", DOCUMENT)
     assert named
     for file, test in named:
         path = TESTS / file if "/" in file else HERE / file
