@@ -156,9 +156,13 @@ __attribute__((noinline)) float soften(const float* scores, typename M::Word* pr
       const vi key = lane_numbers() + j * W;
       p[j] = (key >= first) & (key < end) ? p[j] : vf{};
     }
-  vf scaled[N];
-  for (int j = 0; j < N; j++) scaled[j] = value_scales ? p[j] * load(value_scales + j * W) : p[j];
-  M::store_probabilities(probabilities, scaled);
+  if (value_scales) {
+    vf scaled[N];
+    for (int j = 0; j < N; j++) scaled[j] = p[j] * load(value_scales + j * W);
+    M::store_probabilities(probabilities, scaled);
+  } else {  // apart: GCC would copy `p` in halves of a word, and reading whole words of that waits for the stores
+    M::store_probabilities(probabilities, p);
+  }
   const float factor = before == now ? 1.f : M::exponential(splat(before - base))[0];
   vf total = load(row_sums) * factor;
   for (int j = 0; j < N; j++) total = total + p[j];
