@@ -19,7 +19,7 @@ def test_the_router_answers_over_tls_alone(llama: Path, tmp_path: Path) -> None:
     subprocess.run(made, check=True, capture_output=True)
     port = free_port()
     command = baton("router", "--model", str(llama), "--port", str(port), "--registry", f"memory://{tmp_path}/registry")
-    command += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
+    command += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), "--instance-wait-s", "0.1"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
     trusted = ssl.create_default_context(cafile=str(certificate))
     try:
