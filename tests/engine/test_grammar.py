@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from contracts.identity import RequestId
 from engine import Engine, StepResult
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, outputs_of, run
@@ -121,13 +122,16 @@ def test_rules_that_leave_no_token_fail_the_request_alone(engine: Engine, refere
     assert stats.free_blocks == stats.total_blocks
 
 
-def test_a_failed_prompt_is_not_held(engine: Engine) -> None:
+def test_a_failed_prompt_keeps_its_blocks_until_it_is_cancelled(engine: Engine) -> None:
+    """A consumer may be reading some; to the outside the prompt has failed, and is not held for a fetch."""
     engine.add(make_work(engine, "a", PROMPT, grammar="start: nothing"), mode="prefill")
     results: list[StepResult] = []
     run(engine, results.append)
     assert [f.request_id for result in results for f in result.failed] == ["a"]
     assert not [held for result in results for held in result.held]
-    assert engine.stats().held_blocks == 0
+    engine.cancel(RequestId("a"))
+    stats = engine.stats()
+    assert stats.held_blocks == 0 and stats.free_blocks == stats.total_blocks
 
 
 def test_bad_words_are_never_written(engine: Engine, reference: Reference) -> None:
