@@ -19,7 +19,7 @@ FUZZ_SECONDS ?= 60
 
 help:
 	@echo "make demo    a local cluster (router + prefill + decode) answers a chat; TORCH_INDEX=... picks other torch wheels"
-	@echo "make test    set up and run the whole test suite (WORKERS=2: files side by side)"
+	@echo "make test    set up and run the whole test suite"
 	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
 	@echo "make fuzz    strange bytes into the decoders of the wire, for FUZZ_SECONDS (60), in a .venv-fuzz of its own"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
@@ -38,14 +38,9 @@ setup: $(VENV)/.installed
 demo: setup
 	@$(BIN)/python -m services.local.demo
 
-# WORKERS=2 runs files side by side; tests of a file stay together, for they share clusters. Not yet the default: it has not
-# been through whole runs. Threads that wait for one another give up their core soon then, as those of the product do.
-WORKERS ?= 1
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-
 test: setup
 	@./tools/install_system_packages.sh
-	$(if $(filter 1,$(WORKERS)),,GOMP_SPINCOUNT=2000) $(BIN)/python -m pytest -q $(if $(filter 1,$(WORKERS)),,$(SIDE_BY_SIDE))
+	$(BIN)/python -m pytest -q
 
 $(INTEL)/.installed: Makefile
 	$(PYTHON) -m venv $(INTEL)

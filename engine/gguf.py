@@ -28,7 +28,8 @@ ROW_PROCESSORS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProces
 MOST_DIMENSIONS = 2
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that are one product where they are stored alike (engine.fused)."""
-_ERRORS = (*LOAD_ERRORS, LookupError, NotImplementedError)
+GGUF_ERRORS = (*LOAD_ERRORS, LookupError, NotImplementedError)
+"""What readers of a broken or unknown file raise."""
 
 
 def gguf_file(config: EngineConfig) -> Path | None:
@@ -60,7 +61,7 @@ def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredM
     Raises `ModelError`."""
     try:
         return _sorted(file, skeleton, keep_codes=keep_codes)
-    except _ERRORS as exc:
+    except GGUF_ERRORS as exc:
         raise ModelError(f"the weights in {file} cannot be loaded: {first_line(exc)}") from exc
 
 
@@ -70,7 +71,7 @@ def gguf_tensors(file: Path, skeleton: nn.Module, dtype: torch.dtype) -> dict[st
 
     try:
         loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=skeleton, torch_dtype=dtype)
-    except _ERRORS as exc:
+    except GGUF_ERRORS as exc:
         raise ModelError(f"the weights in {file} cannot be loaded: {first_line(exc)}") from exc
     return cast(dict[str, Tensor], loaded["tensors"])
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import ModelError
-from engine.model_folder import LOAD_ERRORS, first_line
+from engine.gguf import GGUF_ERRORS
+from engine.model_folder import first_line
 
 DTYPE = "bfloat16"
 """The file's weights are of several; `--dtype` says otherwise."""
@@ -28,7 +29,7 @@ def unpack(file: Path, folder: Path) -> Path:
         config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
         tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
         adds_begin = _adds_begin(file)
-    except (*LOAD_ERRORS, LookupError, NotImplementedError) as exc:
+    except GGUF_ERRORS as exc:
         raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"{file} holds a model of type {config.model_type}, which is no decoder")

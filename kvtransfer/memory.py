@@ -9,7 +9,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -46,10 +46,19 @@ class DeviceMemory(BlockMemory, Protocol):
         ...
 
 
+@runtime_checkable
+class Versioned(Protocol):
+    """A `BlockMemory` that counts what its places were given out for. The engine's KV cache does."""
+
+    def version(self, block: int) -> int | None:
+        """Another number when the bytes of a published block may be others than before; None: nobody counts."""
+        ...
+
+
 class Parts:
     """Each block as `count` neighbours, which travel one by one: part `p` of block `b` is number `b * count + p`.
 
-    `DeviceMemory` if `memory` is.
+    `DeviceMemory` if `memory` is; nobody counts versions where `memory` does not.
     """
 
     def __init__(self, memory: BlockMemory, count: int) -> None:
@@ -73,9 +82,7 @@ class Parts:
         return self._memory.device_tensor.view(self.num_blocks, self.block_bytes)
 
     def version(self, block: int) -> int | None:
-        """`kvtransfer.transports.keptsums.Versioned`, if the whole memory is."""
-        found: int | None = self._memory.version(block // self._count) if hasattr(self._memory, "version") else None
-        return found
+        return self._memory.version(block // self._count) if isinstance(self._memory, Versioned) else None
 
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
         events: Sequence[Any] = self._memory.ready_after({block // self._count for block in blocks})

@@ -4,19 +4,9 @@ A prefix that many instances fetch is then hashed by each of them while it is co
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory import BlockMemory, Versioned
 from kvtransfer.native.copyhash import copy_hash
-
-
-@runtime_checkable
-class Versioned(Protocol):
-    """A `BlockMemory` that counts what its places were given out for. The engine's KV cache does."""
-
-    def version(self, block: int) -> int | None:
-        """Another number when the bytes of a published block may be others than before; None: nobody counts."""
-        ...
 
 
 class KeptSums:
