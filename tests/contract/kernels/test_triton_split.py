@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.kernels import Linear, Norm, reference_layers
+from tests.contract.kernels.triton_batches import DEVICE
 
 triton_layers = pytest.importorskip("engine.kernels.triton_layers")
 triton_split = pytest.importorskip("engine.kernels.triton_split")
@@ -12,7 +13,7 @@ EPS = 1e-5
 
 
 def _draw(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize(
