@@ -1,5 +1,6 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -78,9 +79,11 @@ def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngin
 
 
 def _set_threads(settings: InstanceSettings) -> None:
+    """Also for a process forked after torch had read its variables."""
     take_seat(settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    count = str(settings.threads or os.environ.get("OMP_NUM_THREADS", ""))
+    if count.isdecimal():
+        torch.set_num_threads(int(count))
 
 
 class ProgressBar:

@@ -6,12 +6,12 @@ import contextlib
 import os
 import pty
 import signal
-import subprocess
 import sys
 import termios
 from collections.abc import Callable, Mapping
 
 from services.local.console import Console, LineSplitter
+from services.local.launches import Launch
 from services.local.plan import Process
 
 TAIL_LINES = 15
@@ -20,13 +20,13 @@ _READY = "ready "
 
 
 class Child:
-    """One run of `process`, whose program is `module`. `ended` is set when it is gone and its output has been read."""
+    """One run of `process`. `ended` is set when it is gone and its output has been read."""
 
     def __init__(
         self,
         process: Process,
         *,
-        module: str,
+        launch: Launch,
         console: Console,
         environ: Mapping[str, str],
         on_end: Callable[[], None],
@@ -36,52 +36,36 @@ class Child:
         self.is_ready = False
         """The process has said on its standard output that it serves."""
         self.ended = asyncio.Event()
+        self.status: int | None = None
+        """Exit status, negative for a signal; None while it runs."""
         self._console = console
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self.started_at = self._loop.time()
-        command = [sys.executable, "-m", "services.local.leash", str(os.getpid()), module, *process.argv]
         out, error = os.pipe(), _terminal() if sys.stderr.isatty() else os.pipe()
-        # In a group of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours; in its
-        # session, because kernels that share time out among sessions first heed niceness (--engine-nice) within one.
-        self._popen = subprocess.Popen(
-            command,
-            env={**environ, **process.variables},
-            stdin=subprocess.DEVNULL,
-            stdout=out[1],
-            stderr=error[1],
-            process_group=0,
-        )
+        self._launched = launch(process, environ, out[1], error[1])
         os.close(out[1])
         os.close(error[1])
         self._outputs = [_Output(out[0], self._take_answer), _Output(error[0], self._take_line)]
-        self._pidfd = os.pidfd_open(self._popen.pid)
-        self._loop.add_reader(self._pidfd, self._exited)
+        self._loop.add_reader(self._launched.fileno(), self._exited)
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def status(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        return self._popen.returncode
+        return self._launched.pid
 
     def signal(self, number: int) -> None:
-        # The child is not reaped before `_exited`, so its pid cannot be another process's.
-        if self._popen.returncode is None:
+        if self.status is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._popen.pid, number)
+                self._launched.signal(number)
 
     def last_line(self) -> str:
         """What it said last: of a process that could not start, why."""
         return next((line for line in reversed(self.tail) if line.strip()), "")
 
     def how_it_ended(self) -> str:
-        status = self._popen.returncode
-        if status is None:
+        if self.status is None:
             return "still runs"
-        return f"status {status}" if status >= 0 else signal.Signals(-status).name
+        return f"status {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
 
     def _take_line(self, line: str, is_whole: bool) -> None:
         if is_whole:
@@ -97,9 +81,8 @@ class Child:
             self._take_line(line, True)
 
     def _exited(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._popen.wait()
+        self._loop.remove_reader(self._launched.fileno())
+        self.status = self._launched.wait()
         for output in self._outputs:
             output.close()
         self.ended.set()

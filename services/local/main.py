@@ -1,5 +1,6 @@
 """`baton serve`: a router and instances on this machine, in one terminal. The whole wiring of the process."""
 
+import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,11 @@ from services.common.options import Option
 from services.common.version import VERSION
 from services.local.accelerators import can_torch_use_accelerators, device_indexes
 from services.local.console import Console
+from services.local.launches import Forks, Programs
 from services.local.lone_gguf import stands_alone, unpacked
 from services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
 from services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
-from services.local.supervisor import STOP_DEADLINE_S, Supervisor
+from services.local.supervisor import MODULE, STOP_DEADLINE_S, Supervisor
 
 PROGRAM = "baton serve"
 
@@ -68,8 +70,12 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     is_named = given.values.get("log_format") != "json"
     console = Console(sys.stderr, [process.name for process in processes], is_named=is_named)
 
+    forks = None if machine.device_indexes else Forks(MODULE, Programs(MODULE), _model_code(Path(settings.model)))
+
     async def start(lifecycle: Lifecycle) -> None:
-        supervisor = Supervisor(processes, console=console, url=url, environ=environ, on_hopeless=lifecycle.fail)
+        supervisor = Supervisor(
+            processes, console=console, url=url, environ=environ, on_hopeless=lifecycle.fail, forks=forks
+        )
         lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
         supervisor.start()
         await supervisor.wait_ready(settings.start_timeout_s)
@@ -134,6 +140,15 @@ def _names(settings: ServeSettings, given: Given) -> list[str]:
     if stands_alone(settings.model):
         return [settings.model]
     return [] if settings.model else [DEMO_NAME]
+
+
+def _model_code(folder: Path) -> list[str]:
+    """The module of transformers in which the model's layers are, if they are where its models usually are."""
+    try:
+        kind = json.loads((folder / "config.json").read_text())["model_type"].replace("-", "_")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return []
+    return [f"transformers.models.{kind}.modeling_{kind}"]
 
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:

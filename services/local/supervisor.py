@@ -6,7 +6,7 @@ Hosts nothing itself; whether the cluster serves is read from the router's /heal
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import httpx
 import msgspec
@@ -15,10 +15,12 @@ from services.common.errors import ConfigurationError, LocalError
 from services.common.lifecycle import EXIT_HOPELESS
 from services.local.child import Child
 from services.local.console import Console
+from services.local.launches import Forks, Programs
 from services.local.plan import Process
 from services.local.restarts import Restarts
 
 ROUTER = "router"
+MODULE = "services.cli"
 _POLL_S = 0.1
 ROUTER_AFTER_S = 3.0
 """So long the router serves on while instances drain; then it stops too, and what still runs there ends."""
@@ -39,7 +41,8 @@ class _Health(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """`processes` has the router first. `on_hopeless` is told when the cluster cannot go on."""
+    """`processes` has the router first; the others are forked where `forks` can be. `on_hopeless` is told when the
+    cluster cannot go on."""
 
     def __init__(
         self,
@@ -49,13 +52,15 @@ class Supervisor:
         url: str,
         environ: Mapping[str, str],
         on_hopeless: Callable[[LocalError], None],
-        module: str = "services.cli",
+        module: str = MODULE,
+        forks: Forks | None = None,
     ) -> None:
         self._processes = {process.name: process for process in processes}
         self._console = console
         self._url = url
         self._on_hopeless = on_hopeless
-        self._module = module
+        self._programs = Programs(module)
+        self._forks = forks
         self.children: dict[str, Child] = {}
         self._restarts = {name: Restarts() for name in self._processes}
         self._given_up: set[str] = set()
@@ -66,7 +71,15 @@ class Supervisor:
         self._error: LocalError | None = None
 
     def start(self) -> None:
-        for name in self._processes:
+        if self._forks is None:
+            self._spawn_all(self._processes)
+            return
+        self._spawn_all([ROUTER])  # it needs nothing that the others wait for
+        instances = [name for name in self._processes if name != ROUTER]
+        self._forks.warm_up(lambda: self._spawn_all(instances))
+
+    def _spawn_all(self, names: Iterable[str]) -> None:
+        for name in names:
             self._spawn(name)
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -110,7 +123,7 @@ class Supervisor:
         if not self._is_stopping:
             self.children[name] = Child(
                 self._processes[name],
-                module=self._module,
+                launch=self._programs if name == ROUTER or self._forks is None else self._forks,
                 console=self._console,
                 environ=self._environ,
                 on_end=lambda: self._ended(name),
@@ -154,7 +167,7 @@ class Supervisor:
             health = msgspec.json.decode(answer.content, type=_Health)
         except (httpx.TransportError, msgspec.DecodeError):
             return False
-        return len(health.instances) == len(self._processes) - 1
+        return len(health.instances) == len(self._processes) - 1 and self.children.keys() == self._processes.keys()
 
 
 def _signal(children: Sequence[Child], number: int) -> None:

@@ -2,15 +2,21 @@
 
 `router PORT COUNT`: serves a /health of COUNT instances. `ready`: says so and waits. `deaf`: and ignores SIGTERM.
 `exit STATUS TEXT`: says TEXT and ends. `once FILE STATUS`: waits if FILE exists, else makes it and ends with STATUS.
-`unless FILE TEXT`: waits unless FILE exists, else says TEXT and ends.
+`unless FILE TEXT`: waits unless FILE exists, else says TEXT and ends. `variable NAME`: says what it has.
 """
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+
+
+def is_fit_to_fork() -> bool:
+    """For the fork server, which may have imported this."""
+    return True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         case ["once", file, status] if not Path(file).exists():
             Path(file).touch()
             return int(status)
+        case ["variable", name]:
+            sys.stderr.write(f"{name}={os.environ[name]}\n")
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdout.write("ready puppet\n")

@@ -16,15 +16,26 @@ import pytest
 from services.common.errors import ConfigurationError, LocalError
 from services.local import supervisor as supervisor_module
 from services.local.console import Console
+from services.local.launches import Forks, Programs
 from services.local.plan import Process
 from services.local.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
+PUPPET = "tests.contract.puppet"
+
+
+@pytest.fixture(autouse=True, params=["programs", "forks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How processes start: nobody sees a difference."""
+    monkeypatch.setattr(Stage, "preload", PUPPET if request.param == "forks" else None)
+    return str(request.param)
 
 
 class Stage:
     """A supervisor over puppets: `instances` are their arguments."""
+
+    preload: str | None = None
 
     def __init__(self, *instances: list[str], router: list[str] | None = None) -> None:
         with socket.socket() as probe:
@@ -40,7 +51,8 @@ class Stage:
             url=f"http://127.0.0.1:{port}",
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
             on_hopeless=self.errors.put_nowait,
-            module="tests.contract.puppet",
+            module=PUPPET,
+            forks=Forks(PUPPET, Programs(PUPPET), preload=self.preload) if self.preload else None,
         )
 
     def pid(self, name: str) -> int:
@@ -49,6 +61,9 @@ class Stage:
     async def until(self, fact: Callable[[], bool]) -> None:
         while not fact():  # noqa: ASYNC110 - of other processes, which set no event
             await asyncio.sleep(0.02)
+
+    def is_ready(self, name: str) -> bool:
+        return name in self.supervisor.children and self.supervisor.children[name].is_ready
 
 
 def run(stage: Callable[[], Stage], body: Callable[[Stage], Awaitable[None]]) -> str:
@@ -79,7 +94,7 @@ def test_each_process_has_a_group_of_its_own_in_one_session() -> None:
     """Ctrl-C reaches `serve` alone, and niceness counts between instances on kernels that share time among sessions."""
 
     async def body(stage: Stage) -> None:
-        await stage.supervisor.wait_ready(20)
+        await stage.until(lambda: stage.is_ready("prefill-0"))
         pid = stage.pid("prefill-0")
         assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
 
@@ -110,7 +125,7 @@ def test_a_process_that_cannot_start_ends_it_at_once_with_its_reason() -> None:
 def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
+        await stage.until(lambda: stage.is_ready("prefill-0"))
 
     assert "has died (status 1)" in run(lambda: Stage(["once", str(tmp_path / "tried"), "1"]), body)
 
@@ -121,7 +136,7 @@ def test_what_keeps_dying_is_given_up_with_its_last_lines(monkeypatch: pytest.Mo
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
+        await stage.until(lambda: stage.is_ready("prefill-0"))
         fuse.touch()
         os.kill(stage.pid("prefill-0"), signal.SIGKILL)
         assert "prefill-0 keeps failing: boom" in str(await stage.errors.get())
@@ -137,7 +152,7 @@ def test_one_of_many_is_given_up_alone(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        await stage.until(lambda: stage.supervisor.children["prefill-1"].is_ready)
+        await stage.until(lambda: stage.is_ready("prefill-1"))
         fuse.touch()
         os.kill(stage.pid("prefill-1"), signal.SIGKILL)
         await stage.until(lambda: "given up" in stage.output.getvalue())
@@ -159,31 +174,59 @@ def test_what_ignores_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(supervisor_module, "ROUTER_AFTER_S", 0.1)
 
     async def body(stage: Stage) -> None:
-        await stage.until(lambda: stage.supervisor.children["prefill-0"].is_ready)
+        await stage.until(lambda: stage.is_ready("prefill-0"))
 
     assert "prefill-0 has not ended in time and is killed" in run(lambda: Stage(["deaf"]), body)
 
 
-def test_a_killed_supervisor_leaves_no_orphan() -> None:
-    """The leash: its process ends with the one that started it."""
-    code = (
-        "import os, subprocess, sys, time\n"
-        "leash = [sys.executable, '-m', 'services.local.leash', str(os.getpid()), 'tests.contract.puppet', 'deaf']\n"
-        "child = subprocess.Popen(leash, stdout=subprocess.PIPE, start_new_session=True)\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
+def test_a_server_that_cannot_be_forked_is_done_without(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(Stage, "preload", "tests.contract.no_such_module")
+
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        assert "services.local.leash" in about(stage.pid("prefill-0"), "cmdline")
+
+    if way == "forks":
+        run(lambda: Stage(["ready"]), body)
+
+
+def test_a_fork_is_named_and_has_the_variables_of_its_process() -> None:
+    async def body(stage: Stage) -> None:
+        await stage.until(lambda: stage.is_ready("prefill-0"))
+        if stage.preload:
+            assert about(stage.pid("prefill-0"), "comm") == "baton prefill-0\n"
+
+    said = run(lambda: Stage(["variable", "PYTHONPATH"]), body)
+    assert f"prefill-0 | PYTHONPATH={ROOT}\n" in said
+
+
+def test_a_killed_supervisor_leaves_no_orphan(way: str) -> None:
+    code = f"""
+import asyncio, sys
+from tests.contract.test_supervisor import PUPPET, Stage
+Stage.preload = PUPPET if {way == "forks"} else None
+async def main():
+    stage = Stage(["deaf"])
+    stage.supervisor.start()
+    await stage.until(lambda: stage.is_ready("prefill-0"))
+    print(stage.pid("prefill-0"), stage.pid("router"), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
-        pid = int(parent.stdout.readline())
+        pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
         parent.wait()
     deadline = time.monotonic() + 10
-    while is_running(pid):
-        assert time.monotonic() < deadline
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline and len(pids) == 2
         time.sleep(0.01)
+
+
+def about(pid: int, what: str) -> str:
+    return Path(f"/proc/{pid}/{what}").read_text()
 
 
 def is_running(pid: int) -> bool:

@@ -1,0 +1,182 @@
+"""Two ways to start a process of a local cluster: as a program of its own, or forked from one that has imported torch.
+
+`import torch, transformers` takes an instance 5 to 8 CPU seconds; a fork of a process that has them takes none. Only
+on CPUs: that no accelerator's runtime minds being forked has not been seen on a card. Where the fork server cannot
+start, processes start as programs.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol
+
+from services.local.plan import Process
+
+PRELOAD = "services.local.preload"
+JOIN_S = 5.0
+UNKNOWN_STATUS = 255
+_NAME_BYTES = 15
+
+
+class Launched(Protocol):
+    """A process that runs. Its pid is not another's before `wait` was called."""
+
+    pid: int
+
+    def fileno(self) -> int:
+        """Readable when it has ended. Not the caller's to close."""
+
+    def wait(self) -> int:
+        """Once it has ended: its status, negative for a signal."""
+
+    def signal(self, number: int) -> None: ...
+
+
+class Launch(Protocol):
+    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
+        """Starts it; `out` and `error`, of which it gets copies, are its standard output and error."""
+
+
+class Programs:
+    """Starts `python -m MODULE ARGV`, on a leash: it does not outlive this process."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
+        command = [sys.executable, "-m", "services.local.leash", str(os.getpid()), self._module, *process.argv]
+        # In a group of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours; in its
+        # session, because kernels that share time out among sessions first heed niceness (--engine-nice) within one.
+        variables = {**environ, **process.variables}
+        return _Program(
+            subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=error, process_group=0
+            )
+        )
+
+
+class _Program:
+    def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
+        self.pid = popen.pid
+        self._popen = popen
+        self._pidfd = os.pidfd_open(popen.pid)
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def wait(self) -> int:
+        os.close(self._pidfd)
+        return self._popen.wait()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)  # not reaped before `wait`
+
+
+class Forks:
+    """Forks that call `module`'s main(argv), of a server that has imported `preload` and those of `modules` that there
+    are. Where it cannot be forked, what `otherwise` starts."""
+
+    def __init__(self, module: str, otherwise: Launch, modules: Sequence[str] = (), *, preload: str = PRELOAD) -> None:
+        self._module = module
+        self._otherwise = otherwise
+        self._preload = preload
+        self._is_fit = False
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload, *modules])
+
+    def warm_up(self, then: Callable[[], object]) -> None:
+        """Starts the server; `then` is called in the event loop once it has imported everything, or has failed to."""
+        loop = asyncio.get_running_loop()
+
+        def start() -> None:
+            probe = self._context.Process(target=_probe, args=(self._preload,), daemon=True)
+            with contextlib.suppress(OSError, EOFError):
+                probe.start()
+                probe.join()
+                self._is_fit = probe.exitcode == 0
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(then)
+
+        # Not in the loop's threads, which are waited for at the end.
+        threading.Thread(target=start, name="forks", daemon=True).start()
+
+    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
+        if not self._is_fit:
+            return self._otherwise(process, environ, out, error)
+        variables = {**environ, **process.variables}
+        ends = [Connection(os.dup(descriptor), readable=False) for descriptor in (out, error)]
+        name = f"baton {process.name}"
+        forked = self._context.Process(target=_begin, args=(self._module, process.argv, name, variables, *ends))
+        try:
+            forked.start()
+        except (OSError, EOFError):  # the server is gone
+            self._is_fit = False
+            return self._otherwise(process, environ, out, error)
+        finally:
+            for end in ends:
+                end.close()
+        return _Fork(forked)
+
+
+class _Fork:
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self.pid = process.pid
+        self._process = process
+        # The server reaps its forks, after which the pid may be another's; a descriptor stays this one's.
+        self._pidfd: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(self.pid)
+
+    def fileno(self) -> int:
+        return self._process.sentinel
+
+    def wait(self) -> int:
+        self._process.join(JOIN_S)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        status = self._process.exitcode
+        return UNKNOWN_STATUS if status is None else status
+
+    def signal(self, number: int) -> None:
+        if self._pidfd is not None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+def _probe(preload: str) -> None:
+    if not import_module(preload).is_fit_to_fork():
+        sys.exit(1)
+
+
+def _begin(
+    module: str, argv: list[str], name: str, variables: Mapping[str, str], out: Connection, error: Connection
+) -> None:
+    """The forked process's life."""
+    os.setpgid(0, 0)
+    for target, end in ((1, out), (2, error)):
+        os.dup2(end.fileno(), target)
+        end.close()
+    os.environ.clear()
+    os.environ.update(variables)
+    Path("/proc/self/comm").write_bytes(name.encode()[:_NAME_BYTES])
+    threading.Thread(target=_end_with_parent, name="leash", daemon=True).start()
+    sys.argv[:] = [module, *argv]
+    sys.exit(import_module(module).main(argv))
+
+
+def _end_with_parent() -> None:
+    """So a `kill -9` of the supervisor leaves no orphans."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

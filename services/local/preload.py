@@ -1,0 +1,25 @@
+"""Imported once by the fork server (forks.py), for all instances of a cluster on CPUs: what takes them seconds each.
+
+Nothing may start a thread meanwhile, for a fork would have it no more: numpy's products are told to stay in one.
+"""
+
+import gc
+import os
+from pathlib import Path
+
+from services.instance.settings import short_waits
+
+os.environ.update(short_waits(os.environ) | {"OPENBLAS_NUM_THREADS": "1"})
+
+import engine.model_loader
+import services.instance.process
+
+__all__ = ["engine", "is_fit_to_fork", "services"]
+
+
+def is_fit_to_fork() -> bool:
+    """Nothing but the main thread runs here."""
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+gc.freeze()  # what is here stays, in memory that the instances share
