@@ -1,6 +1,5 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -81,7 +80,7 @@ def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngin
 def _set_threads(settings: InstanceSettings) -> None:
     """Also for a process forked after torch had read its variables."""
     take_seat(settings)
-    count = str(settings.threads or os.environ.get("OMP_NUM_THREADS", ""))
+    count = str(settings.threads or environment().get("OMP_NUM_THREADS", ""))
     if count.isdecimal():
         torch.set_num_threads(int(count))
 

@@ -54,7 +54,12 @@ def test_no_pickle_anywhere() -> None:
 def test_nobody_but_settings_reads_the_environment() -> None:
     reads = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
     mains = {f"services/{role}/main.py" for role in ("prefill", "decode", "unified")}
-    allowed = {"services/common/configuration.py", *mains}  # a main also tells its device which card it may see
+    forking = {"services/local/launches.py", "services/local/preload.py"}  # they set a new process's
+    allowed = {
+        "services/common/configuration.py",
+        *forking,
+        *mains,
+    }  # a main also tells its device which card it may see
     found = {
         relative
         for p in source_files()
