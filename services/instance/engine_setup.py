@@ -10,6 +10,7 @@ from contracts.model_path import model_folder
 from engine import Engine, EngineConfig
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.kind import Kind, kind_of
+from services.common.configuration import environment
 from services.instance.seat import take_seat
 from services.instance.settings import InstanceSettings
 

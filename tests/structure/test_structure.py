@@ -53,6 +53,7 @@ def test_no_pickle_anywhere() -> None:
 
 def test_nobody_but_settings_reads_the_environment() -> None:
     reads = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
+    # A main also tells its device which card it may see.
     mains = {f"services/{role}/main.py" for role in ("prefill", "decode", "unified")}
     forking = {"services/local/launches.py", "services/local/preload.py"}  # they set a new process's
     allowed = {
