@@ -46,9 +46,11 @@ class HttpServer:
         self._server = _QuietServer(config)
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Returns when connections are accepted. Raises `ConfigurationError` when the address is not to be had."""
-        bound = bind_tcp(self.host, self.port)
+    async def start(self, *, shares_port: bool = False) -> None:
+        """Returns when connections are accepted. With `shares_port` other processes of this user may listen there too,
+        and the kernel deals connections out among them. Raises `ConfigurationError` when the address is not to be had.
+        """
+        bound = bind_tcp(self.host, self.port, shares_port=shares_port)
         self.port = bound.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name="http")
         ready = asyncio.create_task(self._server.ready.wait())
@@ -70,14 +72,18 @@ class HttpServer:
         await asyncio.wait({self._serving}, timeout=0.5)
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
-    """A listening-ready socket. Raises `ConfigurationError` that names the address."""
+def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool = True) -> socket.socket:
+    """A listening-ready socket; without `listens` one that only holds the port. Raises `ConfigurationError` that names
+    the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if shares_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((host, port))
-        bound.listen(2048)
+        if listens:
+            bound.listen(2048)
     except (OSError, OverflowError) as exc:
         bound.close()
         reason = getattr(exc, "strerror", None) or exc

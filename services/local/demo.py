@@ -66,7 +66,7 @@ class ServeProcess:
         """The router's URL, when all instances serve. Raises `NotStartedError`."""
         options = ["--port", "0", "--log-level", "warning"]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.local.leash", str(os.getpid()), "services.cli", "serve", *options),
+            *(sys.executable, "-m", "services.common.leash", str(os.getpid()), "services.cli", "serve", *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

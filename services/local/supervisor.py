@@ -13,11 +13,11 @@ import msgspec
 
 from services.common.errors import ConfigurationError, LocalError
 from services.common.lifecycle import EXIT_HOPELESS
+from services.common.restarts import Restarts
 from services.local.child import Child
 from services.local.console import Console
 from services.local.launches import Forks, Programs
 from services.local.plan import Process
-from services.local.restarts import Restarts
 
 ROUTER = "router"
 MODULE = "services.cli"

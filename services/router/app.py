@@ -35,11 +35,15 @@ from services.router.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
 from services.router.pooling.routes import pooling_endpoints
 from services.router.shell import Asgi, Shell
 from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_routes
+from services.router.workers.crew import Crew
 
 _SCHEMAS = "#/components/schemas/{model}"
 
 
-def create_app(frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None = None) -> Shell:
+def create_app(
+    frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None = None, crew: Crew | None = None
+) -> Shell:
+    """`crew`: the other processes behind this port."""
     direct: dict[str, Asgi] = {
         "/v1/chat/completions": ChatEndpoint(frontend),
         "/v1/completions": CompletionEndpoint(frontend),
@@ -54,7 +58,7 @@ def create_app(frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None 
     direct |= adapter_endpoints(frontend)
     direct["/invocations"] = InvocationsEndpoint(frontend, invocable)
     app = _Documented(title="Baton", version=VERSION)
-    app.include_router(system_routes(frontend))
+    app.include_router(system_routes(frontend, crew))
     for path, endpoint in direct.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     app.add_exception_handler(HTTPException, _http_error)

@@ -30,6 +30,7 @@ from services.router.cluster import Cluster
 from services.router.connections import ZeromqConnector
 from services.router.dispatch import Admission
 from services.router.errors import ModelFolderError
+from services.router.frontend import Frontend
 from services.router.job import FlightRules
 from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames
@@ -38,8 +39,11 @@ from services.router.placement import PlacementPolicy
 from services.router.retry_budget import RetryBudget
 from services.router.settings import RouterSettings
 from services.router.shell import Shell
+from services.router.system import own_figures, own_metrics
 from services.router.usage import UsageLedger
-from services.router.usage_redis import RedisUsageStore, UsageExchange
+from services.router.usage_redis import RedisUsageStore, UsageExchange, UsageStore
+from services.router.workers.crew import Crew, Worker
+from services.router.workers.supervisor import start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +62,21 @@ def main(argv: Sequence[str]) -> int:
         program=PROGRAM,
         description="Speaks the OpenAI API and places each request on the instances that answer it soonest.",
     )
+    prepare(settings)
+    start_all = start if settings.workers == 1 else start_workers
+    return run(lambda lifecycle: start_all(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
+
+
+def prepare(settings: RouterSettings) -> None:
+    """What concerns the process."""
     # A pool of threads for the tokenizer would only be woken: it gets one text at a time.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     configure_logs(level=settings.log_level, format=settings.log_format)
-    return run(lambda lifecycle: start(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
 
 
-async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
-    """Returns when requests are accepted. Raises `ModelFolderError` or `ConfigurationError`."""
+async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker | None = None) -> None:
+    """Returns when requests are accepted; `worker` where others share the port. Raises `ModelFolderError` or
+    `ConfigurationError`."""
     settings_of_models(settings)  # before anything is loaded
     keys = api_keys(settings)
     tracing = tracing_to(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
@@ -85,8 +96,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         tracing=tracing,
     )
     audit = AuditLog(settings.audit_log) if settings.audit_log else None
+    crew = crew_of(worker, models.frontends[0], admission.ledger)
     server = HttpServer(
-        with_cors(create_app(models.frontends[0], api_keys=keys, audit=audit), settings),
+        with_cors(create_app(models.frontends[0], api_keys=keys, audit=audit, crew=crew), settings),
         host=settings.host,
         port=settings.port,
         ssl_keyfile=settings.ssl_keyfile,
@@ -100,10 +112,13 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle) -> None:
         raise ConfigurationError(f"cannot host the registry at {settings.registry}: {exc.strerror}") from exc
     lifecycle.on_stop("ZeroMQ", connector.close)
     lifecycle.on_stop("connections to instances", cluster.close)
-    if (exchange := usage_exchange(settings, admission.ledger)) is not None:
+    if crew is not None:
+        await crew.start()
+        lifecycle.on_stop("answers to other workers", crew.close)
+    if (exchange := usage_exchange(settings, admission.ledger, crew)) is not None:
         exchange.start()
         lifecycle.on_stop("usage of keys", exchange.close)
-    await server.start()
+    await server.start(shares_port=worker is not None)
 
     async def stop_serving() -> None:
         await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=models.end_requests)
@@ -169,8 +184,20 @@ def api_keys(settings: RouterSettings) -> ApiKeys:
     return ApiKeys(settings.api_key, file=settings.api_key_file, defaults=defaults, clock=time.monotonic)
 
 
-def usage_exchange(settings: RouterSettings, ledger: UsageLedger) -> UsageExchange | None:
+def usage_exchange(settings: RouterSettings, ledger: UsageLedger, crew: Crew | None) -> UsageExchange | None:
     """None where no other router can share this registry."""
-    if settings.registry.startswith("memory:"):
+    store: UsageStore | None = crew
+    if not settings.registry.startswith("memory:"):
+        store = RedisUsageStore(settings.registry)
+    return None if store is None else UsageExchange(ledger, store, wall_clock=time.time)
+
+
+def crew_of(worker: Worker | None, frontend: Frontend, ledger: UsageLedger) -> Crew | None:
+    if worker is None:
         return None
-    return UsageExchange(ledger, RedisUsageStore(settings.registry), wall_clock=time.time)
+    return Crew(
+        worker,
+        figures=lambda: own_figures(frontend),
+        metrics=lambda: own_metrics(frontend),
+        usage=lambda: ledger.own(time.time()),
+    )

@@ -25,13 +25,17 @@ class RecentRequests:
         """`timeline` has ended; it is explained when somebody asks."""
         self._requests.appendleft((request_id, prompt_tokens, generated_tokens, timeline))
 
-    def all(self) -> Sequence[RecentRequest]:
+    def all(self) -> Sequence[tuple[float, RecentRequest]]:
+        """Each with the moment of its end."""
         return [
-            RecentRequest(
-                prompt_tokens=prompt_tokens,
-                generated_tokens=generated_tokens,
-                finish_reasons=[str(reason) for reason in timeline.finish_reasons],
-                baton=timeline.explain(request_id, timeline.ended_at or timeline.arrived_at),
+            (
+                timeline.ended_at or timeline.arrived_at,
+                RecentRequest(
+                    prompt_tokens=prompt_tokens,
+                    generated_tokens=generated_tokens,
+                    finish_reasons=[str(reason) for reason in timeline.finish_reasons],
+                    baton=timeline.explain(request_id, timeline.ended_at or timeline.arrived_at),
+                ),
             )
             for request_id, prompt_tokens, generated_tokens, timeline in self._requests
         ]

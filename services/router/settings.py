@@ -39,6 +39,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         "127.0.0.1"
     )
     port: Annotated[int, Meta(description="port to listen on", ge=0, le=65535)] = 8000
+    workers: Annotated[
+        int,
+        Meta(
+            description="processes that share the port, each a router of its own; limits of requests and tokens that "
+            "wait are divided among them",
+            ge=1,
+            le=256,
+            extra={"aliases": ["--api-server-count"]},
+        ),
+    ] = 1
     registry: Annotated[
         str,
         Meta(

@@ -1,5 +1,6 @@
 """Endpoints that need no model to run: what is served, how the cluster is, tokens and text."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,8 @@ from services.router.member import Member
 from services.router.openai_schema import DetokenizeRequest, TokenizeRequest
 from services.router.parsing import parse
 from services.router.responses import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from services.router.workers.crew import Crew
+from services.router.workers.figures import Figures, joined_metrics, newest_first
 
 _PAGE = Path(__file__).parent / "page" / "index.html"
 _PAGE_HEADERS = {
@@ -62,8 +65,23 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     instances: list[InstanceHealth]
 
 
-def health(frontend: Frontend) -> Health:
-    """Instances that are ready. `reason` is set when no request could be served."""
+def own_metrics(frontend: Frontend) -> str:
+    """As Prometheus reads them, of this process."""
+    return generate_latest(frontend.metrics.registry).decode()
+
+
+def own_figures(frontend: Frontend) -> Figures:
+    """Of this process."""
+    recent = [request for sibling in frontend.siblings for request in sibling.dispatcher.recent.all()]
+    return Figures(
+        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings),
+        recent=[(ended_at, msgspec.Raw(msgspec.json.encode(request))) for ended_at, request in recent],
+    )
+
+
+def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
+    """Instances that are ready. `reason` is set when no request could be served. `others` share the port."""
     cluster = frontend.cluster
     ready = [member for member in cluster.members() if member.state == "ready"]
     pools = {
@@ -79,8 +97,10 @@ def health(frontend: Frontend) -> Health:
         reason=reason,
         pools=pools,
         registry_connected=cluster.is_registry_connected(),
-        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
-        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings),
+        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings)
+        + sum(other.requests_in_flight for other in others),
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings)
+        + sum(other.generated_tokens for other in others),
         instances=[_instance_health(member) for member in ready],
     )
 
@@ -108,12 +128,15 @@ def _instance_health(member: Member) -> InstanceHealth:
     )
 
 
-def system_routes(frontend: Frontend) -> APIRouter:
+def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
     router = APIRouter()
+
+    async def siblings() -> list[Figures]:
+        return [] if crew is None else await crew.siblings()
 
     @router.get("/health", summary="200 when requests can be served, with pools, instances and links; else 503")
     async def get_health() -> Response:
-        found = health(frontend)
+        found = health(frontend, await siblings())
         return _json(found, status=200 if found.reason is None else 503)
 
     ping_summary = "The status of /health without its body"
@@ -129,7 +152,8 @@ def system_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(generate_latest(frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = own_metrics(frontend) if crew is None else joined_metrics(await crew.metrics())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/", summary="A page that shows the cluster and chats with it", include_in_schema=False)
     async def page() -> Response:
@@ -137,7 +161,7 @@ def system_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/recent", summary="Where the time of the last requests went, newest first")
     async def recent() -> Response:
-        return _json([request for sibling in frontend.siblings for request in sibling.dispatcher.recent.all()])
+        return _json(newest_first([own_figures(frontend), *await siblings()]))
 
     @router.get("/v1/models", summary="Names under which the model is served")
     async def models() -> Response:

@@ -131,7 +131,7 @@ def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_what_keeps_dying_is_given_up_with_its_last_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("services.local.restarts.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("services.common.restarts.FIRST_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
 
     async def body(stage: Stage) -> None:
@@ -147,7 +147,7 @@ def test_what_keeps_dying_is_given_up_with_its_last_lines(monkeypatch: pytest.Mo
 
 
 def test_one_of_many_is_given_up_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("services.local.restarts.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("services.common.restarts.FIRST_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
 
     async def body(stage: Stage) -> None:
@@ -184,7 +184,7 @@ def test_a_server_that_cannot_be_forked_is_done_without(monkeypatch: pytest.Monk
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        assert "services.local.leash" in about(stage.pid("prefill-0"), "cmdline")
+        assert "services.common.leash" in about(stage.pid("prefill-0"), "cmdline")
 
     if way == "forks":
         run(lambda: Stage(["ready"]), body)

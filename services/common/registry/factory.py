@@ -1,7 +1,9 @@
 """Chooses the registry's implementation by URL."""
 
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from contracts.messages import ToRegistry
 from services.common.cluster_key import ClusterKey
 from services.common.errors import ConfigurationError
 from services.common.registry.memory import MemoryRegistryClient, MemoryRegistryView
@@ -16,6 +18,11 @@ def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
     if urlsplit(url).scheme in _REDIS:
         return RedisRegistryClient(url)
     return MemoryRegistryClient(_zeromq_address(url), key=key)
+
+
+def hosted_registry(url: str, on_message: Callable[[ToRegistry], None], key: ClusterKey | None = None) -> RegistryView:
+    """The view of a `memory://` registry; `on_message` hears all that it is told. Raises `ConfigurationError`."""
+    return MemoryRegistryView(_zeromq_address(url), key=key, on_message=on_message)
 
 
 def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:

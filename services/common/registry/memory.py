@@ -27,10 +27,18 @@ _QUEUE_LENGTH = 10_000
 
 
 class MemoryRegistryView:
-    """Hosts the registry. Bind to port 0 and `url` is, after `start`, what instances are given."""
+    """Hosts the registry. Bind to port 0 and `url` is, after `start`, what instances are given. `on_message` hears
+    every message, once the view knows what it says."""
 
-    def __init__(self, address: str, *, key: ClusterKey | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: ClusterKey | None = None,
+        on_message: Callable[[ToRegistry], None] = lambda message: None,
+    ) -> None:
         self._address = address
+        self._on_message = on_message
         self._key = key
         self._table = RecordTable()
         self._decoder = Decoder[ToRegistry](ToRegistry)
@@ -83,6 +91,7 @@ class MemoryRegistryView:
             self._socket.send([frames[0], encode(Registered(generation))])
         except PeerUnreachable as exc:
             logger.info("a registration could not be answered: %s", exc)
+        self._on_message(message)
         if is_news:
             self._on_change()
 

@@ -1,4 +1,4 @@
-"""`python -m services.local.leash PID MODULE …` runs a module that cannot outlive process PID, which started it.
+"""`python -m services.common.leash PID MODULE …` runs a module that cannot outlive process PID, which started it.
 
 So a `kill -9` of the supervisor leaves no orphans (Linux's PR_SET_PDEATHSIG, set here and not between fork and exec,
 where other threads' locks may be held for ever).

@@ -1,0 +1,91 @@
+"""Several workers behind one port: what they tell each other, and their metrics as one answer."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.router.metrics import RouterMetrics
+from services.router.usage import DAY_S, MINUTE_S, Used, Window
+from services.router.workers.crew import Crew, Worker
+from services.router.workers.figures import Figures, joined_metrics, newest_first
+
+MINUTE, DAY = Window("alice", MINUTE_S, 7), Window("alice", DAY_S, 1)
+
+
+def exposition(*, errors: int, model: str = "m") -> str:
+    metrics = RouterMetrics(CollectorRegistry(), model)
+    for _ in range(errors):
+        metrics.error(429)
+    metrics.between_tokens(0.03)
+    return generate_latest(metrics.registry).decode()
+
+
+def test_metrics_of_workers_are_told_apart_and_add_up() -> None:
+    text = joined_metrics({0: exposition(errors=2), 1: exposition(errors=3)})
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    errors = {sample.labels["worker"]: sample.value for sample in families["baton:http_errors"].samples}
+    assert errors == {"0": 2.0, "1": 3.0}
+    tokens = families["vllm:time_per_output_token_seconds"]
+    assert tokens.type == "histogram"
+    assert sum(sample.value for sample in tokens.samples if sample.name.endswith("_count")) == 2.0
+    assert text.count("# TYPE baton:http_errors_total") == 1
+
+
+def test_a_sample_that_only_one_worker_has_stays_with_its_family() -> None:
+    text = joined_metrics({0: exposition(errors=0), 1: exposition(errors=1, model="other")})
+    lines = text.splitlines()
+    (sample,) = [line for line in lines if line.startswith("baton:http_errors_total{")]
+    assert lines[lines.index(sample) - 1] == "# TYPE baton:http_errors_total counter"
+    assert sample == 'baton:http_errors_total{worker="1",model_name="other",status="429"} 1.0'
+
+
+def test_a_sample_without_labels_gets_one() -> None:
+    assert (
+        joined_metrics({3: "# HELP a b\n# TYPE a gauge\na 1.0\n"}) == '# HELP a b\n# TYPE a gauge\na{worker="3"} 1.0\n'
+    )
+
+
+def test_the_last_requests_of_all_are_newest_first() -> None:
+    mine = Figures(
+        requests_in_flight=0, generated_tokens=0, recent=[(3.0, msgspec.Raw(b"3")), (1.0, msgspec.Raw(b"1"))]
+    )
+    other = Figures(requests_in_flight=0, generated_tokens=0, recent=[(2.0, msgspec.Raw(b"2"))])
+    assert [bytes(one) for one in newest_first([mine, other])] == [b"3", b"2", b"1"]
+
+
+class Told:
+    """One worker that tells what it is given."""
+
+    def __init__(self, index: int, folder: str) -> None:
+        self.used: list[Used] = []
+        self.crew = Crew(
+            Worker(index, 3, folder),
+            figures=lambda: Figures(requests_in_flight=index, generated_tokens=10, recent=[]),
+            metrics=lambda: exposition(errors=index),
+            usage=lambda: self.used,
+        )
+
+
+def test_workers_know_each_others_figures_and_count_limits_together() -> None:
+    async def run(folder: str) -> None:
+        first, second, third = (Told(index, folder) for index in range(3))
+        first.used = [Used(MINUTE, 1, 100), Used(DAY, 5, 500)]
+        second.used = [Used(MINUTE, 2, 20)]
+        third.used = [Used(MINUTE, 4, 40), Used(DAY, 4, 40)]
+        for told in (first, second):
+            await told.crew.start()
+        assert [figures.requests_in_flight for figures in await first.crew.siblings()] == [1]  # the third is not there
+        await third.crew.start()
+        assert sum(figures.requests_in_flight for figures in await first.crew.siblings()) == 3
+        assert list(await second.crew.metrics()) == [0, 1, 2]
+        assert await first.crew.exchange(first.used) == [Used(MINUTE, 6, 60), Used(DAY, 4, 40)]
+        for told in (first, second, third):
+            await told.crew.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(folder))
+        assert len(list(Path(folder).iterdir())) <= 3
