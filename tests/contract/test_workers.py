@@ -62,7 +62,7 @@ class Router:
         return {sample.labels["worker"]: sample.value for sample in family.samples}
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        return list(psutil.Process(self.process.pid).children())
 
     async def all_serve(self) -> bool:
         """Two workers that know all instances: a connection meets either."""
