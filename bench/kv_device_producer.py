@@ -139,7 +139,7 @@ async def _prefill(node: TransferNode, memory: DeviceMemory, order: Order) -> No
     for part in range(order.parts):
         await asyncio.to_thread(_compute, memory, order.seconds / CHUNKS / order.parts)
         if order.parts > 1:
-            node.publish_part(ticket.ticket, last, part)
+            node.publish_parts(ticket.ticket, last, range(part, part + 1))
     node.publish(ticket.ticket, last)
     node.finish(ticket.ticket, b"first tokens")
 
@@ -166,8 +166,7 @@ def _send_large(memory: DeviceMemory, backend: str) -> str:
     def send() -> None:
         pair: Any = meeting.join(60.0)
         for _ in range(12):
-            for wait in [pair.post([part], is_send=True) for _ in range(4)]:
-                wait()
+            pair.exchange_all([[part]] * 4, is_send=True)
 
     threading.Thread(target=send, daemon=True).start()
     return meeting.address.decode()

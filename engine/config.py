@@ -59,8 +59,9 @@ class EngineConfig:
     """Inputs that share a scale, in formats of four and six bits."""
     quantization_skip: tuple[str, ...] = ()
     """Modules that keep their dtype, by name or last part of it, such as `lm_head`."""
-    tail_parts: int = 1
-    """Groups of layers in which a prompt's last blocks are told of. A divisor of the layers is taken; 1: whole."""
+    tail_parts: int | None = None
+    """Groups of layers in which a prompt's last blocks are told of. A divisor of the layers is taken; 1: whole; None:
+    as the device's copies allow, and fewer for few blocks."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """`auto`: as the model computes."""
     enable_lora: bool = False

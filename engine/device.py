@@ -38,6 +38,8 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     max_num_pooled_tokens: int
     """Of a pass without KV cache, padding included."""
+    tail_parts: int
+    """Groups of layers in which a prompt's last blocks leave: 1 where copies take the time of the computation."""
 
 
 class DeviceGraph(Protocol):
@@ -85,8 +87,13 @@ def enter(device: torch.device) -> None:
 
 def defaults(device: torch.device) -> DeviceDefaults:
     if device.type == "cpu":
-        return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512, max_num_pooled_tokens=2048)
-    return DeviceDefaults(block_tokens=64, max_num_batched_tokens=2048, max_num_pooled_tokens=16384)
+        return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512, max_num_pooled_tokens=2048, tail_parts=1)
+    return DeviceDefaults(
+        block_tokens=64,
+        max_num_batched_tokens=2048,
+        max_num_pooled_tokens=16384,
+        tail_parts=8 if copies_beside_computing(device) else 1,
+    )
 
 
 def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | None) -> torch.dtype:
@@ -103,6 +110,11 @@ def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | No
 def is_host(device: torch.device) -> bool:
     """The device's memory is the host's: any process can map it."""
     return device.type == "cpu"
+
+
+def copies_beside_computing(device: torch.device) -> bool:
+    """The device has streams of its own, and events that tell how far one has come."""
+    return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -39,7 +39,7 @@ from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, Request, State
 from engine.setup import Setup
-from engine.tail import Tail, Tell, parts_of
+from engine.tail import Tail, Tell, plan_tail
 from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise
 
@@ -116,7 +116,8 @@ class Engine:
         self._imports = Imports(self._roster)
         self._pins: dict[RequestId, list[BlockName]] = {}
         self._travel = Travel(self._blocks)
-        self.tail_parts = 1 if self.kv.is_mirrored else parts_of(self.layout.num_layers, config.tail_parts)
+        self._tail_plan = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
+        self.tail_parts = self._tail_plan.parts
         self._tail: Tail | None = None
         self._ahead: _Launched | None = None
         self._last_finish = 0.0
@@ -126,7 +127,7 @@ class Engine:
         """`tell` hears of the last blocks of `prefill` requests in `tail_parts`, from another thread too; that they are
         whole is told by `step`. Before the first step."""
         if self.tail_parts > 1:
-            self._tail = Tail(self.layout.num_layers, self.tail_parts, self._device, tell)
+            self._tail = Tail(self.layout, self._tail_plan, self._device, tell)
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
@@ -230,8 +231,7 @@ class Engine:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
         plan = self._schedule(now)
-        tails = self._scheduler.tails(plan) if self._tail is not None else []
-        after_layer = self._tail.follow(tails) if self._tail is not None and tails else None
+        after_layer = self._tail.follow(self._scheduler.tails(plan)) if self._tail is not None else None
         try:
             launched = _Launched(plan, self._runner.start(plan, after_layer=after_layer), now)
         except torch.OutOfMemoryError:

@@ -56,9 +56,9 @@ class CompletedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CompletedPart:
-    """Part `part` of these blocks, a group of their layers, is computed, before the whole step is."""
+    """These parts of these blocks, groups of their layers, are computed, before the whole step is."""
 
-    part: int
+    parts: range
     blocks: list[CompletedBlocks]
 
 

@@ -153,7 +153,7 @@ class ConsumerSide:
             self._apply(fetching, fetching.session.link_failed(Fault.REFUSED, reason))
             return
         fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
-        fetching.block_bytes, fetching.parts = link.block_bytes, link.parts
+        fetching.block_bytes = link.block_bytes
         fetching.stop = StopFlag()
         steps = fetching.session.linked(
             transport.name, pulls=transport.pulls, now=self._context.clock(), parts=link.parts
@@ -267,12 +267,13 @@ class ConsumerSide:
         """Inline if it is little, else in a thread, or as the bytes come in."""
         context, link, inlet = self._context, fetching.link, fetching.inlet
         assert link is not None and inlet is not None
-        block_bytes = fetching.block_bytes
-        num_bytes = len(message.pieces) * block_bytes
-        link.meter.announced(len(placements) * block_bytes, context.clock())
-        report, assembly = partial(self._reported, fetching, link), Assembly(inlet, placements, block_bytes)
+        size = fetching.block_bytes // message.parts
+        num_bytes = len(message.pieces) * size
+        link.meter.announced(len(placements) * size, context.clock())
+        report, assembly = partial(self._reported, fetching, link, size), Assembly(inlet, placements, size)
         if message.epoch:
-            self._expect(link, message, StreamLanding(assembly, fetching.stop, num_bytes, context.workers, report))
+            landing = StreamLanding(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
+            self._expect(link, message, landing)
             return
         if fetching.is_buffered and not frames:
             link.receipts[message.parcel] = Receipt(
@@ -283,12 +284,12 @@ class ConsumerSide:
         buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
         job = CopyJob(inlet, placements, buffers, fetching.stop)
         credit, parcel = sum(len(frame) for frame in frames), message.parcel if inlet.stages else 0
-        if len(placements) * block_bytes <= context.settings.inline_bytes and not inlet.stages:
-            self._reported(fetching, link, job.run(), credit)
+        if len(placements) * size <= context.settings.inline_bytes and not inlet.stages:
+            report(job.run(), credit)
             return
 
         def run() -> None:
-            context.workers.post(partial(self._reported, fetching, link, job.run(), credit, parcel))
+            context.workers.post(partial(report, job.run(), credit, parcel))
 
         context.workers.submit(run)
 
@@ -301,37 +302,44 @@ class ConsumerSide:
 
     def _pass_over(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
         """Nobody wants these blocks (any more), but their bytes must be taken out of the way."""
-        _credit(link, frames)
+        link.credit(sum(len(frame) for frame in frames))
         if not message.epoch and not frames:
             link.send(Got(0, message.parcel))
         if message.epoch and (inlet := link.inlet) is not None:
-            num_bytes = len(message.pieces) * link.block_bytes
-            assembly = Assembly(inlet, [], link.block_bytes)
-            landing = StreamLanding(assembly, StopFlag(), num_bytes, self._context.workers, partial(_give_credit, link))
+            size, parts = link.block_bytes // message.parts, message.parts
+            assembly, num_bytes, report = (
+                Assembly(inlet, [], size),
+                len(message.pieces) * size,
+                lambda _, credit: link.credit(credit),
+            )
+            landing = StreamLanding(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
             self._expect(link, message, landing)
 
     def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
         receipt = link.receipts.get(message.parcel)
         if receipt is None:
-            _credit(link, frames)
+            link.credit(sum(len(frame) for frame in frames))
         elif receipt.feed([frame.buffer for frame in frames]):
             del link.receipts[message.parcel]
 
     def _reported(
-        self, fetching: Fetching, link: ConsumerLink, result: CopyResult, credit: int, parcel: int = 0
+        self, fetching: Fetching, link: ConsumerLink, size: int, result: CopyResult, credit: int, parcel: int = 0
     ) -> None:
-        if credit or parcel:
+        """`size`: of each placement."""
+        if parcel:
             link.send(Got(credit, parcel))
+        elif credit:
+            link.credit(credit)
         ended = len(result.copied) + len(result.damaged) + len(result.abandoned)
         if ended:
-            link.meter.delivered(ended * fetching.block_bytes, self._context.clock())
-        self._copied(fetching, result)
+            link.meter.delivered(ended * size, self._context.clock())
+        self._copied(fetching, size, result)
 
-    def _copied(self, fetching: Fetching, result: CopyResult) -> None:
+    def _copied(self, fetching: Fetching, size: int, result: CopyResult) -> None:
         context, session = self._context, fetching.session
         peer, transport, now = fetching.ticket.source, session.transport, context.clock()
         if result.copied:
-            num_bytes = len(result.copied) * fetching.block_bytes
+            num_bytes = len(result.copied) * size
             context.observer.moved(peer=peer, transport=transport, direction="received", num_bytes=num_bytes)
             self._apply(fetching, session.copied(result.copied, now))
         if result.damaged:
@@ -350,7 +358,7 @@ class ConsumerSide:
             transport=session.transport,
             seconds=now - fetching.began,
             exposed_s=min(max(now - finished_at, 0.0), now - fetching.began),
-            num_bytes=len(session.received) * fetching.parts * fetching.block_bytes,
+            num_bytes=len(session.received) * fetching.block_bytes,
             num_blocks=len(session.received),
             names=fetching.received,
         )
@@ -384,12 +392,3 @@ async def _settled(future: "asyncio.Future[FetchResult]") -> None:
             continue
     if not future.cancelled():
         future.exception()
-
-
-def _give_credit(link: ConsumerLink, result: CopyResult, credit: int) -> None:
-    link.send(Got(credit))
-
-
-def _credit(link: ConsumerLink, frames: Sequence[zmq.Frame]) -> None:
-    if frames:
-        link.send(Got(sum(len(frame) for frame in frames)))

@@ -22,6 +22,7 @@ from kvtransfer.frames import (
     Attached,
     Detach,
     Detached,
+    Got,
     Hello,
     Join,
     Offer,
@@ -36,7 +37,6 @@ from kvtransfer.frames import (
 )
 from kvtransfer.ladder import Ladder, Rung
 from kvtransfer.liveness import ProcessWatch, watch_process
-from kvtransfer.memory import Parts
 from kvtransfer.meter import Meter
 from kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
 from kvtransfer.transports.port import Converter, Inlet, Stream, Target, Transport
@@ -67,7 +67,7 @@ class ConsumerLink:
         """The producer's, once it has said so."""
         self.parts = 1
         self.block_bytes = 0
-        """Of a block, or one of its `parts`, as it travels by `transport`."""
+        """Of a whole block as it travels by `transport`."""
         self.transport: Transport | None = None
         self.inlet: Inlet | None = None
         self.ladder: Ladder | None = None
@@ -82,6 +82,7 @@ class ConsumerLink:
         self._only = only
         self._rung: Rung | None = None
         self._epoch = 0
+        self._credit = 0
         self._probing: asyncio.Future[Probing] | None = None
         self._answers: dict[int, asyncio.Future[Attached]] = {}
         self._welcome: asyncio.Future[Welcome] = context.loop.create_future()
@@ -180,6 +181,12 @@ class ConsumerLink:
             logger.info("%s connection lost on send: %s", self.address, exc)
             self._context.loop.call_soon(self.lose, "connection lost")
 
+    def credit(self, num_bytes: int) -> None:
+        """Tell the producer, once for all that this turn of the loop has taken out of the connection."""
+        if num_bytes and not self._credit:
+            self._context.loop.call_soon(self._give_credit)
+        self._credit += num_bytes
+
     def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
         """The connection is of no use any more; `on_lost` is told once."""
         if not self.is_up:
@@ -274,20 +281,24 @@ class ConsumerLink:
         if not self.is_up:
             inlet.close()
             raise PeerLost(f"{self.address}: connection lost")
-        self.block_bytes = wire.block_bytes // self.parts
+        self.block_bytes = wire.block_bytes
         return inlet
 
     def _target(self, wire: KVLayout) -> Target:
         context = self._context
         if self.layout != context.layout:
             return Target(context.memory, _converter(context, wire))
-        return Target(context.memory if self.parts == 1 else Parts(context.memory, self.parts))
+        return Target(context.memory)
+
+    def _give_credit(self) -> None:
+        num_bytes, self._credit = self._credit, 0
+        self.send(Got(num_bytes))
 
     def _difference(self) -> str:
         source, sink = self.layout, self._context.layout
         if source == sink:
             by = f", by {len(self._joined) + 1} connections" if self._joined else ""
-            return f"{by}, each block in {self.parts} parts" if self.parts > 1 else by
+            return f"{by}, tails in {self.parts} parts" if self.parts > 1 else by
         ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
         return f", converting {ends[0]} to {ends[1]}"
 

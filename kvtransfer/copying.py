@@ -183,7 +183,10 @@ class Assembly:
 class StreamLanding:
     """`transports.port.Landing`: a parcel that a transport's own thread takes out of its stream."""
 
-    def __init__(self, assembly: Assembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report) -> None:
+    def __init__(
+        self, assembly: Assembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report, *, parts: int
+    ) -> None:
+        self.parts = parts
         self._assembly = assembly
         self._stop = stop
         self._num_bytes = num_bytes

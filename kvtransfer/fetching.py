@@ -78,9 +78,8 @@ class Fetching:
         self.inlet: Inlet | None = None
         """Of this attempt: the connection may have changed to another transport since."""
         self.is_buffered = False
-        self.parts = 1
         self.block_bytes = 0
-        """Of a block, or one of its `parts`, as it travels in this attempt."""
+        """Of a whole block as it travels in this attempt."""
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False

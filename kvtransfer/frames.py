@@ -15,7 +15,7 @@ from contracts.wire import Decoder
 from kvtransfer.ladder import ProbeOutcome, Rung
 from kvtransfer.settings import MAX_CONNECTIONS
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BLOCKS = 65_536
 MAX_PAYLOAD_BYTES = 256 * 1024
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
@@ -28,6 +28,7 @@ GenerationField = Annotated[Generation, Meta(ge=0, le=2**53)]
 Name = Annotated[BlockName, Meta(min_length=16, max_length=16)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Checksum = Annotated[int, Meta(ge=0)]
+PartCount = Annotated[int, Meta(ge=1, le=4096)]
 Connections = Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
 
 FailCode = Literal["failed", "cancelled", "unknown", "busy", "wrong_peer", "expired", "closed"]
@@ -88,13 +89,13 @@ class Detach(msgspec.Struct, frozen=True, tag="detach"):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """The producer's layout need not be the consumer's, if blocks can be converted.
 
-    Each block travels as `parts` equal ones: what is said of blocks by number below is said of these.
+    A block can travel as `parts` equal ones: what `Done` and `Again` say of blocks by number is said of these.
     """
 
     instance: InstanceField
     generation: GenerationField
     layout: KVLayout
-    parts: Annotated[int, Meta(ge=1, le=4096)] = 1
+    parts: PartCount = 1
     host: Host
     num_blocks: Natural
     transports: Annotated[list[Id], Meta(max_length=16)]
@@ -150,9 +151,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a block: its number in the fetch, its number in the producer's memory, xxh3_64 of its bytes.
+    """A block, or a part of one: its number in the fetch, its number in the producer's memory, xxh3_64 of its bytes.
 
-    Part `p` of the block that `Fetch.names` has at `i` is number `i * parts + p`; in memory likewise.
+    Part `p` of the block that `Fetch.names` has at `i` is number `i * parts + p`, with the message's `parts`; in memory
+    likewise.
     """
 
     index: Natural
@@ -161,7 +163,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
-    """These blocks exist and do not move until the consumer lets go.
+    """These blocks (`parts` is 1) or parts of blocks exist and do not move until the consumer lets go.
 
     A transport that sends bytes here sends them in order: as frames behind this message if they are few, else behind
     `Bytes` messages that name the `parcel`, on the same connection. With `epoch` they come over the pair of that
@@ -174,6 +176,8 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_BLOCKS)]
     parcel: Natural = 0
     epoch: Natural = 0
+    parts: PartCount = 1
+    """Each piece is one of so many of its block: 1, or as `Welcome` says."""
 
 
 class Bytes(msgspec.Struct, frozen=True, tag="bytes"):

@@ -56,7 +56,7 @@ class Versioned(Protocol):
 
 
 class Parts:
-    """Each block as `count` neighbours, which travel one by one: part `p` of block `b` is number `b * count + p`.
+    """Each block as `count` neighbours, which can travel one by one: part `p` of block `b` is number `b * count + p`.
 
     `DeviceMemory` if `memory` is; nobody counts versions where `memory` does not.
     """
@@ -87,6 +87,10 @@ class Parts:
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
         events: Sequence[Any] = self._memory.ready_after({block // self._count for block in blocks})
         return events
+
+
+def parts_of(memory: BlockMemory, count: int) -> BlockMemory:
+    return memory if count == 1 else Parts(memory, count)
 
 
 class HostMemory:

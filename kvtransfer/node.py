@@ -148,11 +148,11 @@ class TransferNode:
         """These blocks are computed and will not move or change until `released` returns."""
         self._producing.publish(ticket, blocks)
 
-    def publish_part(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], part: int) -> None:
-        """As `publish`, for one of the `settings.parts` of each block; the block is whole with `publish` alone."""
-        if not 0 <= part < self._settings.parts:
-            raise LocalTransferError(f"part {part} is not one of {self._settings.parts}")
-        self._producing.publish_part(ticket, blocks, part)
+    def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None:
+        """As `publish`, for these of the `settings.parts` of each block; the block is whole with `publish` alone."""
+        if not 0 <= parts.start < parts.stop <= self._settings.parts:
+            raise LocalTransferError(f"parts {parts.start} to {parts.stop - 1} are not all of {self._settings.parts}")
+        self._producing.publish_parts(ticket, blocks, parts)
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
         """Nothing more will be published. `payload` (up to 256 KiB) is handed to the consumer."""

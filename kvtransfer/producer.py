@@ -116,10 +116,10 @@ class ProducerSide:
         if handoff is not None:
             self._apply(handoff, handoff.session.publish(blocks))
 
-    def publish_part(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], part: int) -> None:
+    def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None:
         handoff = self._find(ticket)
         if handoff is not None:
-            self._apply(handoff, handoff.session.publish_part(blocks, part))
+            self._apply(handoff, handoff.session.publish_parts(blocks, parts))
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -323,7 +323,7 @@ class ProducerSide:
                         link.send(step.message)
                 case Serve():
                     if link is not None and link.is_up:
-                        parcel = Parcel(ticket, step.attempt, list(step.blocks))
+                        parcel = Parcel(ticket, step.attempt, list(step.blocks), step.parts)
                         handoff.served_bytes += link.serve(handoff.transport, parcel)
                 case Drain():
                     for other in self._links.values():

@@ -33,9 +33,8 @@ from kvtransfer.frames import (
     peer_of,
 )
 from kvtransfer.liveness import watch_process
-from kvtransfer.memory import Parts
 from kvtransfer.sockets import LoopSocket
-from kvtransfer.transports.port import Buffer, Outlet, Prepared, Wish
+from kvtransfer.transports.port import Buffer, Chosen, Outlet, Prepared, Wish
 from kvtransfer.window import Parcel, SendQueue, is_checked
 
 logger = logging.getLogger(__name__)
@@ -50,12 +49,13 @@ class Way:
         self.epoch = epoch
         self.outlet = outlet
         self.block_bytes = block_bytes
-        """Of a block as it travels."""
+        """Of a whole block as it travels."""
         self.queue = SendQueue(
             block_bytes=block_bytes,
             batch_bytes=outlet.batch_bytes,
             window_bytes=outlet.window_bytes,
             taper_bytes=outlet.taper_bytes,
+            in_blocks=outlet.stages,
         )
         self.is_stream = is_stream
         self.parcels: dict[int, Prepared] = {}
@@ -87,7 +87,6 @@ class ProducerLink:
         self._socket = socket
         self._on_lost = on_lost
         self.hello = hello
-        self._memory = context.memory if self.parts == 1 else Parts(context.memory, self.parts)
         self._ways: dict[str, Way] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
@@ -128,9 +127,9 @@ class ProducerLink:
         way = self._ways.get(transport)
         if way is None:  # it broke, and the consumer has been told
             return 0
-        way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks)
+        way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks, parcel.parts)
         self._pump(transport)
-        return len(parcel.blocks) * way.block_bytes
+        return len(parcel.blocks) * way.block_bytes // parcel.parts
 
     def drop(self, ticket: TicketId) -> None:
         for way in self._ways.values():
@@ -144,7 +143,7 @@ class ProducerLink:
             prepared = way.parcels.pop(message.parcel, None)
             if prepared is not None:
                 way.outlet.taken(prepared)
-                num_bytes = len(prepared.sources) * way.block_bytes
+                num_bytes = way.queue.room_of(len(prepared.sources), prepared.parts)
             if way.queue.travelling_bytes and num_bytes:
                 way.queue.credit(num_bytes)
                 self._pump(name)
@@ -176,7 +175,7 @@ class ProducerLink:
         reason = f"no transport {name} here"
         if carrier is not None:
             wire = wire_layout(context.layout, self.hello.layout, narrows=carrier.narrows)
-            wish = Wish(self.hello, epoch, message.dialects, self._memory, context.layout, wire, context.sums)
+            wish = Wish(self.hello, epoch, message.dialects, context.memory, context.layout, wire, context.sums)
             try:
                 outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
@@ -185,7 +184,7 @@ class ProducerLink:
                 logger.exception("transport %s cannot be offered", name)
                 reason = f"{type(exc).__name__}: {exc}"
             else:
-                self._ways[name] = Way(epoch, outlet, wire.block_bytes // self.parts, is_stream=carrier.streams)
+                self._ways[name] = Way(epoch, outlet, wire.block_bytes, is_stream=carrier.streams)
                 self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
                 return
         self.send(Attached(transport=name, epoch=epoch, reason=reason))
@@ -213,18 +212,18 @@ class ProducerLink:
 
     def _prepare(self, transport: str, parcel: Parcel) -> None:
         """Staging and checksums first: inline when that is quicker than waking a thread."""
-        context, way = self._context, self._ways[transport]
-        blocks = [block for _, block in parcel.blocks]
-        checked = [is_checked(context.settings.checksum, index, self.parts) for index, _ in parcel.blocks]
-        is_little = len(blocks) * way.block_bytes <= context.settings.inline_bytes or way.outlet.knows(blocks, checked)
-        if is_little and not way.outlet.may_wait:
-            self._push(way, parcel, way.outlet.prepare(blocks, checked))
+        context, way, parts = self._context, self._ways[transport], parcel.parts
+        checked = [is_checked(context.settings.checksum, index, parts) for index, _ in parcel.blocks]
+        chosen = Chosen([block for _, block in parcel.blocks], checked, parts)
+        num_bytes = len(parcel.blocks) * way.block_bytes // parts
+        if way.outlet.is_quick(chosen, is_little=num_bytes <= context.settings.inline_bytes):
+            self._push(way, parcel, way.outlet.prepare(chosen))
             return
         self._hashing[parcel.ticket] += 1
 
         def job() -> None:
             try:
-                prepared = way.outlet.prepare(blocks, checked)
+                prepared = way.outlet.prepare(chosen)
             except Exception as exc:
                 logger.exception("peer=%s transport %s cannot be fed", self.peer[0], transport)
                 context.workers.post(partial(self._broke, transport, way.epoch, f"{type(exc).__name__}: {exc}"))
@@ -248,7 +247,7 @@ class ProducerLink:
         whole = zip(parcel.blocks, prepared.sources, prepared.checksums, strict=True)
         pieces = [Piece(index, source, checksum) for (index, _), source, checksum in whole]
         epoch = way.epoch if way.is_stream else 0
-        announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch)
+        announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch, parcel.parts)
         if way.outlet.stages:
             way.parcels[self._num_parcels] = prepared
         way.outlet.send(pieces, prepared, partial(self._announce, announcement))
@@ -283,7 +282,7 @@ def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
         layout=context.layout,
         parts=link.parts,
         host=context.host,
-        num_blocks=context.memory.num_blocks * link.parts,
+        num_blocks=context.memory.num_blocks,
         transports=[name for name, t in context.transports.items() if name in hello.transports and t.serves(hello)],
         connections=link.connections,
         secret=link.secret if link.connections > 1 else b"",

@@ -81,7 +81,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_batch_bytes: Annotated[
         int, Meta(ge=1, description="as batch_bytes, of a device's blocks; half of it where a message is staged")
     ] = 128 << 20
-    device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 512 << 20
+    device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 1 << 30
     ring_bytes: Annotated[int, Meta(ge=1, description="pinned memory of one connection between devices")] = 256 << 20
     inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20
     copy_threads: Count = 2

@@ -1,6 +1,7 @@
 """What a producer has still to send on one connection: fair between tickets, bounded by a window of bytes. No I/O."""
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contracts.identity import TicketId
@@ -13,38 +14,51 @@ SAMPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Blocks of one ticket that travel in one message: (index among the wanted, block)."""
+    """Blocks of one ticket that travel in one message, or one of `parts` of each: (index among the wanted, block)."""
 
     ticket: TicketId
     attempt: int
     blocks: list[tuple[int, int]]
+    parts: int = 1
 
 
 class SendQueue:
     """`window_bytes` None: the transport does not buffer, nothing is held back."""
 
     def __init__(
-        self, *, block_bytes: int, batch_bytes: int, window_bytes: int | None, taper_bytes: int | None = None
+        self,
+        *,
+        block_bytes: int,
+        batch_bytes: int,
+        window_bytes: int | None,
+        taper_bytes: int | None = None,
+        in_blocks: bool = False,
     ) -> None:
-        """`taper_bytes`: parcels begin and end that small, where a stage waits for the first and the last of them."""
+        """`taper_bytes`: parcels begin and end that small, where a stage waits for the first and the last of them.
+        `in_blocks`: a parcel of parts takes room for whole blocks."""
         self._block_bytes = block_bytes
-        self._batch = min(max(batch_bytes // block_bytes, 1), MAX_PIECES)
-        self._taper = self._batch if taper_bytes is None else min(max(taper_bytes // block_bytes, 1), self._batch)
+        self._batch_bytes = batch_bytes
+        self._taper_bytes = taper_bytes
         self._window = window_bytes
+        self._in_blocks = in_blocks
         self._travelling = 0
-        self._tickets: OrderedDict[TicketId, deque[tuple[int, int, int]]] = OrderedDict()
+        self._tickets: OrderedDict[TicketId, deque[tuple[int, int, int, int]]] = OrderedDict()
 
     @property
     def travelling_bytes(self) -> int:
         return self._travelling
 
-    def add(self, ticket: TicketId, attempt: int, blocks: list[tuple[int, int]]) -> None:
+    def add(self, ticket: TicketId, attempt: int, blocks: Sequence[tuple[int, int]], parts: int = 1) -> None:
         queue = self._tickets.setdefault(ticket, deque())
-        queue.extend((attempt, index, block) for index, block in blocks)
+        queue.extend((attempt, parts, index, block) for index, block in blocks)
 
     def drop(self, ticket: TicketId) -> None:
         """Forget what has not been taken yet."""
         self._tickets.pop(ticket, None)
+
+    def room_of(self, count: int, parts: int) -> int:
+        """Bytes of the window that so many blocks, or parts of blocks, take."""
+        return (-(-count // parts) * parts if self._in_blocks else count) * self._block_bytes // parts
 
     def credit(self, num_bytes: int) -> None:
         self._travelling = max(self._travelling - num_bytes, 0)
@@ -54,36 +68,40 @@ class SendQueue:
         if not self._tickets:
             return None
         ticket, queue = next(iter(self._tickets.items()))
-        room = self._tapered(len(queue))
-        if self._window is not None and self._travelling:
-            fitting = (self._window - self._travelling) // self._block_bytes
-            if fitting < min(room, (self._batch + 1) // 2):
-                return None  # a small parcel now would cost as much as a full one a moment later
-            room = min(room, fitting)
-        elif self._window is not None:
-            room = min(room, max(self._window // self._block_bytes, 1))
-        attempt = queue[0][0]
+        attempt, parts = queue[0][:2]
+        room = self._room(len(queue), parts)
+        if not room:
+            return None
         blocks: list[tuple[int, int]] = []
-        while queue and queue[0][0] == attempt and len(blocks) < room:
-            _, index, block = queue.popleft()
+        while queue and queue[0][:2] == (attempt, parts) and len(blocks) < room:
+            _, _, index, block = queue.popleft()
             blocks.append((index, block))
         if queue:
             self._tickets.move_to_end(ticket)
         else:
             del self._tickets[ticket]
         if self._window is not None:
-            self._travelling += len(blocks) * self._block_bytes
-        return Parcel(ticket, attempt, blocks)
+            self._travelling += self.room_of(len(blocks), parts)
+        return Parcel(ticket, attempt, blocks, parts)
 
-    def _tapered(self, waiting: int) -> int:
-        """Blocks of the next parcel: few while nothing travels, then no more than half of what waits."""
-        if self._window is not None and not self._travelling:
-            return self._taper
-        return min(self._batch, max(waiting // 2, self._taper))
+    def _room(self, waiting: int, parts: int) -> int:
+        """Blocks, or parts of blocks, of the next parcel: few while nothing travels, then no more than half of what
+        waits. 0: a small parcel now would cost as much as a full one a moment later."""
+        size, window = self._block_bytes // parts, self._window
+        batch = min(max(self._batch_bytes // size, 1), MAX_PIECES)
+        taper = batch if self._taper_bytes is None else min(max(self._taper_bytes // size, 1), batch)
+        if window is None:
+            return min(batch, max(waiting // 2, taper))
+        if not self._travelling:
+            return min(taper, max(window // size, 1))
+        room, fitting = min(batch, max(waiting // 2, taper)), (window - self._travelling) // size
+        if self._in_blocks:
+            fitting -= fitting % parts
+        return min(room, fitting) if fitting >= min(room, (batch + 1) // 2) else 0
 
 
 def is_checked(mode: ChecksumMode, index: int, parts: int) -> bool:
-    """Does this piece carry a checksum? `index` is its number in the fetch (`frames.Piece`).
+    """Does this piece, one of `parts` of its block, carry a checksum? `index` is its number in the fetch.
 
     A sample takes turns: the part that is checked moves on from block to block, so that none is left out for good.
     """

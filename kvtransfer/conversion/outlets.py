@@ -1,9 +1,5 @@
 """Blocks that leave in a smaller dtype than the one they lie in: the consumer would round them anyway."""
 
-from collections.abc import Sequence
-
-from xxhash import xxh3_64_intdigest
-
 from contracts.layout import KVLayout
 from kvtransfer.conversion.inlets import as_tensors
 from kvtransfer.conversion.tensors import recoded
@@ -11,8 +7,8 @@ from kvtransfer.frames import Offer
 from kvtransfer.memory import BlockMemory
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.devicecopy import HostArea
-from kvtransfer.transports.port import Prepared
-from kvtransfer.transports.staged import StagedFrames, pinned
+from kvtransfer.transports.port import Chosen, Prepared
+from kvtransfer.transports.staged import StagedFrames, hashed, pinned
 
 
 class NarrowingOutlet(StagedFrames):
@@ -23,8 +19,9 @@ class NarrowingOutlet(StagedFrames):
         self._blocks = as_tensors(memory)
         self._layout, self._wire = layout, wire
 
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        source, size = self._blocks, self._wire.block_bytes
+    def prepare(self, chosen: Chosen) -> Prepared:
+        """Blocks that are converted travel whole."""
+        source, size, blocks = self._blocks, self._wire.block_bytes, chosen.blocks
         source.check(blocks)
         view = pinned(len(blocks) * size, source.device)
         area = HostArea(view, size, source.device, is_pinned=True)
@@ -34,5 +31,4 @@ class NarrowingOutlet(StagedFrames):
                 area.fill(place, recoded(source.tensor[block : block + 1], self._layout, self._wire), source)
         source.wait()
         views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
-        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
-        return Prepared(blocks, sums, [view])
+        return Prepared(blocks, hashed(views, chosen.checked), [view])

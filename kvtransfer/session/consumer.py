@@ -43,10 +43,16 @@ class Link(NamedTuple):
     parts: int
 
 
+class Copying(NamedTuple):
+    attempt: int
+    num_parts: int
+
+
 class ConsumerSession:
     """`wanted` pairs each block's name with its place in this node's memory.
 
-    Where a connection carries blocks in parts, placements are of parts, and a block counts when all of its are here.
+    Where a connection carries blocks in parts, placements are of blocks or of parts, and a block counts when all of its
+    are here.
     An attempt begins with whole blocks: parts of the one before are fetched again.
     """
 
@@ -75,7 +81,10 @@ class ConsumerSession:
         """Their parts."""
         self._parts = 1
         self._requested: list[int] = []
-        self._copying: dict[int, int] = {}
+        self._copying: dict[int, Copying] = {}
+        """By the first part of each placement."""
+        self._under_way: set[int] = set()
+        """All of their parts."""
         self._arrived_now = 0
         self._mismatches = 0
         self._done: Done | None = None
@@ -133,10 +142,10 @@ class ConsumerSession:
 
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
         """These placements are complete and verified."""
-        self._take(indexes)
+        _, parts = self._take(indexes)
         if self._link is not None and self._link.pulls and now > self._lease_until:
             return self._outdated(now)
-        fresh = [index for index in indexes if index in self._missing]
+        fresh = [part for part in parts if part in self._missing]
         self._missing.difference_update(fresh)
         self._arrived_now += len(fresh)
         names = self._whole(fresh)
@@ -146,7 +155,7 @@ class ConsumerSession:
 
     def damaged(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
         """The bytes of these placements do not match their checksums."""
-        attempts = self._take(indexes)
+        attempts, parts = self._take(indexes)
         self._mismatches += len(indexes)
         if self.state not in (State.STREAMING, State.DRAINING) or attempts != {self.attempt}:
             return self._after_copies(now)
@@ -154,12 +163,12 @@ class ConsumerSession:
             self._mismatches = 0
             return self._retry("bytes did not match their checksum", now, demote=self.transport)
         place = {index: position for position, index in enumerate(self._requested)}
-        again = [place[index // self._parts] * self._parts + index % self._parts for index in indexes]
+        again = [place[part // self._parts] * self._parts + part % self._parts for part in parts]
         return [Ask(Again(self.ticket.ticket, self.attempt, again))]
 
     def abandoned(self, indexes: Sequence[int], now: float, reason: str = "") -> list[ConsumerStep]:
         """These placements were not made: stopped, or (with `reason`) the transport failed."""
-        attempts = self._take(indexes)
+        attempts, _ = self._take(indexes)
         if reason and self.state in (State.STREAMING, State.DRAINING) and attempts == {self.attempt}:
             return self._retry(reason, now, demote=self.transport)
         return self._after_copies(now)
@@ -195,6 +204,7 @@ class ConsumerSession:
     def check_invariants(self) -> None:
         assert not self._lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
         assert {part // self._parts for part in self._missing} == self._lacking
+        assert self._under_way == {i + n for i, c in self._copying.items() for n in range(c.num_parts)}
         if self.state is State.ENDED:
             assert not self._copying
             assert self._end is not None or self._done is not None
@@ -236,17 +246,28 @@ class ConsumerSession:
         ]
 
     def _place(self, message: Blocks) -> list[ConsumerStep]:
-        placements: list[Placement] = []
+        parts, placements = message.parts, list[Placement]()
+        if parts not in (1, self._parts):
+            return self._fail(Fault.SOURCE_FAILED, f"it sends {parts} parts of a block, not {self._parts}")
+        each = self._parts // parts
         for position, piece in enumerate(message.pieces):
-            number, part = divmod(piece.index, self._parts)
+            number, part = divmod(piece.index, parts)
             if number >= len(self._requested):
                 return self._fail(Fault.SOURCE_FAILED, f"block {number} was never asked for")
-            index = self._requested[number] * self._parts + part
-            if index in self._missing and index not in self._copying:
-                self._copying[index] = self.attempt
-                place = self._wanted[self._requested[number]][1] * self._parts + part
-                placements.append(Placement(index, position, piece.source, place, piece.checksum))
+            first = self._requested[number] * self._parts + part
+            if self._is_free(first, each):
+                self._copying[first] = Copying(self.attempt, each)
+                self._under_way.update(range(first, first + each))
+                place = self._wanted[self._requested[number]][1] * parts + part
+                placements.append(Placement(first, position, piece.source, place, piece.checksum, parts))
         return [Copy(self.attempt, placements)] if placements else []
+
+    def _is_free(self, first: int, count: int) -> bool:
+        """Are these parts missing, and is nobody copying one of them?"""
+        if count == 1:
+            return first in self._missing and first not in self._under_way
+        of_it = range(first, first + count)
+        return self._missing.issuperset(of_it) and self._under_way.isdisjoint(of_it)
 
     def _whole(self, parts: Sequence[int]) -> list[BlockName]:
         """Names of the blocks of which these parts were the last."""
@@ -256,8 +277,15 @@ class ConsumerSession:
         self._lacking.difference_update(whole)
         return [self._wanted[number][0] for number in whole]
 
-    def _take(self, indexes: Sequence[int]) -> set[int]:
-        return {self._copying.pop(index) for index in indexes}
+    def _take(self, indexes: Sequence[int]) -> tuple[set[int], list[int]]:
+        """Of which attempts they are, and all their parts."""
+        copying = [self._copying.pop(index) for index in indexes]
+        attempts = {copy.attempt for copy in copying}
+        parts = [
+            part for index, copy in zip(indexes, copying, strict=True) for part in range(index, index + copy.num_parts)
+        ]
+        self._under_way.difference_update(parts)
+        return attempts, parts
 
     def _after_copies(self, now: float) -> list[ConsumerStep]:
         if self.state is State.SETTLING:

@@ -100,10 +100,11 @@ class ProducerSession:
         self._published.update(blocks)
         return self._serve(blocks)
 
-    def publish_part(self, blocks: Sequence[tuple[BlockName, int]], part: int) -> list[ProducerStep]:
-        """This part of each block is there. The others follow, or `publish` says that all are."""
-        self._begun.update(((name, part), block) for name, block in blocks)
-        return self._serve_parts([(name, block, part) for name, block in blocks])
+    def publish_parts(self, blocks: Sequence[tuple[BlockName, int]], parts: range) -> list[ProducerStep]:
+        """These parts of each block are there. The others follow, or `publish` says that all are."""
+        begun = [(name, block, part) for name, block in blocks for part in parts]
+        self._begun.update(((name, part), block) for name, block, part in begun)
+        return self._serve_parts(begun)
 
     def finish(self, payload: bytes, now: float) -> list[ProducerStep]:
         self._payload = payload
@@ -115,7 +116,7 @@ class ProducerSession:
             return []
         self._lease(now)
         known = [self._part_at(index) for index in message.indexes if index in self._served]
-        return [Serve(self.attempt, known)] if known else []
+        return [Serve(self.attempt, known, self._parts)] if known else []
 
     def renew(self, now: float) -> bool:
         """False: the ticket is not served here any more."""
@@ -197,14 +198,27 @@ class ProducerSession:
         return [*self._serve(list(self._published.items())), *self._serve_parts(begun), *self._done()]
 
     def _serve(self, blocks: Sequence[tuple[BlockName, int]]) -> list[ProducerStep]:
-        return self._send([(name, block, part) for name, block in blocks for part in range(self._parts)])
-
-    def _serve_parts(self, begun: Sequence[tuple[BlockName, int, int]]) -> list[ProducerStep]:
-        return self._send(begun) if self._parts > 1 else []
-
-    def _send(self, blocks: Sequence[tuple[BlockName, int, int]]) -> list[ProducerStep]:
-        """Parts that have not been served yet: (name, block, part)."""
+        """Whole, but for those of which parts have left."""
         if self.state is not State.STREAMING:
+            return []
+        count, served = self._parts, self._served
+        whole: list[tuple[int, int]] = []
+        rest: list[tuple[BlockName, int, int]] = []
+        for name, block in blocks:
+            position = self._index.get(name)
+            if position is None:
+                continue
+            of_it = range(position * count, (position + 1) * count)
+            if served.isdisjoint(of_it):
+                served.update(of_it)
+                whole.append((position, block))
+            else:
+                rest += [(name, block, part) for part in range(count)]
+        return [*([Serve(self.attempt, whole)] if whole else []), *self._serve_parts(rest)]
+
+    def _serve_parts(self, blocks: Sequence[tuple[BlockName, int, int]]) -> list[ProducerStep]:
+        """Parts that have not been served yet: (name, block, part)."""
+        if self.state is not State.STREAMING or self._parts == 1:
             return []
         fresh: list[tuple[int, int]] = []
         for name, block, part in blocks:
@@ -213,7 +227,7 @@ class ProducerSession:
                 continue
             self._served.add(index)
             fresh.append((index, block * self._parts + part))
-        return [Serve(self.attempt, fresh)] if fresh else []
+        return [Serve(self.attempt, fresh, self._parts)] if fresh else []
 
     def _part_at(self, index: int) -> tuple[int, int]:
         """Of what was served: with its place in memory."""

@@ -54,9 +54,9 @@ class Tell:
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """Copy the producer's block `source` to block `destination` here; where blocks have parts, each is a part.
+    """Copy the producer's block `source` to block `destination` here, or a part: one of `parts` of each block.
 
-    `index` counts the ticket's wanted blocks, `position` the pieces of the `Blocks` message.
+    `index` counts the ticket's wanted blocks by the connection's parts, `position` the pieces of the `Blocks` message.
     """
 
     index: int
@@ -64,6 +64,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     source: int
     destination: int
     checksum: int | None
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,12 @@ ConsumerStep = Ask | Copy | Arrived | Relink | StopCopies | Succeed | Give
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Announce (and push, where the transport pushes) these blocks: (index among the wanted, block here), or parts."""
+    """Announce (and push, where the transport pushes) these blocks, or of `parts` of a block each: (index among the
+    wanted, block here)."""
 
     attempt: int
     blocks: Sequence[tuple[int, int]]
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

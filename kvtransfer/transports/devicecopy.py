@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.memory import DeviceMemory, address_of
+from kvtransfer.memory import DeviceMemory, Parts, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,17 @@ class DeviceBlocks:
         self.device = self.tensor.device
         self._module: Any = None if self.device.type == "cpu" else torch.get_device_module(self.device)
         self._local = threading.local()
+        self._parts: dict[int, DeviceBlocks] = {}
+
+    def in_parts(self, count: int) -> "DeviceBlocks":
+        """The same memory, each block as so many, with the same streams."""
+        if count == 1:
+            return self
+        if count not in self._parts:
+            made = DeviceBlocks(Parts(self._memory, count))
+            made._local = self._local
+            self._parts[count] = made
+        return self._parts[count]
 
     def check(self, blocks: Sequence[int]) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
@@ -73,6 +84,10 @@ class DeviceBlocks:
         if self._module is not None:
             for event in self._memory.ready_after(blocks):
                 (stream or self.stream()).wait_event(event)
+
+    def is_computed(self, blocks: Sequence[int]) -> bool:
+        """`wait_for_computing` would not wait."""
+        return all(event.query() for event in self._memory.ready_after(blocks))
 
     def wait_for_computing(self, blocks: Sequence[int]) -> None:
         """The host waits until the engine's work on these blocks is done."""
@@ -145,16 +160,20 @@ class HostArea:
 
     def fill(self, place: int, source: Tensor, blocks: DeviceBlocks) -> None:
         """Device to host, on the current stream."""
-        self._copy(self.rows[place : place + len(source)], source, blocks, to_host=True)
+        self._copy(self._rows_for(source)[place : place + len(source)], source, blocks, to_host=True)
 
     def empty(self, place: int, target: Tensor, blocks: DeviceBlocks) -> None:
         """Host to device, on the current stream."""
-        self._copy(target, self.rows[place : place + len(target)], blocks, to_host=False)
+        self._copy(target, self._rows_for(target)[place : place + len(target)], blocks, to_host=False)
 
     def close(self) -> None:
         if self._is_registered:
             self._is_registered = False
             _runtime().cudaHostUnregister(self.rows.data_ptr())
+
+    def _rows_for(self, blocks: Tensor) -> Tensor:
+        """Of the size of these, which are blocks or parts of them."""
+        return self.rows.view(-1, blocks.shape[1])
 
     def _copy(self, target: Tensor, source: Tensor, blocks: DeviceBlocks, *, to_host: bool) -> None:
         if self._is_pinned or self._device.type == "cpu":

@@ -1,9 +1,12 @@
 """Checksums of blocks where they lie on a device: sums of words times odd weights.
 
-A checksum's lowest bit says what was summed: 0 all of the block, 1 a sample of words from all over it, which finds
-blocks that are stale, swapped or torn, and costs next to nothing.
+The sums travel behind the blocks, so no host waits for them: a sender adds a `salt` that only the announcement names,
+and the receiver takes its own sums from what came. Where anything is stale, torn or zero, the salt is not what is left.
+A salt's lowest bit says what was summed: 0 all of the block, 1 a sample of words from all over it, which finds blocks
+that are stale, swapped or torn, and costs next to nothing.
 """
 
+import secrets
 from collections.abc import Sequence
 
 import torch
@@ -24,13 +27,17 @@ def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> lis
     blocks.check(chosen)
     with blocks.on_stream():
         blocks.after_computing(chosen)
-        sums = start_sums(blocks, chosen, sample=sample)
+        sums = to_host(device_sums(blocks, chosen, sample=sample))
     blocks.wait()
-    return values_of(sums, sample=sample)
+    return [int(value) for value in sums.tolist()]
 
 
-def start_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> Tensor:
-    """int64 `[len(chosen)]` in host memory: there when the current stream has come so far."""
+def new_salt(*, sample: bool) -> int:
+    return secrets.randbits(61) * 2 + sample
+
+
+def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> Tensor:
+    """int64 `[len(chosen)]` on the device, made on the current stream."""
     words = blocks.tensor.view(torch.int64)
     if sample:
         some = words[:, :: max(words.shape[1] // SAMPLE_WORDS, 1)]
@@ -38,18 +45,17 @@ def start_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> 
             some = some[chosen[0] : chosen[0] + len(chosen)]
         else:
             some = some.index_select(0, index_of(chosen, blocks.device))
-        sums = (some * weights(some.shape[1], blocks.device)).sum(1)
-    else:
-        factors = weights(words.shape[1], blocks.device)
-        most = max(PRODUCT_BYTES // blocks.block_bytes, 1)
-        sums = torch.cat([(words[run.start : run.stop] * factors).sum(1) for run in _runs(chosen, most)])
-    if blocks.device.type == "cpu":
+        return (some * weights(some.shape[1], blocks.device)).sum(1)
+    factors = weights(words.shape[1], blocks.device)
+    most = max(PRODUCT_BYTES // blocks.block_bytes, 1)
+    return torch.cat([(words[run.start : run.stop] * factors).sum(1) for run in _runs(chosen, most)])
+
+
+def to_host(sums: Tensor) -> Tensor:
+    """There when the current stream has come so far."""
+    if sums.device.type == "cpu":
         return sums
-    return torch.empty(len(chosen), dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
-
-
-def values_of(sums: Tensor, *, sample: bool) -> list[int]:
-    return [value % 2**63 * 2 + sample for value in sums.tolist()]
+    return torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def is_sample(checksum: int | None) -> bool:

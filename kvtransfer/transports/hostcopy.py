@@ -6,11 +6,11 @@ from xxhash import xxh3_64
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Offer
-from kvtransfer.memory import BlockMemory, address_of, copy_bytes
+from kvtransfer.memory import BlockMemory, address_of, copy_bytes, parts_of
 from kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.port import Prepared, Wish
+from kvtransfer.transports.port import Chosen, Prepared, Wish
 
 
 class HostBlocks:
@@ -23,6 +23,15 @@ class HostBlocks:
         self._view = view
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
+        self._parts: dict[int, HostBlocks] = {}
+
+    def in_parts(self, count: int) -> "HostBlocks":
+        """The same bytes, each block as so many."""
+        if count == 1:
+            return self
+        if count not in self._parts:
+            self._parts[count] = HostBlocks(self._view, self.num_blocks * count, self.block_bytes // count)
+        return self._parts[count]
 
     def address(self, block: int) -> int:
         if not 0 <= block < self.num_blocks:
@@ -49,7 +58,6 @@ def host_blocks(memory: BlockMemory) -> HostBlocks:
 class HostOutlet:
     """What outlets of blocks in host memory share: they are read where they lie."""
 
-    may_wait = False
     stages = False
     taper_bytes: int | None = None
     window_bytes: int | None = None
@@ -61,13 +69,16 @@ class HostOutlet:
         self._memory = wish.memory
         self._sums = wish.sums
 
-    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
-        return not any(checked) or self._sums.knows(self._memory, _chosen(blocks, checked))
+    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+        """Also where nothing is to be read."""
+        return is_little or self._sums.knows(parts_of(self._memory, chosen.parts), chosen.to_sum())
 
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        chosen = _chosen(blocks, checked)
-        sums = iter(self._sums.of(self._memory, chosen, [self.blocks.address(block) for block in chosen]))
-        return Prepared(blocks, [next(sums) if is_checked else None for is_checked in checked])
+    def prepare(self, chosen: Chosen) -> Prepared:
+        blocks, to_sum = self.blocks.in_parts(chosen.parts), chosen.to_sum()
+        memory = parts_of(self._memory, chosen.parts)
+        sums = iter(self._sums.of(memory, to_sum, [blocks.address(block) for block in to_sum]))
+        checksums = [next(sums) if is_checked else None for is_checked in chosen.checked]
+        return Prepared(chosen.blocks, checksums, parts=chosen.parts)
 
     def taken(self, prepared: Prepared) -> None:
         return
@@ -76,17 +87,16 @@ class HostOutlet:
         return
 
 
-def _chosen(blocks: Sequence[int], checked: Sequence[bool]) -> list[int]:
-    return [block for block, is_checked in zip(blocks, checked, strict=True) if is_checked]
-
-
 def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
-    """For each: False when what was copied does not match the checksum. Checked ones go first, in one call."""
+    """For each: False when what was copied does not match the checksum. Checked ones go first, in one call. All are
+    blocks, or parts of one size."""
+    source = source.in_parts(placements[0].parts)
     return copy_from([source.address(placement.source) for placement in placements], target, placements)
 
 
 def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
     """As `copy_blocks`, from addresses: one for each placement."""
+    target = target.in_parts(placements[0].parts)
     size, sums = target.block_bytes, dict[int, int]()
     ends = [target.address(placement.destination) for placement in placements]
     checked = [place for place, placement in enumerate(placements) if placement.checksum is not None]

@@ -38,7 +38,7 @@ class Wish:
     epoch: int
     dialects: Sequence[str]
     memory: BlockMemory
-    """Where the blocks lie, as this connection counts them."""
+    """Where the blocks lie."""
     layout: KVLayout
     wire: KVLayout
     """As they travel to this consumer."""
@@ -61,14 +61,14 @@ class Converter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a consumer wants blocks: in `memory`, as the connection counts them, or through `converter`."""
+    """Where a consumer wants blocks: in `memory`, or through `converter`."""
 
     memory: BlockMemory
     converter: Converter | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, or part of one, that arrives."""
+        """Of a whole block that arrives."""
         return self.memory.block_bytes if self.converter is None else self.converter.wire.block_bytes
 
 
@@ -86,6 +86,11 @@ class Intake(Protocol):
 
 class Landing(Protocol):
     """One announced parcel on its way through a `Stream`. Called by one thread at a time, except `abandon`."""
+
+    @property
+    def parts(self) -> int:
+        """Its pieces are each one of so many of a block."""
+        ...
 
     @property
     def placements(self) -> Sequence[Placement]:
@@ -143,12 +148,25 @@ class Inlet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a parcel will carry: blocks, or one of `parts` of each, and which of them carry a checksum."""
+
+    blocks: Sequence[int]
+    checked: Sequence[bool]
+    parts: int = 1
+
+    def to_sum(self) -> list[int]:
+        return [block for block, is_checked in zip(self.blocks, self.checked, strict=True) if is_checked]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """Blocks that can be sent: where the consumer finds each, its checksum, and its bytes if they were staged."""
+    """What can be sent: where the consumer finds each block or part, its checksum, and its bytes if they are staged."""
 
     sources: Sequence[int]
     checksums: Sequence[int | None]
     views: Sequence[Buffer] = ()
+    parts: int = 1
 
 
 class Outlet(Protocol):
@@ -173,20 +191,15 @@ class Outlet(Protocol):
         ...
 
     @property
-    def may_wait(self) -> bool:
-        """`prepare` waits for a device: never call it on the event loop."""
-        ...
-
-    @property
     def stages(self) -> bool:
-        """What `prepare` staged stays until `taken`."""
+        """What `prepare` staged stays until `taken`, in places for whole blocks."""
         ...
 
-    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
-        """`prepare` reads no bytes of them: it is quicker than waking a thread, whatever their size."""
+    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+        """`prepare` waits for no device, and is quicker than waking a thread. `is_little`: by the number of bytes."""
         ...
 
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+    def prepare(self, chosen: Chosen) -> Prepared:
         """In a worker thread, or on the loop if that is quicker. Raises `TransportUnavailable`."""
         ...
 

@@ -18,7 +18,7 @@ from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from kvtransfer.transports.hostcopy import HostBlocks
-from kvtransfer.transports.port import Announce, Buffer, Intake, Prepared
+from kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Prepared
 
 BATCHES = 16
 """At least so many parcels fill a ring: copies in and out then overlap."""
@@ -47,30 +47,35 @@ class Ring:
         self._num_staging = 0
         self._is_closed = False
 
-    def stage(self, blocks: Sequence[int]) -> list[int]:
-        """Slots that hold these blocks now. The caller's window leaves room for them."""
+    def stage(self, blocks: Sequence[int], parts: int = 1) -> list[int]:
+        """Places that hold these blocks now, or these parts, of which a slot has so many. The caller's window leaves
+        room for them."""
+        needed = -(-len(blocks) // parts)
         with self._lock:
-            if self._is_closed or len(self._free) < len(blocks):
+            if self._is_closed or len(self._free) < needed:
                 raise TransportUnavailable("the ring is closed" if self._is_closed else "the ring is full")
-            slots = sorted(self._free[: len(blocks)])
-            del self._free[: len(blocks)]
+            slots = sorted(self._free[:needed])
+            del self._free[:needed]
             self._num_staging += 1
+        places = [slot * parts + part for slot in slots for part in range(parts)][: len(blocks)]
         try:
-            self.device_blocks.read(blocks, self._area, slots)
+            self.device_blocks.in_parts(parts).read(blocks, self._area, places)
         finally:
             with self._lock:
                 self._num_staging -= 1
                 is_last = self._is_closed and not self._num_staging
             if is_last:
                 self._area.close()
-        return slots
+        return places
 
-    def give_back(self, slots: Sequence[int]) -> None:
+    def give_back(self, places: Sequence[int], parts: int = 1) -> None:
+        """All that `stage` has returned."""
         with self._lock:
-            self._free.extend(slots)
+            self._free.extend(places if parts == 1 else sorted({place // parts for place in places}))
 
-    def slot(self, slot: int) -> memoryview:
-        return self.view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+    def view_of(self, place: int, parts: int) -> memoryview:
+        size = self.block_bytes // parts
+        return self.view[place * size : (place + 1) * size]
 
     def close(self) -> None:
         with self._lock:
@@ -84,7 +89,6 @@ class Ring:
 
 
 class RingOutlet:
-    may_wait = True
     stages = True
 
     def __init__(self, offer: Offer, ring: Ring, settings: TransferSettings, *, on_close: Callable[[], object]) -> None:
@@ -95,20 +99,22 @@ class RingOutlet:
         self.batch_bytes = min(settings.device_batch_bytes, self.window_bytes // BATCHES)
         self.taper_bytes: int | None = self.batch_bytes // 4
 
-    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
         return False
 
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        slots = self.ring.stage(blocks)
-        views = [self.ring.slot(slot) for slot in slots]
-        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
-        return Prepared(slots, sums, views)
+    def prepare(self, chosen: Chosen) -> Prepared:
+        parts, places = chosen.parts, self.ring.stage(chosen.blocks, chosen.parts)
+        checked = zip(places, chosen.checked, strict=True)
+        sums = [
+            xxh3_64_intdigest(self.ring.view_of(place, parts)) if is_checked else None for place, is_checked in checked
+        ]
+        return Prepared(places, sums, parts=parts)
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
 
     def taken(self, prepared: Prepared) -> None:
-        self.ring.give_back(prepared.sources)
+        self.ring.give_back(prepared.sources, prepared.parts)
 
     def close(self) -> None:
         self._on_close()
@@ -141,10 +147,11 @@ class DeviceInlet:
                 raise TransportUnavailable("the connection was closed")
             self._num_copying += 1
         try:
-            source = self._source
+            parts = placements[0].parts
+            source, target = self._source.in_parts(parts), self._target.in_parts(parts)
             for placement in placements:
                 source.address(placement.source)  # checks its bounds
-            self._target.write(self._area, [p.source for p in placements], [p.destination for p in placements])
+            target.write(self._area, [p.source for p in placements], [p.destination for p in placements])
             return [p.checksum is None or source.checksum(p.source) == p.checksum for p in placements]
         finally:
             with self._lock:

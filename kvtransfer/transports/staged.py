@@ -12,13 +12,12 @@ from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
-from kvtransfer.transports.port import Announce, Buffer, Prepared
+from kvtransfer.transports.port import Announce, Buffer, Chosen, Prepared
 
 
 class StagedFrames:
     """What was staged leaves as frames. `block_bytes` are those of a block as it travels."""
 
-    may_wait = True
     stages = False
 
     def __init__(self, offer: Offer, settings: TransferSettings, block_bytes: int) -> None:
@@ -30,13 +29,13 @@ class StagedFrames:
         self._inline_bytes = settings.inline_bytes
         self._block_bytes = block_bytes
 
-    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
+    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
         return False
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         """ZeroMQ keeps the staged bytes alive until it has sent them."""
         (view,) = prepared.views
-        step, size = self._frame_bytes, self._block_bytes
+        step, size = self._frame_bytes, self._block_bytes // prepared.parts
         if len(view) <= self._inline_bytes:
             announce([[view[offset : offset + size] for offset in range(0, len(view), size)]])
         else:
@@ -54,14 +53,17 @@ class StagedFrameOutlet(StagedFrames):
         super().__init__(offer, settings, memory.block_bytes)
         self._blocks = DeviceBlocks(memory)
 
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
-        size = self._blocks.block_bytes
-        view = pinned(len(blocks) * size, self._blocks.device)
-        area = HostArea(view, size, self._blocks.device, is_pinned=True)
-        self._blocks.read(blocks, area, range(len(blocks)))
-        views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
-        sums = [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
-        return Prepared(blocks, sums, [view])
+    def prepare(self, chosen: Chosen) -> Prepared:
+        blocks, count = self._blocks.in_parts(chosen.parts), len(chosen.blocks)
+        size = blocks.block_bytes
+        view = pinned(count * size, blocks.device)
+        blocks.read(chosen.blocks, HostArea(view, size, blocks.device, is_pinned=True), range(count))
+        views = [view[place * size : (place + 1) * size] for place in range(count)]
+        return Prepared(chosen.blocks, hashed(views, chosen.checked), [view], chosen.parts)
+
+
+def hashed(views: Sequence[Buffer], checked: Sequence[bool]) -> list[int | None]:
+    return [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
 
 
 class StagedFrameInlet:
@@ -79,7 +81,7 @@ class StagedFrameInlet:
         return intake.is_right()
 
     def intake(self, placement: Placement) -> "StagedIntake":
-        return StagedIntake(self._blocks, placement)
+        return StagedIntake(self._blocks.in_parts(placement.parts), placement)
 
     def close(self) -> None:
         return

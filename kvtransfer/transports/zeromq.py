@@ -26,19 +26,20 @@ class FrameOutlet(HostOutlet):
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         """Few bytes travel with their announcement, more of them a frame at a time behind it."""
-        if len(pieces) * self.blocks.block_bytes <= self._inline_bytes:
-            announce([[self.blocks.view(piece.source) for piece in pieces]])
+        blocks = self.blocks.in_parts(prepared.parts)
+        if len(pieces) * blocks.block_bytes <= self._inline_bytes:
+            announce([[blocks.view(piece.source) for piece in pieces]])
         else:
-            announce([[], *([frame] for frame in self._frames(pieces))])
+            announce([[], *([frame] for frame in self._frames(blocks, pieces))])
 
-    def _frames(self, pieces: Sequence[Piece]) -> Iterator[Buffer]:
+    def _frames(self, blocks: HostBlocks, pieces: Sequence[Piece]) -> Iterator[Buffer]:
         """Neighbours in memory share frames: small blocks need not mean small frames."""
         step = self._frame_bytes
         first = 0
         for last, piece in enumerate(pieces):
             if last + 1 < len(pieces) and pieces[last + 1].source == piece.source + 1:
                 continue
-            run = self.blocks.view(pieces[first].source, last + 1 - first)
+            run = blocks.view(pieces[first].source, last + 1 - first)
             yield from (run[offset : offset + step] for offset in range(0, len(run), step))
             first = last + 1
 
@@ -62,7 +63,7 @@ class FrameInlet:
         return copy_from([start + offset for offset in offsets], self._target, placements)
 
     def intake(self, placement: Placement) -> BlockIntake:
-        return BlockIntake(self._target, placement.destination, placement.checksum)
+        return BlockIntake(self._target.in_parts(placement.parts), placement.destination, placement.checksum)
 
     def close(self) -> None:
         return

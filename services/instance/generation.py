@@ -19,7 +19,7 @@ class Writing:
     def completed(self, blocks: CompletedBlocks) -> None:
         """Nobody waits for these blocks."""
 
-    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
         """Nor parts of them."""
 
     def token(self, output: SequenceOutput) -> None:

@@ -22,8 +22,8 @@ class Progress(Protocol):
     """What the engine reports of one request, as far as its role cares. Calls must not block."""
 
     def completed(self, blocks: CompletedBlocks) -> None: ...
-    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
-        """One group of their layers; `completed` follows."""
+    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+        """Some groups of their layers; `completed` follows."""
 
     def token(self, output: SequenceOutput) -> None: ...
     def held(self, at: float) -> None:
@@ -136,7 +136,7 @@ class RequestTable:
         """In the middle of a step."""
         for blocks in tail.blocks:
             if progress := self._progress(blocks.request_id):
-                progress.completed_part(blocks, tail.part)
+                progress.completed_parts(blocks, tail.parts)
 
     def _apply_ends(self, result: StepResult, at: float) -> None:
         for inner in result.held:

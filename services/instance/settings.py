@@ -180,14 +180,15 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     kv_checksum: Annotated[Checksum, Meta(description="verify blocks that arrive, a sample, or none")] = "full"
     kv_tail_parts: Annotated[
-        int,
+        int | None,
         Meta(
             description="a prompt's last chunk leaves in so many groups of layers while later ones are computed"
-            " (at most; a divisor of the layers is taken; 1: when all of it is computed)",
+            " (at most: a divisor of the layers is taken; 1: when all of it is computed; default: where the device"
+            " copies while it computes 8, of 4 MiB or more each, else 1)",
             ge=1,
             le=256,
         ),
-    ] = 1
+    ] = None
     kv_zeromq_connections: Annotated[
         int,
         Meta(

@@ -30,7 +30,7 @@ class Reading:
     def completed(self, blocks: CompletedBlocks) -> None:
         """Without a ticket nobody wants them."""
 
-    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
         """As `completed`."""
 
     def token(self, output: SequenceOutput) -> None:
@@ -67,10 +67,10 @@ class HandedReading(Reading):
             except LocalTransferError as exc:
                 self._given_up(exc)
 
-    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
         if self.is_open:
             try:
-                self._transfer.publish_part(self._ticket, blocks.blocks, part)
+                self._transfer.publish_parts(self._ticket, blocks.blocks, parts)
             except LocalTransferError as exc:
                 self._given_up(exc)
 

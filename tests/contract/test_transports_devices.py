@@ -1,6 +1,8 @@
 """Transports between memories that the host cannot address: tensors of the CPU stand in for those of a device."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -97,21 +99,34 @@ def test_blocks_that_nobody_wants_any_more_leave_the_ring() -> None:
     run(test())
 
 
-def test_damage_on_the_way_is_noticed_where_the_blocks_land(monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil(parts: Sequence[Any], what: str) -> None:
+    """What came: all bytes zero, as where a peer's memory cannot really be read, or one bit of a block or of a sum."""
+    for part in parts if what == "all zero" else ():
+        part.zero_()
+    if what == "a bit of a block":
+        parts[0][5] ^= 1
+    if what == "a bit of a sum":
+        parts[1][3] ^= 1
+
+
+@pytest.mark.parametrize("checksum", ["full", "sampled"])
+@pytest.mark.parametrize("what", ["all zero", "a bit of a block", "a bit of a sum"])
+def test_damage_on_the_way_is_noticed_where_the_blocks_land(
+    monkeypatch: pytest.MonkeyPatch, checksum: str, what: str
+) -> None:
     from kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
 
     post = DevicePair.post
 
-    def damage(self: DevicePair, parts: list, *, is_send: bool, stream: object = None) -> Wait:  # type: ignore[type-arg]
+    def damage(self: DevicePair, parts: Sequence[Any], *, is_send: bool, stream: object) -> Wait:
         wait = post(self, parts, is_send=is_send, stream=stream)
-        if is_send:
-            return wait
-        wait()
-        parts[0][5] ^= 1
-        return Wait([], None, self._is_abandoned)
+        if not is_send:
+            wait()
+            spoil(parts, what)
+        return wait
 
     async def test() -> None:
-        async with pair_of(only("oneccl"), memories=(device(), device())) as pair:
+        async with pair_of(only("oneccl", checksum=checksum), memories=(device(), device())) as pair:
             await pair.consumer.node.connect(pair.producer.node.address)
             monkeypatch.setattr(DevicePair, "post", damage)
             with pytest.raises(Corrupt):

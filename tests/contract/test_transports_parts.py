@@ -36,6 +36,10 @@ def has_part(node: Node, block: int, seed: int, part: int) -> bool:
     return bytes(here[part * SIZE : (part + 1) * SIZE]) == there[part * SIZE : (part + 1) * SIZE]
 
 
+def one(part: int) -> range:
+    return range(part, part + 1)
+
+
 async def until(fact: Any) -> None:
     for _ in range(400):
         if fact():
@@ -62,7 +66,7 @@ def test_each_part_travels_while_the_next_one_is_computed(transport: str, kind: 
             for part in range(PARTS):
                 assert heard in ([], [name(0)])
                 compute(pair.producer, range(1, 6), part)
-                source.publish_part(ticket.ticket, wanted(*((i, i) for i in range(1, 6))), part)
+                source.publish_parts(ticket.ticket, wanted(*((i, i) for i in range(1, 6))), one(part))
                 await until(lambda part=part: all(has_part(pair.consumer, 40 - i, i, part) for i in range(1, 6)))
             await until(lambda: len(heard) == 6)
             assert not fetch.done()
@@ -84,10 +88,10 @@ def test_what_was_not_published_in_parts_leaves_when_the_block_is_whole(transpor
             for block in range(4):
                 pair.producer.fill(block, seed=block)
             pair.producer.node.open(ticket)
-            pair.producer.node.publish_part(ticket.ticket, wanted((2, 2), (3, 3)), 1)
+            pair.producer.node.publish_parts(ticket.ticket, wanted((2, 2), (3, 3)), one(1))
             fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted(*((i, i + 8) for i in range(4)))))
             await pair.both_know()
-            pair.producer.node.publish_part(ticket.ticket, wanted((3, 3)), 0)
+            pair.producer.node.publish_parts(ticket.ticket, wanted((3, 3)), one(0))
             pair.producer.node.publish(ticket.ticket, wanted(*((i, i) for i in range(4))))
             pair.producer.node.finish(ticket.ticket, b"")
             await fetch
@@ -105,7 +109,7 @@ def test_a_consumer_without_parts_of_its_own_takes_those_of_the_producer(transpo
             pair.producer.fill(1, seed=1)
             pair.producer.node.open(ticket)
             with pytest.raises(LocalTransferError):
-                pair.producer.node.publish_part(ticket.ticket, wanted((1, 1)), 1)
+                pair.producer.node.publish_parts(ticket.ticket, wanted((1, 1)), one(1))
             pair.producer.node.publish(ticket.ticket, wanted((1, 1)))
             pair.producer.node.finish(ticket.ticket, b"")
             await pair.consumer.node.fetch(ticket, wanted((1, 7)))
@@ -120,7 +124,7 @@ async def in_parts(pair: Pair, count: int = 3) -> None:
     fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted(*((i, 20 + i) for i in range(count)))))
     for part in range(PARTS):
         compute(pair.producer, range(count), part)
-        pair.producer.node.publish_part(ticket.ticket, names, part)
+        pair.producer.node.publish_parts(ticket.ticket, names, one(part))
         await asyncio.sleep(0.01)
     pair.producer.node.publish(ticket.ticket, names)
     pair.producer.node.finish(ticket.ticket, b"")
@@ -188,7 +192,7 @@ def test_a_tail_that_ends_in_the_middle_is_an_error(transport: str, end: str) ->
             await pair.both_know()
             for part in range(PARTS - 1):
                 compute(pair.producer, [0, 1], part)
-                node.publish_part(ticket.ticket, wanted((0, 0), (1, 1)), part)
+                node.publish_parts(ticket.ticket, wanted((0, 0), (1, 1)), one(part))
             await until(lambda: has_part(pair.consumer, 1, 1, PARTS - 2))
             match end:
                 case "fail":

@@ -129,7 +129,7 @@ def _publish(node: Node, ticket: TicketId, blocks: list[tuple[int, int]], part: 
     if part is None:
         node.node.publish(ticket, named)
     else:
-        node.node.publish_part(ticket, named, part)
+        node.node.publish_parts(ticket, named, range(part, part + 1))
 
 
 async def _fetch(node: Node, ticket: Ticket, blocks: list[tuple[int, int]]) -> str:

@@ -72,11 +72,11 @@ class _Watched:
         else:
             self._inner.completed(blocks)
 
-    def completed_part(self, blocks: CompletedBlocks, part: int) -> None:
+    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
         if self._at_blocks:
             self._stop()
         else:
-            self._inner.completed_part(blocks, part)
+            self._inner.completed_parts(blocks, parts)
 
     def token(self, output: SequenceOutput) -> None:
         if not self._at_blocks and output.position >= POSITION:

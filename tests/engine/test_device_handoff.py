@@ -74,7 +74,7 @@ async def hand_over(source: Engine, sink: Engine, transport: str) -> tuple[str, 
 
         def publish_parts(tail: CompletedPart) -> None:
             for blocks in tail.blocks:
-                producer.publish_part(ticket.ticket, blocks.blocks, tail.part)
+                producer.publish_parts(ticket.ticket, blocks.blocks, tail.parts)
 
         source.on_tail(lambda tail: loop.call_soon_threadsafe(publish_parts, tail))
         source.add(work, mode="prefill")

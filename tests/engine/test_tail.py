@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import CompletedPart
+from contracts.identity import BlockName, RequestId
+from contracts.layout import KVLayout
+from engine import CompletedPart, tail
+from engine.device import copies_beside_computing
+from engine.outputs import CompletedBlocks, NamedBlock
 from engine.tail import parts_of
-from tests.engine.driving import make_engine, make_work, run
+from tests.engine.driving import DEVICE, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]
@@ -33,7 +37,7 @@ def test_a_part_is_told_when_its_layers_are_computed(tmp_path: Path, family: str
         completed = []
         engine.add(make_work(engine, "w", PROMPT, **TOKENS), mode="prefill")
         run(engine, lambda result: completed.extend(result.completed))
-        assert [part.part for part, _ in told] == list(range(PARTS))
+        assert [part.parts for part, _ in told] == [range(i, i + 1) for i in range(PARTS)]
         assert len(completed) == 3  # two chunks of two blocks, and what was told of in parts
         for number, (part, then) in enumerate(told):
             assert part.blocks == [completed[-1]]
@@ -52,6 +56,37 @@ def test_only_prompts_that_are_handed_on_have_a_tail(tmp_path: Path) -> None:
         engine.add(make_work(engine, "w", PROMPT, **TOKENS))
         run(engine)
         assert told == []
+
+
+def test_few_blocks_are_told_of_in_larger_groups_or_whole() -> None:
+    """Of a block in four parts all of it, three quarters, half, a quarter are useful; of two blocks half as much."""
+    layout = KVLayout(fingerprint="f", num_layers=8, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
+    one, two = (CompletedBlocks(RequestId(f"{n}"), [NamedBlock(BlockName(b""), 0)] * n) for n in (1, 2))
+    found = []
+    for quarters in (4, 3, 2, 1):
+        told: list[tuple[range, list[CompletedBlocks]]] = []
+        made = tail.Tail(
+            layout,
+            tail.TailPlan(PARTS, layout.block_bytes * quarters // 4),
+            torch.device("cpu"),
+            lambda part, told=told: told.append((part.parts, part.blocks)),  # type: ignore[misc]
+        )
+        if (after_layer := made.follow([one, two])) is not None:
+            for layer in range(layout.num_layers):
+                after_layer(layer)
+        found.append([[(parts.start, parts.stop) for parts, blocks in told if which in blocks] for which in (one, two)])
+    assert found[0] == [[], [(0, 2), (2, 4)]]
+    assert found[1] == [[(0, 3), (3, 4)], [(0, 2), (2, 4)]]
+    assert found[2] == [[(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)]]
+    assert found[3] == [[(0, 1), (1, 2), (2, 3), (3, 4)]] * 2
+    assert made.follow([CompletedBlocks(RequestId("w"), [])]) is None
+
+
+def test_by_default_hosts_have_no_tail_and_devices_that_copy_meanwhile_do(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=PARTS)
+    with make_engine(folder) as engine:
+        assert engine.tail_parts == (PARTS if DEVICE != "cpu" else 1)
+    assert not copies_beside_computing(torch.device("cpu"))
 
 
 def test_parts_are_equal_groups_of_layers() -> None:

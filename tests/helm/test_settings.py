@@ -100,7 +100,7 @@ def everything_set() -> list[Manifest]:
         {
             "engine": engine,
             "router": {"settings": router, "tls": tls},
-            "kvTransfer": {"usm": {"enabled": True}},
+            "kvTransfer": {"usm": {"enabled": True}, "tailParts": 4},
             "auth": {"encryptPods": True},
             "unified": {"replicas": 1},
             "tracing": {"otlpTracesEndpoint": COLLECTOR},

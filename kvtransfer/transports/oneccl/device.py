@@ -8,28 +8,28 @@ they like: they get memory of the pair, from where blocks are copied once the me
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Offer, Piece
 from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.devicecopy import DeviceBlocks
-from kvtransfer.transports.devicesums import is_sample, start_sums, sums_of, values_of
+from kvtransfer.transports.devicecopy import DeviceBlocks, index_of
+from kvtransfer.transports.devicesums import device_sums, is_sample, new_salt, to_host
 from kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
 from kvtransfer.transports.oneccl.lanes import Lane, Lanes, neighbours
 from kvtransfer.transports.oneccl.pair import Pair
 from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Announce, Buffer, Intake, Landing, Prepared
+from kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Landing, Prepared
 
 STAGED = "+staging"
 """Of a dialect: what comes is received into memory of the pair."""
 
 
 class DeviceOutlet:
-    may_wait = True
     stages = False
 
     def __init__(self, offer: Offer, thread: PairThread, blocks: DeviceBlocks, settings: TransferSettings) -> None:
@@ -43,30 +43,36 @@ class DeviceOutlet:
         self._blocks = blocks
         self._lanes = Lanes(blocks)
 
-    def knows(self, blocks: Sequence[int], checked: Sequence[bool]) -> bool:
-        return False
+    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+        return self._blocks.in_parts(chosen.parts).is_computed(chosen.blocks)
 
-    def prepare(self, blocks: Sequence[int], checked: Sequence[bool]) -> Prepared:
+    def prepare(self, chosen: Chosen) -> Prepared:
         """Waits until they are computed: a receiving kernel would hold a part of the peer's device meanwhile."""
-        self._blocks.check(blocks)
-        self._blocks.wait_for_computing(blocks)
-        if self._mode == "off":
-            return Prepared(blocks, [None] * len(blocks))
-        return Prepared(blocks, sums_of(self._blocks, blocks, sample=self._mode == "sampled"))
+        blocks = self._blocks.in_parts(chosen.parts)
+        blocks.check(chosen.blocks)
+        blocks.wait_for_computing(chosen.blocks)
+        salt = None if self._mode == "off" else new_salt(sample=self._mode == "sampled")
+        return Prepared(chosen.blocks, [salt] * len(chosen.blocks), parts=chosen.parts)
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
-        sources = [piece.source for piece in pieces]
+        sources, salt = prepared.sources, prepared.checksums[0]
+        blocks = self._blocks.in_parts(prepared.parts)
 
         def job(pair: Pair) -> Wait:
             assert isinstance(pair, DevicePair)
             lane = self._lanes.next()
             with lane:
-                part = neighbours(self._blocks, sources)
+                part = neighbours(blocks, sources)
                 if part is None:
-                    part = lane.staging(len(sources))
-                    self._blocks.gather(sources, part)
-                return pair.post([part.view(-1)], is_send=True, stream=lane.stream)
+                    part = lane.staging(len(sources), prepared.parts)
+                    blocks.gather(sources, part)
+                message = [part.view(-1)]
+                if salt is not None:
+                    message.append(device_sums(blocks, sources, sample=is_sample(salt)).add_(salt).view(torch.uint8))
+                wait = pair.post(message, is_send=True, stream=lane.stream)
+                wait.until(lane.mark())
+            return wait
 
         self._thread.submit(job)
 
@@ -75,6 +81,18 @@ class DeviceOutlet:
 
     def close(self) -> None:
         self._thread.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What comes out of the pair: so many blocks or parts, and perhaps their sums."""
+
+    count: int
+    is_summed: bool
+
+    def tensors(self, part: Tensor, lane: Lane) -> list[Tensor]:
+        """`part` and, behind it, memory of the lane."""
+        return [part.view(-1), *([lane.sums(self.count).view(torch.uint8)] if self.is_summed else [])]
 
 
 class PairStream:
@@ -100,11 +118,11 @@ class PairStream:
             landing.abandon(self.reason)
             return
         self.waiting.append(landing)
-        count = len(pieces)
-        self.thread.submit(lambda pair: self.take(pair, count, landing))
+        message = Message(len(pieces), is_summed=pieces[0].checksum is not None)
+        self.thread.submit(lambda pair: self.take(pair, message, landing))
 
-    def take(self, pair: Pair, count: int, landing: Landing) -> "Arrival | None":
-        """Begin to receive the landing's `count` blocks."""
+    def take(self, pair: Pair, message: "Message", landing: Landing) -> "Arrival | None":
+        """Begin to receive the landing's blocks."""
         raise NotImplementedError
 
     def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
@@ -132,30 +150,33 @@ class PairStream:
 class DirectInlet(PairStream):
     """What it begins to receive, its thread answers for: `close` must not while the library may write."""
 
-    def take(self, pair: Pair, count: int, landing: Landing) -> "Arrival | None":
+    def take(self, pair: Pair, message: Message, landing: Landing) -> "Arrival | None":
         assert isinstance(pair, DevicePair)
         with self.lock:
             if self.is_closed:
                 return None
             self.waiting.remove(landing)
         try:
-            return self._begin(pair, count, landing)
+            return self._begin(pair, message, landing)
         except Exception as exc:
             landing.abandon(str(exc))
             raise
 
-    def _begin(self, pair: DevicePair, count: int, landing: Landing) -> "DirectArrival":
-        placements = list(landing.placements)
+    def _begin(self, pair: DevicePair, message: Message, landing: Landing) -> "DirectArrival":
+        blocks, placements = self.blocks.in_parts(landing.parts), list(landing.placements)
         places = [placement.destination for placement in placements]
-        self.blocks.check(places)
+        blocks.check(places)
         lane = self.lanes.next()
         with lane:
-            self.blocks.after_computing(places, lane.stream)
-            part, staged = neighbours(self.blocks, places) if len(places) == count else None, None
+            blocks.after_computing(places, lane.stream)
+            part, staged = neighbours(blocks, places) if len(places) == message.count else None, None
             if part is None:
-                part = staged = lane.staging(count)
-            wait = pair.post([part.view(-1)], is_send=False, stream=lane.stream)
-            return DirectArrival(self.blocks, lane, landing, placements, wait, staged)
+                part = staged = lane.staging(message.count, landing.parts)
+            wait = pair.post(message.tensors(part, lane), is_send=False, stream=lane.stream)
+            arrival = DirectArrival(blocks, lane, landing, placements, wait, message, staged)
+            if wait.is_ordered:
+                arrival.place()
+            return arrival
 
 
 class Arrival:
@@ -168,80 +189,77 @@ class Arrival:
         landing: Landing,
         placements: Sequence[Placement],
         wait: Wait,
+        message: Message,
         staged: Tensor | None,
     ) -> None:
         self.blocks, self.lane, self.landing, self.placements = blocks, lane, landing, placements
-        self.wait, self.staged = wait, staged
-        self._checked = [placement for placement in placements if placement.checksum is not None]
-        self._sums: Tensor | None = None
-
-    def is_done(self) -> bool:
-        return self.wait.is_done()
+        self.wait, self.message, self.staged = wait, message, staged
+        self._found: Tensor | None = None
 
     def __call__(self) -> None:
         raise NotImplementedError
 
     def place(self) -> None:
         """On the lane: what was staged goes to its blocks, and those are summed up."""
-        if self.staged is not None and self.placements:
-            positions = [placement.position for placement in self.placements]
-            self.blocks.scatter(self.staged, positions, [placement.destination for placement in self.placements])
-        if self._checked:
-            sample = is_sample(self._checked[0].checksum)
-            self._sums = start_sums(self.blocks, [placement.destination for placement in self._checked], sample=sample)
+        places = [placement.destination for placement in self.placements]
+        if self.staged is not None and places:
+            self.blocks.scatter(self.staged, [placement.position for placement in self.placements], places)
+        if self.message.is_summed and places:
+            sums = self.lane.sums(self.message.count)
+            if len(places) < self.message.count:
+                sums = sums[index_of([placement.position for placement in self.placements], self.blocks.device)]
+            sample = is_sample(self.placements[0].checksum)
+            self._found = to_host(sums - device_sums(self.blocks, places, sample=sample))
+        self.wait.until(self.lane.mark())
 
     def tell(self) -> None:
         """The device has done all of it."""
-        sample = bool(self._checked) and is_sample(self._checked[0].checksum)
-        found = [] if self._sums is None else values_of(self._sums, sample=sample)
-        wrong = {p.index for p, value in zip(self._checked, found, strict=True) if value != p.checksum}
-        for placement in self.placements:
-            self.landing.placed(placement, matches=placement.index not in wrong)
+        salts = [None] * len(self.placements) if self._found is None else self._found.tolist()
+        for placement, salt in zip(self.placements, salts, strict=True):
+            self.landing.placed(placement, matches=placement.checksum == salt)
         self.landing.end()
 
 
 class DirectArrival(Arrival):
-    """All of it is queued on the lane at once."""
-
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._is_placed = False
-        if self.wait.is_ordered:
-            self._place()
+    """On a device all of it is queued on the lane at once."""
 
     def __call__(self) -> None:
         try:
             self.wait()
-            if not self._is_placed:
+            if not self.wait.is_ordered:
                 with self.lane:
-                    self._place()
-            self.wait()
+                    self.place()
         except Exception as exc:
             self.landing.abandon(str(exc))
             raise
         self.tell()
 
-    def _place(self) -> None:
-        self.place()
-        self._is_placed = True
-        self.wait.extend(self.lane.mark())
-
 
 class StagedInlet(PairStream):
-    def take(self, pair: Pair, count: int, landing: Landing) -> "Arrival | None":
+    def take(self, pair: Pair, message: Message, landing: Landing) -> "Arrival | None":
         assert isinstance(pair, DevicePair)
-        lane = self.lanes.next()
+        blocks, lane = self.blocks.in_parts(landing.parts), self.lanes.next()
         with lane:
-            staged = lane.staging(count)
-            wait = pair.post([staged.view(-1)], is_send=False, stream=lane.stream)
-        return StagedArrival(self, lane, landing, wait, staged)
+            staged = lane.staging(message.count, landing.parts)
+            wait = pair.post(message.tensors(staged, lane), is_send=False, stream=lane.stream)
+            wait.until(lane.mark())
+        return StagedArrival(self, blocks, lane, landing, wait, message, staged)
 
 
 class StagedArrival(Arrival):
     """Blocks are written once the message is whole, and not if it was given up meanwhile."""
 
-    def __init__(self, inlet: PairStream, lane: Lane, landing: Landing, wait: Wait, staged: Tensor) -> None:
-        super().__init__(inlet.blocks, lane, landing, (), wait, staged)
+    def __init__(
+        self,
+        inlet: PairStream,
+        blocks: DeviceBlocks,
+        lane: Lane,
+        landing: Landing,
+        wait: Wait,
+        message: Message,
+        staged: Tensor,
+    ) -> None:
+        super().__init__(blocks, lane, landing, (), wait, message, staged)
         self._inlet = inlet
 
     def __call__(self) -> None:
@@ -249,14 +267,12 @@ class StagedArrival(Arrival):
         with self._inlet.lock:
             if self._inlet.is_closed:
                 return
-            placements = list(self.landing.placements)
-            places = [placement.destination for placement in placements]
+            self.placements = list(self.landing.placements)
+            places = [placement.destination for placement in self.placements]
             self.blocks.check(places)
-            arrival = Arrival(self.blocks, self.lane, self.landing, placements, self.wait, self.staged)
             with self.lane:
                 self.blocks.after_computing(places, self.lane.stream)
-                arrival.place()
-                self.wait.extend(self.lane.mark())
+                self.place()
             self.wait()
             self._inlet.waiting.remove(self.landing)
-            arrival.tell()
+            self.tell()

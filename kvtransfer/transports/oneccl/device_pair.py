@@ -94,7 +94,7 @@ class DeviceBackend:
                 channel = TorchChannel(make_group(self._library, store, rank, host, timeout_s))
             pair = DevicePair(channel, self._blocks, store)
         probe = torch.full((WARM_UP_BYTES,), 7 - 6 * rank, dtype=torch.uint8, device=self._blocks.device)
-        pair.post([probe], is_send=rank == 0)()
+        pair.exchange_all([[probe]], is_send=rank == 0)
         if rank == 1 and not bool((probe == 7).all()):
             raise PairBrokenError(f"{self.name} delivered other bytes than were sent")
         return pair
@@ -107,19 +107,24 @@ class DevicePair:
         self._store = store  # lives as long as the channel
         self._is_abandoned = threading.Event()
 
-    def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any = None) -> "Wait":
-        """Give the library its work, after what `stream` (else this thread's) was given; that then waits for it.
+    def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> "Wait":
+        """Give the library its work, after what `stream` was given, which is the current one.
 
-        Calling the result waits, and raises `PairBrokenError`.
+        Calling the result waits, for a device's after `Wait.until`, and raises `PairBrokenError`.
         """
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")
-        with translated(), self._blocks.on_stream(stream):
-            if self._blocks.device.type == "cpu":
-                works = self._channel.exchange(parts, is_send=is_send, stream=None) or ()
-                return Wait(works, None, self._is_abandoned)
-            self._channel.exchange(parts, is_send=is_send, stream=stream or self._blocks.stream())
-            return Wait([], self._blocks.mark(stream), self._is_abandoned)
+        with translated():
+            works = self._channel.exchange(parts, is_send=is_send, stream=stream) or ()
+        return Wait(works, parts, self._is_abandoned, is_ordered=stream is not None)
+
+    def exchange_all(self, messages: Sequence[Sequence[Tensor]], *, is_send: bool) -> None:
+        """On this thread's stream, and wait for all of them."""
+        with self._blocks.on_stream():
+            waits = [self.post(message, is_send=is_send, stream=self._blocks.stream()) for message in messages]
+            waits[-1].until(self._blocks.mark())
+        for wait in waits:
+            wait()
 
     def abandon(self) -> None:
         """NCCL ends its kernels; others may not: then whoever waits stays behind."""
@@ -138,25 +143,20 @@ class DevicePair:
 
 
 class Wait:
-    """For an event of a device, or for work of the CPU's."""
+    """For an event of a device, or for work of the CPU's. `is_ordered`: what the stream is given later comes later."""
 
-    def __init__(self, works: Sequence[Any], event: Any, is_abandoned: threading.Event) -> None:
+    def __init__(
+        self, works: Sequence[Any], parts: Sequence[Tensor], is_abandoned: threading.Event, *, is_ordered: bool
+    ) -> None:
+        self.is_ordered = is_ordered
         self._works = works
-        self._event = event
+        self._parts = parts  # they live as long as this
+        self._event: Any = None
         self._is_abandoned = is_abandoned
 
-    @property
-    def is_ordered(self) -> bool:
-        """What the stream is given from now on comes after it."""
-        return self._event is not None
-
-    def extend(self, event: Any) -> None:
-        """Wait for this one, which comes later."""
+    def until(self, event: Any) -> None:
+        """Wait for this event of the stream; None on the CPU."""
         self._event = event
-
-    def is_done(self) -> bool:
-        """Calling it does not wait. Of the CPU's work nobody can tell: it is waited for."""
-        return self._event is None or bool(self._event.query())
 
     def __call__(self) -> None:
         with translated():

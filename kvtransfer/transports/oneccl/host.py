@@ -31,7 +31,7 @@ class PairOutlet(HostOutlet):
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
-        messages = groups(pieces, self.blocks.block_bytes)
+        messages = groups(pieces, self.blocks.block_bytes // prepared.parts)
 
         def job(pair: Pair) -> None:
             for message in messages:
@@ -68,7 +68,7 @@ class PairInlet:
             landing.abandon(self._reason)
             return
         self._waiting.append(landing)
-        messages = groups(pieces, self._block_bytes)
+        messages = groups(pieces, self._block_bytes // landing.parts)
         self.thread.submit(lambda pair: self._take(pair, messages, landing))
 
     def intake(self, placement: Placement) -> Intake:

@@ -9,6 +9,8 @@ from torch import Tensor
 from kvtransfer.transports.devicecopy import DeviceBlocks, is_run
 from kvtransfer.transports.oneccl.pair import LANES
 
+MIN_SUMS = 1024
+
 
 class Lane:
     """Use as a statement: what is inside runs on its stream, in order. Belongs to the pair's thread."""
@@ -16,6 +18,7 @@ class Lane:
     def __init__(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
         self._memory: Tensor | None = None
+        self._sums: Tensor | None = None
         self._context: Any = None
         self.stream = blocks.new_stream()
 
@@ -26,12 +29,18 @@ class Lane:
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
 
-    def staging(self, count: int) -> Tensor:
-        """uint8 `[count, block_bytes]`, in use until the lane's next turn."""
-        if self._memory is None or len(self._memory) < count:
-            blocks = self._blocks
-            self._memory = torch.empty((count, blocks.block_bytes), dtype=torch.uint8, device=blocks.device)
-        return self._memory[:count]
+    def staging(self, count: int, parts: int) -> Tensor:
+        """uint8 `[count, bytes of a block or part]`, in use until the lane's next turn."""
+        size = self._blocks.block_bytes // parts
+        if self._memory is None or len(self._memory) < count * size:
+            self._memory = torch.empty(count * size, dtype=torch.uint8, device=self._blocks.device)
+        return self._memory[: count * size].view(count, size)
+
+    def sums(self, count: int) -> Tensor:
+        """int64 `[count]`, as long as `staging`."""
+        if self._sums is None or len(self._sums) < count:
+            self._sums = torch.empty(max(count, MIN_SUMS), dtype=torch.int64, device=self._blocks.device)
+        return self._sums[:count]
 
     def mark(self) -> Any:
         """An event after all that the lane was given; None on the CPU."""

@@ -75,7 +75,9 @@ class Api:
         library.ncclGetErrorString.restype = ctypes.c_char_p
         library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, UniqueId, number]
         library.ncclCommAbort.argtypes = [pointer]
-        for transfer in (library.ncclSend, library.ncclRecv):
+        # Within a group a message is only noted down: giving Python's lock away for that would cost more than it.
+        self._noting = noting = ctypes.PyDLL(LIBRARY)
+        for transfer in (library.ncclSend, library.ncclRecv, noting.ncclSend, noting.ncclRecv):
             transfer.argtypes = [pointer, size, number, number, pointer, pointer]
 
     def unique_id(self) -> UniqueId:
@@ -97,15 +99,17 @@ class Api:
         *,
         is_send: bool,
     ) -> None:
-        call = self._library.ncclSend if is_send else self._library.ncclRecv
-        if len(parts) > 1:
-            self._check("ncclGroupStart", self._library.ncclGroupStart())
+        is_group = len(parts) > 1
+        library = self._noting if is_group else self._library
+        call = library.ncclSend if is_send else library.ncclRecv
+        if is_group:
+            self._check("ncclGroupStart", library.ncclGroupStart())
         status = 0
         try:
             for part in parts:
                 self._check("message", call(part.data_ptr(), part.nbytes, UINT8, peer, communicator, stream))
         finally:
-            if len(parts) > 1:
+            if is_group:
                 status = self._library.ncclGroupEnd()
         self._check("ncclGroupEnd", status)
 

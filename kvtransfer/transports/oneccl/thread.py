@@ -1,12 +1,15 @@
-"""The one thread that calls a pair. It can be given up while a call of the library never returns."""
+"""The thread that calls a pair, and one that waits for what it began. They can be given up while a call of the library
+never returns.
+
+Neither asks again and again: both stand in calls that leave Python's lock to others (docs/experiments.md).
+"""
 
 import asyncio
 import contextlib
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Protocol
 
 from kvtransfer.errors import TransportUnavailable
@@ -16,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Finish(Protocol):
-    """What is left of a job once the library has its work."""
-
-    def is_done(self) -> bool:
-        """Calling it will not wait long."""
-        ...
+    """What is left of a job once the library has its work. Runs in the second thread."""
 
     def __call__(self) -> None:
         """Waits. Raises `PairBrokenError`."""
@@ -29,11 +28,10 @@ class Finish(Protocol):
 
 Job = Callable[[Pair], Finish | None]
 """Raises `PairBrokenError` when the pair is of no use any more."""
-POLL_S = 0.00005
 
 
 class PairThread:
-    """Runs `open`, then jobs in order; each is begun before the ones ahead of it are finished.
+    """Runs `open`, then jobs in order; each is begun before the ones ahead of it are finished, `LANES` at once.
 
     `on_failed` is called on the loop, at most once, and not after `close`. A job that does not end within
     `stall_timeout_s` is a failure: the peer is stuck, or the library is.
@@ -49,15 +47,21 @@ class PairThread:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._pair: Pair | None = None
-        self._begun: deque[Finish] = deque()
+        self._begun: SimpleQueue[Finish | None] = SimpleQueue()
+        self._lanes = threading.Semaphore(LANES)
         self._is_closed = False
         self._num_waiting = 0
         self._num_done = 0
         self._watching: asyncio.TimerHandle | None = None
-        self.is_running = True
-        """The thread has not ended: after `close`, it is stuck in the library."""
+        self._num_running = 2
         self.opened: asyncio.Future[None] = self._loop.create_future()
         threading.Thread(target=self._run, name="baton-pair", daemon=True).start()
+        threading.Thread(target=self._finish_all, name="baton-pair-end", daemon=True).start()
+
+    @property
+    def is_running(self) -> bool:
+        """A thread has not ended: after `close`, it is stuck in the library."""
+        return self._num_running > 0
 
     @property
     def is_closed(self) -> bool:
@@ -85,16 +89,10 @@ class PairThread:
             pair.abandon()
 
     def _run(self) -> None:
-        try:
+        with self._explained():
             self._work()
-        except TransportUnavailable as exc:
-            self._tell(self._failed, str(exc))
-        except Exception as exc:
-            logger.exception("a pair broke")
-            self._tell(self._failed, f"{type(exc).__name__}: {exc}")
-        finally:
-            self._leave()
-            self.is_running = False
+        self._begun.put(None)
+        self._left()
 
     def _work(self) -> None:
         pair = self._open_pair()
@@ -105,32 +103,42 @@ class PairThread:
             pair.abandon()
             return
         self._tell(self._is_open)
-        while True:
-            while self._begun and (len(self._begun) >= LANES or self._begun[0].is_done()):
-                self._finish()
-            try:
-                job = self._jobs.get(timeout=POLL_S if self._begun else None)
-            except Empty:
-                continue
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
+            self._lanes.acquire()
             if self._is_closed:
                 raise PairBrokenError("closed")
             finish = job(pair)
             if finish is None:
-                self._num_done += 1
+                self._ended()
             else:
-                self._begun.append(finish)
+                self._begun.put(finish)
 
-    def _finish(self) -> None:
-        self._begun.popleft()()
-        self._num_done += 1
+    def _finish_all(self) -> None:
+        """When the pair was given up, what was begun ends: with an error, or never."""
+        while (finish := self._begun.get()) is not None:
+            with self._explained():
+                finish()
+            self._ended()
+        self._left()
 
-    def _leave(self) -> None:
-        """The pair is given up, so what was begun ends: with an error, or never."""
-        while self._begun:
-            with contextlib.suppress(Exception):
-                self._begun.popleft()()
+    def _ended(self) -> None:
+        with self._lock:
+            self._num_done += 1
+        self._lanes.release()
+
+    def _left(self) -> None:
+        with self._lock:
+            self._num_running -= 1
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except TransportUnavailable as exc:
+            self._tell(self._failed, str(exc))
+        except Exception as exc:
+            logger.exception("a pair broke")
+            self._tell(self._failed, f"{type(exc).__name__}: {exc}")
 
     def _tell(self, call: Callable[..., None], *arguments: str) -> None:
         if not self._loop.is_closed():

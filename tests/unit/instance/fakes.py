@@ -260,8 +260,8 @@ class FakeTransfer:
     def publish(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
         self.asked.append(("publish", list(blocks)))
 
-    def publish_part(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]], part: int) -> None:
-        self.asked.append(("publish_part", list(blocks), part))
+    def publish_parts(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None:
+        self.asked.append(("publish_parts", list(blocks), parts))
 
     def finish(self, ticket_id: TicketId, payload: bytes) -> None:
         self.asked.append(("finish", payload))

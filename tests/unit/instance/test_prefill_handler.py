@@ -47,13 +47,13 @@ def test_parts_of_the_last_blocks_are_handed_on_before_the_step_has_ended() -> N
         await settle()
         inner = b.inner()
         last = CompletedBlocks(inner, [NamedBlock(name(0), 3)])
-        b.serving.on_tail(CompletedPart(0, [last, CompletedBlocks(RequestId("gone"), [])]))
-        assert b.transfer.asked[-1] == ("publish_part", [(name(0), 3)], 0)
+        b.serving.on_tail(CompletedPart(range(1), [last, CompletedBlocks(RequestId("gone"), [])]))
+        assert b.transfer.asked[-1] == ("publish_parts", [(name(0), 3)], range(1))
         b.turn(completed=[last], tokens=[output(inner, 5)], held=[inner])
-        assert b.transfer.verbs() == ["open", "publish_part", "publish", "finish"]
+        assert b.transfer.verbs() == ["open", "publish_parts", "publish", "finish"]
         b.transfer.release.set_result("received")
         await settle()
-        b.serving.on_tail(CompletedPart(1, [last]))
+        b.serving.on_tail(CompletedPart(range(1, 2), [last]))
         assert b.transfer.verbs()[-1] == "finish", "a part that comes late is nobody's"
         b.check()
 

@@ -138,10 +138,9 @@ class World(RuleBasedStateMachine):
                     if connection is not None:
                         for index, block in step.blocks:
                             assert self.released is None
-                            assert self.memory[block] == self.content(block)
-                            connection.to_consumer.append(
-                                Blocks(TICKET.ticket, step.attempt, [Piece(index, block, None)])
-                            )
+                            assert all(self.memory[n] == self.content(n) for n in self.numbers(block, step.parts))
+                            pieces = [Piece(index, block, None)]
+                            connection.to_consumer.append(Blocks(TICKET.ticket, step.attempt, pieces, parts=step.parts))
                 case Drain():
                     self.drain_asked = True
                 case Released():
@@ -185,6 +184,11 @@ class World(RuleBasedStateMachine):
     def compute(self, block: int, part: int) -> None:
         number = block * self.parts + part
         self.memory[number] = self.content(number)
+
+    def numbers(self, place: int, parts: int) -> range:
+        """Of the parts of block `place`, or of the one part that it is."""
+        each = self.parts // parts
+        return range(place * each, (place + 1) * each)
 
     def is_here(self, block: int) -> bool:
         numbers = range(block * self.parts, (block + 1) * self.parts)

@@ -191,3 +191,33 @@ def test_a_producer_that_forgot_the_ticket_is_asked_anew() -> None:
     one = streaming()
     assert one.forgotten(0, 0.0) == []
     assert isinstance(one.forgotten(1, 0.0)[-1], Relink)
+
+
+def in_parts(*indexes: int, parts: int) -> Blocks:
+    return Blocks(TICKET.ticket, 1, [Piece(index, 100 + index, None) for index in indexes], parts=parts)
+
+
+def test_blocks_and_parts_of_blocks_come_over_one_connection() -> None:
+    one = session(3)
+    one.linked("usm", pulls=True, now=0.0, parts=2)
+    one.handle(Ready(TICKET.ticket, 1, True), 0.0)
+    assert one.handle(in_parts(0, 1, parts=1), 0.0) == [
+        Copy(1, [Placement(0, 0, 100, 10, None), Placement(2, 1, 101, 11, None)])
+    ]
+    assert one.handle(in_parts(1, parts=2), 0.0) == []  # it is on its way
+    assert one.copied([0], 0.0) == [Arrived([name(0)])]
+    assert one.damaged([2], 0.0) == [Ask(Again(TICKET.ticket, 1, [2, 3]))]
+    assert one.handle(in_parts(2, 4, parts=2), 0.0) == [
+        Copy(1, [Placement(2, 0, 102, 22, None, 2), Placement(4, 1, 104, 24, None, 2)])
+    ]
+    assert one.copied([2, 4], 0.0) == []
+    assert one.handle(in_parts(1, 2, parts=1), 0.0) == []  # half of each is here
+    one.handle(in_parts(3, 5, parts=2), 0.0)
+    one.handle(done(6), 0.0)
+    one.check_invariants()
+    assert one.copied([3, 5], 0.0)[0] == Arrived([name(1), name(2)])
+
+
+def test_parts_that_the_connection_does_not_have_are_an_error() -> None:
+    steps = streaming().handle(in_parts(0, parts=3), 0.0)
+    assert isinstance(steps[-1], Give) and steps[-1].fault is Fault.SOURCE_FAILED

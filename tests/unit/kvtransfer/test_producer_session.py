@@ -163,3 +163,16 @@ def test_late_calls_of_the_engine_change_nothing() -> None:
     assert one.give_up("failed", "late") == []
     assert one.quiet() == [Released("cancelled")]
     assert one.quiet() == []
+
+
+def test_blocks_leave_whole_and_the_tail_in_parts() -> None:
+    one = opened()
+    one.fetch(fetch(0, 1, 2), link=1, pulls=True, now=0.0, parts=4)
+    assert one.publish([(name(0), 5), (name(1), 6)]) == [Serve(1, [(0, 5), (1, 6)])]
+    assert one.publish_parts([(name(2), 7)], range(2)) == [Serve(1, [(8, 28), (9, 29)], 4)]
+    assert one.publish_parts([(name(0), 5), (name(2), 7)], range(1, 3)) == [Serve(1, [(10, 30)], 4)]
+    assert one.publish([(name(2), 7)]) == [Serve(1, [(11, 31)], 4)]
+    assert one.finish(b"p", 1.0) == [done(12)]
+    assert one.again(Again(TICKET.ticket, 1, [2, 9]), 0.0) == [Serve(1, [(2, 22), (9, 29)], 4)]
+    again = one.fetch(fetch(0, 2, attempt=2), link=2, pulls=True, now=0.0, parts=4)
+    assert again[1] == Serve(2, [(0, 5), (1, 7)])

@@ -85,7 +85,9 @@ class BothEnds(World):
         part %= self.parts
         for block in blocks:
             self.compute(block, part)
-        self.produce(self.producer.publish_part([(name(block), block) for block in sorted(blocks)], part))
+        self.produce(
+            self.producer.publish_parts([(name(block), block) for block in sorted(blocks)], range(part, part + 1))
+        )
 
     @precondition(lambda self: self.is_open() and not self.finished)
     @rule()
@@ -135,8 +137,10 @@ class BothEnds(World):
         if self.stopped:
             self.consume(self.consumer.abandoned([placement.index], self.consumer_now))
             return
-        read = self.memory[placement.source] if self.pulls else self.content(placement.source)
-        self.cache[placement.destination] = GARBAGE if damaged else read
+        read, written = (self.numbers(place, placement.parts) for place in (placement.source, placement.destination))
+        for source, destination in zip(read, written, strict=True):
+            found = self.memory[source] if self.pulls else self.content(source)
+            self.cache[destination] = GARBAGE if damaged else found
         if damaged:
             self.consume(self.consumer.damaged([placement.index], self.consumer_now))
         else:

@@ -101,6 +101,28 @@ def test_tapered_parcels_begin_and_end_small() -> None:
     assert sizes == [2, 8, 8, 6, 3, 2, 1]
 
 
+def test_parts_take_room_for_their_bytes_and_never_share_a_parcel_with_blocks() -> None:
+    one = queue(window_bytes=40)
+    one.add(A, 1, [(0, 0), (1, 1), (2, 2)])
+    one.add(A, 1, [(i, i) for i in range(6, 10)], parts=2)
+    taken = [one.take() for _ in range(4)]
+    assert [(len(p.blocks), p.parts) for p in taken if p is not None] == [(2, 1), (1, 1), (2, 2)]
+    assert one.travelling_bytes == 40
+    one.credit(one.room_of(2, 1))
+    parcel = one.take()
+    assert parcel is not None and (parcel.blocks, parcel.parts) == ([(8, 8), (9, 9)], 2)
+
+
+def test_where_parts_are_staged_they_take_places_for_whole_blocks() -> None:
+    one = SendQueue(block_bytes=10, batch_bytes=20, window_bytes=30, in_blocks=True)
+    one.add(A, 1, [(i, i) for i in range(7)], parts=5)
+    parcel = one.take()
+    assert parcel is not None and (len(parcel.blocks), one.travelling_bytes) == (7, 20)
+    one.add(A, 1, [(i, i) for i in range(7)], parts=5)
+    parcel = one.take()
+    assert parcel is not None and (len(parcel.blocks), one.travelling_bytes) == (5, 30)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
 def test_a_sample_is_one_piece_in_eight_and_leaves_no_part_out(parts: int) -> None:
     blocks = 64
