@@ -55,8 +55,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self.status is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._launched.signal(number)
+            self._launched.signal(number)
 
     def last_line(self) -> str:
         """What it said last: of a process that could not start, why."""

@@ -23,13 +23,11 @@ from typing import Protocol
 from services.local.plan import Process
 
 PRELOAD = "services.local.preload"
-JOIN_S = 5.0
-UNKNOWN_STATUS = 255
 _NAME_BYTES = 15
 
 
 class Launched(Protocol):
-    """A process that runs. Its pid is not another's before `wait` was called."""
+    """A process, until `wait` has returned."""
 
     pid: int
 
@@ -37,9 +35,10 @@ class Launched(Protocol):
         """Readable when it has ended. Not the caller's to close."""
 
     def wait(self) -> int:
-        """Once it has ended: its status, negative for a signal."""
+        """Blocks until it has ended. Its status, negative for a signal. What watches it is closed."""
 
-    def signal(self, number: int) -> None: ...
+    def signal(self, number: int) -> None:
+        """Nothing happens to one that has ended."""
 
 
 class Launch(Protocol):
@@ -75,11 +74,14 @@ class _Program:
         return self._pidfd
 
     def wait(self) -> int:
-        os.close(self._pidfd)
-        return self._popen.wait()
+        if self._popen.returncode is None:
+            self._popen.wait()
+            os.close(self._pidfd)
+        return self._popen.returncode
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)  # not reaped before `wait`
+        if self._popen.returncode is None:  # not reaped, so the pid is not another's
+            self._popen.send_signal(number)
 
 
 class Forks:
@@ -95,20 +97,24 @@ class Forks:
         self._context.set_forkserver_preload([preload, *modules])
 
     def warm_up(self, then: Callable[[], object]) -> None:
-        """Starts the server; `then` is called in the event loop once it has imported everything, or has failed to."""
+        """`prepare` in the background; `then` is called in the event loop afterwards."""
         loop = asyncio.get_running_loop()
 
         def start() -> None:
-            probe = self._context.Process(target=_probe, args=(self._preload,), daemon=True)
-            with contextlib.suppress(OSError, EOFError):
-                probe.start()
-                probe.join()
-                self._is_fit = probe.exitcode == 0
+            self.prepare()
             with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
                 loop.call_soon_threadsafe(then)
 
         # Not in the loop's threads, which are waited for at the end.
         threading.Thread(target=start, name="forks", daemon=True).start()
+
+    def prepare(self) -> None:
+        """Starts the server and waits until it has imported everything, or has failed to."""
+        probe = self._context.Process(target=_probe, args=(self._preload,), daemon=True)
+        with contextlib.suppress(OSError, EOFError):
+            probe.start()
+            probe.join()
+            self._is_fit = probe.exitcode == 0
 
     def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
         if not self._is_fit:
@@ -142,15 +148,18 @@ class _Fork:
         return self._process.sentinel
 
     def wait(self) -> int:
-        self._process.join(JOIN_S)
+        self._process.join()
         if self._pidfd is not None:
             os.close(self._pidfd)
+            self._pidfd = None
         status = self._process.exitcode
-        return UNKNOWN_STATUS if status is None else status
+        assert status is not None
+        return status
 
     def signal(self, number: int) -> None:
         if self._pidfd is not None:
-            signal.pidfd_send_signal(self._pidfd, number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
 
 
 def _probe(preload: str) -> None:

@@ -2,9 +2,8 @@
 
 import asyncio
 import os
+import select
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -35,7 +34,10 @@ from contracts.naming import root_name
 from contracts.sampling import SamplingParams
 from services.common.registry import RegistryView, registry_view
 from services.common.rpc import InstanceLink
-from tests.e2e.cluster import ROOT, environment, free_port
+from services.local.launches import Launched
+from services.local.plan import Process
+from tests.e2e.cluster import environment, free_port
+from tests.e2e.forking import forks
 
 START_TIMEOUT_S = 180.0
 DEADLINE_S = 30.0
@@ -64,7 +66,7 @@ class Answer:
 class Instance:
     """One process and the link to it."""
 
-    def __init__(self, process: "subprocess.Popen[str]", record: InstanceRecord) -> None:
+    def __init__(self, process: Launched, record: InstanceRecord) -> None:
         self.process = process
         self.record = record
         self.load: Load | None = None
@@ -72,7 +74,7 @@ class Instance:
         self.link: InstanceLink | None = None
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.signal(signal.SIGKILL)
 
 
 class Driver:
@@ -107,7 +109,7 @@ class Driver:
             loads = {name: (i.load, i.lost) for name, i in self.instances.items()}
             raise AssertionError(f"not within {timeout_s} s: {what}; {loads}; {dict(self.answers)}") from None
 
-    async def connect(self, process: "subprocess.Popen[str]", record: InstanceRecord) -> Instance:
+    async def connect(self, process: Launched, record: InstanceRecord) -> Instance:
         instance = Instance(process, record)
 
         def on_lost(reason: str) -> None:
@@ -251,25 +253,25 @@ async def instances(
                 assert instance.link is not None
                 await instance.link.close()
             for process in processes.values():
-                process.kill()
-                process.wait(10)
+                process.signal(signal.SIGKILL)
+                process.wait()
             await view.close()
 
 
-def _any_ended(processes: "dict[str, subprocess.Popen[str]]") -> bool:
+def _any_ended(processes: Mapping[str, Launched]) -> bool:
     for name, process in processes.items():
-        if process.poll() is not None:
-            raise RuntimeError(f"{name} ended with status {process.returncode}")
+        if select.select([process], [], [], 0)[0]:
+            raise RuntimeError(f"{name} ended with status {process.wait()}")
     return False
 
 
-def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> "subprocess.Popen[str]":
-    role = name.partition("-")[0]
-    command = [sys.executable, "-m", f"services.{role}.main", "--model", str(model), "--instance-id", name]
-    command += ["--device", "cpu", "--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]
-    command += ["--threads", "1", "--kv-cache-memory-bytes", str(8 << 20), "--max-num-seqs", "16", *flags]
-    env = environment() | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
+def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> Launched:
+    """By `baton serve`'s own way."""
+    argv = [name.partition("-")[0], "--model", str(model), "--instance-id", name]
+    argv += ["--device", "cpu", "--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]
+    argv += ["--threads", "1", "--kv-cache-memory-bytes", str(8 << 20), "--max-num-seqs", "16", *flags]
+    process = Process(name, argv, {"OMP_NUM_THREADS": "1"})
+    return forks()(process, environment(), log.fileno(), log.fileno())
 
 
 def alive(pid: int) -> bool:

@@ -281,7 +281,7 @@ def test_a_stop_lets_what_runs_end_and_takes_nothing_new(model: Path) -> None:
         async with instances(model) as driver:
             answer = driver.start(driver.work(prompt(30), max_tokens=400))
             await driver.until(lambda: len(answer.tokens[0]) > 2, "tokens of decode")
-            driver.decode.process.send_signal(signal.SIGTERM)
+            driver.decode.process.signal(signal.SIGTERM)
             await driver.until(lambda: len(driver.view.records()) == 1, "decode has left")
             late = driver.work(prompt(10))
             driver.send(driver.decode, Generate(late))
@@ -290,9 +290,9 @@ def test_a_stop_lets_what_runs_end_and_takes_nothing_new(model: Path) -> None:
             assert refused.failed[0].code == "draining"
             await driver.until(lambda: bool(answer.reasons), "the running request ends")
             assert len(answer.sequence()) == 400
-            driver.prefill.process.send_signal(signal.SIGTERM)
+            driver.prefill.process.signal(signal.SIGTERM)
             for instance in driver.instances.values():
-                assert await asyncio.to_thread(instance.process.wait, 20) == 0
+                assert await asyncio.to_thread(instance.process.wait) == 0
             assert not driver.view.records()
 
     run(test)
