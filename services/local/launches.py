@@ -177,7 +177,8 @@ def _begin(
         end.close()
     os.environ.clear()
     os.environ.update(variables)
-    Path("/proc/self/comm").write_bytes(name.encode()[:_NAME_BYTES])
+    with contextlib.suppress(OSError):  # a name for `ps`, no more
+        Path("/proc/self/comm").write_bytes(name.encode()[:_NAME_BYTES])
     threading.Thread(target=_end_with_parent, name="leash", daemon=True).start()
     sys.argv[:] = [module, *argv]
     sys.exit(import_module(module).main(argv))
