@@ -153,8 +153,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
     made.add_argument("--warm-up-s", type=float, default=5.0, help="at the first rate, not counted")
     made.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
-    made.add_argument("--chunks", type=int, nargs="+", default=[512, 1024, 2048], help="most tokens of a unified step")
-    made.add_argument("--pd-chunks", type=int, nargs="+", default=[1024], help="the same where prefill is apart")
+    made.add_argument(
+        "--chunks",
+        type=int,
+        nargs="*",
+        default=[512, 1024, 2048],
+        help="most tokens of a unified step; none: 1P1D only",
+    )
+    made.add_argument("--pd-chunks", type=int, nargs="*", default=[1024], help="the same where prefill is apart")
     made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
     made.add_argument("--goodput-itl-ms", type=float, default=12.0)
     made.add_argument("--budget-s", type=float, default=480.0, help="setups that would take longer are left out")
