@@ -26,7 +26,7 @@ from bench.pd_results import APART, UNIFIED, Measured, Setup, curve, line_of, lo
 from bench.peers import Server, running
 from bench.report import Row, show
 from bench.senders import Target, send_all
-from bench.traces import load_trace
+from bench.traces import TraceError, load_trace
 from bench.workload import trace_requests
 
 COMPLETE_S = 120.0
@@ -205,6 +205,10 @@ def _earlier(options: argparse.Namespace) -> list[Measured]:
 def _measured(options: argparse.Namespace) -> list[Measured]:
     if options.trace is None:
         raise SystemExit("baton-bench pd: --trace, or --from with what was measured earlier")
+    try:
+        load_trace(options.trace, count=2)
+    except TraceError as exc:
+        raise SystemExit(f"baton-bench pd: {exc}") from None
     with tempfile.TemporaryDirectory() as folder:
         model = options.model
         if model is None:
