@@ -9,7 +9,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5
 SCALE_BYTES = 2
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """A block is `[num_layers, num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`, contiguous.
 
     The planes are K and V; latent attention (MLA) has one, from which both are computed.

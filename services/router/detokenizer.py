@@ -113,10 +113,19 @@ class _ByteLevelStream:
         self._pieces = pieces
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces, skipped, size = self._pieces, self._skipped, len(self._pieces)
-        return self._decoder.decode(b"".join([pieces[i] for i in token_ids if i < size and i not in skipped]))
+        data = b"".join([pieces[i] for i in token_ids if i < size and i not in skipped])
+        if not self._is_within_character:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass  # it ends within a character, or is none: for the slower decoder
+        text = self._decoder.decode(data)
+        self._is_within_character = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -141,7 +141,7 @@ class Dispatcher:
         self._metrics.ended(flight)
         self.recent.add(flight.job.request_id, len(flight.job.token_ids), generated, flight.timeline)
         if logger.isEnabledFor(logging.INFO):
-            logger.info("request ended", extra=ended_line(flight, now))
+            logger.info("request ended", extra={"fields": ended_line(flight, now)})
         self._pump()
 
     def _check_limits(self, jobs: Sequence[Job], arrival: Arrival) -> None:

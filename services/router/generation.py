@@ -68,7 +68,8 @@ class Generation:
                     continue
                 piece = writer.push(output.tokens)
                 pieces.append((output.choice, piece))
-                self._observe(output.choice, len(piece.token_ids))
+                if piece.token_ids:
+                    self._observe(output.choice, len(piece.token_ids))
                 if writer.is_finished:
                     self._num_running -= 1
                     self.flight(output.choice).stop(output.choice % self._n)
@@ -90,8 +91,6 @@ class Generation:
         return explained(self.flights, self._clock())
 
     def _observe(self, choice: int, num_tokens: int) -> None:
-        if not num_tokens:
-            return
         now = self._clock()
         last = self._last_at[choice]
         if last is not None:

@@ -118,27 +118,29 @@ class Member:
 
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0) -> Candidate:
         """`held_blocks`: of the same prompt, as far as they are known to be there."""
-        load = self.record.load
+        record, load = self.record, self.record.load
         done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
-        block_tokens = self.record.layout.block_tokens
-        self.recent_tokens *= exp((self.recent_at - now) / RECENT_S)
+        block_tokens = record.layout.block_tokens
+        active_sequences = self.own_sequences + self.foreign_sequences
+        if self.recent_tokens:
+            self.recent_tokens *= exp((self.recent_at - now) / RECENT_S)
         self.recent_at = now
         return Candidate(
-            instance=self.record.instance,
-            role=self.record.role,
-            layout=self.record.layout,
+            instance=record.instance,
+            role=record.role,
+            layout=record.layout,
             free_blocks=max(0, load.free_blocks - self.unreported_blocks),
             total_blocks=load.total_blocks,
-            active_sequences=self.own_sequences + self.foreign_sequences,
+            active_sequences=active_sequences,
             queued_tokens=self.own_tokens + max(0.0, self.foreign_tokens - done),
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
-            machine=self.record.host,
+            machine=record.host,
             held_tokens=held_blocks * block_tokens,
             link_speeds=self.link_speeds,
-            next_step_s=self.steps.predict(self.own_sequences + self.foreign_sequences + 1),
+            next_step_s=self.steps.predict(active_sequences + 1),
         )
 
     def check_invariants(self) -> None:

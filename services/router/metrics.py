@@ -132,6 +132,7 @@ class RouterMetrics:
 
     def ended(self, flight: Flight) -> None:
         timeline = flight.timeline
+        ttft_s, itl_s, decode_s, admission_s = timeline.ttft_s, timeline.itl_s, timeline.decode_s, timeline.admission_s
         lengths = [len(sequence.token_ids) for sequence in flight.sequences]
         for reason in timeline.finish_reasons:
             self._count(self._success, reason).value += 1
@@ -141,8 +142,8 @@ class RouterMetrics:
         self._longest.observe(max(lengths))
         if timeline.ended_at is not None and flight.error is None:
             self._e2e.observe(timeline.ended_at - timeline.arrived_at)
-        if timeline.decode_s is not None:
-            self._decode.observe(timeline.decode_s)
+        if decode_s is not None:
+            self._decode.observe(decode_s)
         if timeline.report is not None:
             self._queue.observe(timeline.report.queue_s)
             self._prefill.observe(timeline.report.prefill_s)
@@ -151,13 +152,13 @@ class RouterMetrics:
         if timeline.handoff is not None:
             self._handoff.observe(timeline.handoff.handoff_s)
             self._exposed.observe(timeline.handoff.exposed_s)
-        if timeline.ttft_s is not None:
-            self._ttft.observe(timeline.ttft_s)
-            self._ttft_error.observe(abs(timeline.ttft_s - timeline.predicted_ttft_s))
-        if timeline.itl_s is not None and timeline.predicted_itl_s:
-            self._itl_error.observe(abs(timeline.itl_s - timeline.predicted_itl_s))
-        if timeline.admission_s is not None:
-            self._admission.observe(timeline.admission_s)
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
+            self._ttft_error.observe(abs(ttft_s - timeline.predicted_ttft_s))
+        if itl_s is not None and timeline.predicted_itl_s:
+            self._itl_error.observe(abs(itl_s - timeline.predicted_itl_s))
+        if admission_s is not None:
+            self._admission.observe(admission_s)
 
     def _count(self, family: str, label: str) -> Count:
         return self._families.counters.of(family, self._model, label)

@@ -24,7 +24,8 @@ class Outbox:
 
     def put(self, choice: int, tokens: NewTokens) -> None:
         self._items.append(Output(choice, tokens))
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: RouterError) -> None:
         """What was put before is still taken first. The first error counts."""

@@ -150,12 +150,13 @@ class NoCapacity(msgspec.Struct, frozen=True):
 
 def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
     """`cluster` is a snapshot for this demand at one moment; loads in it have been aged to that moment."""
-    trusted = [c for c in cluster.candidates if c.instance not in demand.avoid]
-    placed = _place(demand, ClusterView(trusted, cluster.turn), policy)
-    if isinstance(placed, NoCapacity) and demand.avoid:
-        # Better an instance that failed once than none.
-        return _place(demand, cluster, policy)
-    return placed
+    if demand.avoid:
+        trusted = [c for c in cluster.candidates if c.instance not in demand.avoid]
+        placed = _place(demand, ClusterView(trusted, cluster.turn), policy)
+        if not isinstance(placed, NoCapacity):
+            return placed
+    # Better an instance that failed once than none.
+    return _place(demand, cluster, policy)
 
 
 def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
@@ -197,7 +198,8 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
             option = alone
     if option is None:
         return None
-    shortest_s = min(c.queue_s for c in group if c.role == option.computing.role)
+    role = option.computing.role
+    shortest_s = min([c.queue_s for c in group if c.role == role])
     return msgspec.structs.replace(option, shortest_queue_s=shortest_s)
 
 
@@ -242,15 +244,17 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand) -> Placemen
 
 
 def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+    if not candidates:
+        return None
     followers = _followers(demand, candidates)
-    turnover = sum(c.turnover for c in candidates) / max(1, len(candidates))
+    turnover = sum([c.turnover for c in candidates]) / len(candidates)
 
     def cost(c: Candidate) -> tuple[float, int, int, InstanceId]:
         evicted = EVICTION_WEIGHT * (min(MAX_TURNOVER_RATIO, c.turnover / turnover) - 1.0) if turnover else 0.0
         cost_s = c.time_to_first_token_s(demand.num_tokens, harm=followers + evicted)
         return (cost_s, c.active_sequences, -c.free_blocks, c.instance)
 
-    return min(candidates, key=cost, default=None)
+    return min(candidates, key=cost)
 
 
 def _followers(demand: Demand, candidates: Sequence[Candidate]) -> float:
@@ -258,9 +262,7 @@ def _followers(demand: Demand, candidates: Sequence[Candidate]) -> float:
 
     The factor and the bound were found by replaying a trace: docs/experiments.md.
     """
-    if not candidates:
-        return 0.0
-    queued = sum(c.queued_tokens for c in candidates) / len(candidates)
+    queued = sum([c.queued_tokens for c in candidates]) / len(candidates)
     return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued / max(1, demand.num_tokens))
 
 

@@ -59,8 +59,8 @@ class Reader(Holder, Protocol):
 
 def best_holders(candidates: Iterable[Holder]) -> list[Holder]:
     """Those worth asking: with the longest prefix that is really there."""
-    found = nlargest(MAX_SOURCES, candidates, key=lambda c: (c.held_tokens, c.instance))
-    return [holder for holder in found if holder.held_tokens]
+    holders = [c for c in candidates if c.held_tokens]
+    return nlargest(MAX_SOURCES, holders, key=lambda c: (c.held_tokens, c.instance)) if holders else []
 
 
 def plan_pull(

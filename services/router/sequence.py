@@ -34,10 +34,12 @@ class TokenSequence:
         if message.position > len(self.token_ids):
             self._early[message.position] = message
             return []
-        news = [self._take(message)]
-        while not self.is_finished and (position := self._next_early()) is not None:
-            news.append(self._take(self._early.pop(position)))
-        return [new for new in news if new is not None]
+        first = self._take(message)
+        news = [] if first is None else [first]
+        while self._early and not self.is_finished and (position := self._next_early()) is not None:
+            if (new := self._take(self._early.pop(position))) is not None:
+                news.append(new)
+        return news
 
     def forget_early(self) -> None:
         """Whoever sent them will not send what is missing before them."""

@@ -86,9 +86,10 @@ class Timeline:
     @property
     def itl_s(self) -> float | None:
         """Mean time between tokens."""
-        if self.decode_s is None or self.num_later_tokens <= 0:
+        decode_s = self.decode_s
+        if decode_s is None or self.num_later_tokens <= 0:
             return None
-        return self.decode_s / self.num_later_tokens
+        return decode_s / self.num_later_tokens
 
     @property
     def decode_s(self) -> float | None:

@@ -1,6 +1,6 @@
 """Tokens of one sequence to pieces of the answer: text up to a stop string, logprobs, and why it ended."""
 
-from dataclasses import dataclass
+import msgspec
 
 from contracts.messages import FinishReason, TokenLogprobs
 from services.router.detokenizer import Detokenizer
@@ -9,8 +9,7 @@ from services.router.sequence import NewTokens
 from services.router.stop_strings import StopStrings
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """`text` may be empty although tokens came: a character or a stop string may be incomplete."""
 
     text: str
