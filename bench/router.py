@@ -160,14 +160,14 @@ async def bench(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     wanted = options.cases
     if {"short", "streamed", "long"} & set(wanted):
-        async with baton(log_level=options.log_level) as ours, others(options.peer) as rest:
+        async with baton(log_level=options.log_level, workers=options.workers) as ours, others(options.peer) as rest:
             for stream, name in ((False, "short"), (True, "streamed")):
                 for concurrency in (1, 16) if name in wanted else ():
                     rows += await compared([ours, *rest], options, concurrency=concurrency, stream=stream)
             if "long" in wanted:
                 rows += await long_prompts(ours, options)
     if "streams" in wanted:
-        async with baton(log_level=options.log_level, is_paced=True) as paced:
+        async with baton(log_level=options.log_level, is_paced=True, workers=options.workers) as paced:
             rows += await open_streams(paced, options)
     return rows
 
@@ -183,6 +183,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--tokens-per-s", type=float, default=30_000.0, help="of all streams; 0: as fast as it goes")
     parser.add_argument("--long-words", type=int, default=3970, help="words of a long prompt")
     parser.add_argument("--rounds", type=int, default=2, help="of the short and streamed cases: the best one counts")
+    parser.add_argument("--workers", type=int, default=1, help="processes of Baton's router that share its port")
     parser.add_argument(
         "--peer",
         action="append",

@@ -57,7 +57,7 @@ def chat(text: str, *, max_tokens: int = 16, stream: bool = False, request_id: s
 
 
 @asynccontextmanager
-async def baton(*, log_level: str, is_paced: bool = False) -> AsyncIterator[Target]:
+async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> AsyncIterator[Target]:
     """A router, and four instances as it knows them. Its log goes to a file."""
     arrived: dict[str, float] = {}
 
@@ -69,6 +69,7 @@ async def baton(*, log_level: str, is_paced: bool = False) -> AsyncIterator[Targ
         registry = f"memory://{folder}/registry"
         command = [sys.executable, "-m", "services.cli", "router", "--model", str(MODEL), "--port", str(port)]
         command += ["--served-model-name", MODEL_NAME, "--registry", registry, "--log-level", log_level]
+        command += ["--workers", str(workers)]
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=log)
         fakes = [
             FakeInstance(f"{role}-{i}", role, MODEL_NAME, on_work, is_paced=is_paced) for i, role in enumerate(ROLES)
@@ -76,7 +77,7 @@ async def baton(*, log_level: str, is_paced: bool = False) -> AsyncIterator[Targ
         try:
             for fake in fakes:
                 await fake.start(registry)
-            await _wait_until_all_are_known(port)
+            await _wait_until_all_are_known(port, workers)
             yield Target("Baton", port, psutil.Process(process.pid), fakes, arrived)
         finally:
             for fake in fakes:
@@ -115,17 +116,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def _wait_until_all_are_known(port: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
+async def _wait_until_all_are_known(port: int, workers: int) -> None:
+    """Each connection meets any of the workers: so many in a row have met all."""
+    deadline, in_a_row = time.monotonic() + _START_S, 1 if workers == 1 else 16 * workers
+    missing = in_a_row
+    while missing:
         with contextlib.suppress(OSError, HttpError):
             connection = await Connection.open(port)
             health = json.loads(await connection.ask(b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"))
             connection.close()
             if len(health["instances"]) == len(ROLES):
-                return
+                missing -= 1
+                continue
         if time.monotonic() > deadline:
             raise TimeoutError(f"the router does not serve within {_START_S:g} s")
+        missing = in_a_row
         await asyncio.sleep(0.1)
 
 

@@ -43,6 +43,18 @@ def test_json_lines_carry_fields() -> None:
     assert (event["event"], event["request_id"], event["level"]) == ("handoff done", "r-1", "info")
 
 
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_fields_given_in_one_piece_are_as_those_given_singly(format: LogFormat) -> None:
+    fields = {"request_id": "r-1", "seconds": 0.1234567891, "tokens": 7, "cached": None, "note": 'a "b"', "done": True}
+    lines = []
+    for extra in (fields, {"fields": fields}):
+        stream = configured(format)
+        logger.info("ended", extra=extra)
+        lines.append(stream.getvalue().partition(" " if format == "text" else "level")[2])
+    assert lines[0] == lines[1]
+    assert "r-1" in lines[0]
+
+
 def test_json_lines_carry_whatever_a_field_holds() -> None:
     stream = configured("json")
     for odd in (Path("/tmp"), 2**80, "half of a pair: \ud800", "naïve"):
