@@ -5,10 +5,13 @@ import json
 import os
 import socket
 import sys
+import threading
+from pathlib import Path
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
-from bench.kv_cases import block_name, fill
+from bench.kv_cases import MIB, block_name, fill
 from contracts.identity import Generation, InstanceId, TicketId
 from contracts.layout import KVLayout
 from contracts.messages import Ticket
@@ -22,6 +25,8 @@ class Order(msgspec.Struct, kw_only=True):
     port: int = 0
     is_fresh: bool = False
     """The blocks hold something else than when they were sent before, as far as the node is told."""
+    hashes: bool = False
+    """The plain connection's sender hashes what it sends."""
 
 
 async def serve(node: TransferNode, memory: HostMemory) -> None:
@@ -43,8 +48,25 @@ async def serve(node: TransferNode, memory: HostMemory) -> None:
                 for ticket in order.tickets:
                     await node.released(ticket.ticket)
             case "tcp":
-                await asyncio.to_thread(_send_raw, memory, order.port)
+                await asyncio.to_thread(_send_raw, memory, order.port, hashes=order.hashes)
+            case "processor":
+                _answer(json.dumps(thread_seconds()))
+                continue
         _answer("")
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor time of this process's threads so far, those of one kind together."""
+    names = {thread.native_id: thread.name.rstrip("0123456789-_") for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:
+            continue  # it has ended
+        found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 def _publish(node: TransferNode, order: Order) -> None:
@@ -55,10 +77,16 @@ def _publish(node: TransferNode, order: Order) -> None:
         node.finish(TicketId(ticket.ticket), b"first tokens")
 
 
-def _send_raw(memory: HostMemory, port: int) -> None:
-    assert memory.host_view is not None
+def _send_raw(memory: HostMemory, port: int, *, hashes: bool) -> None:
+    view = memory.host_view
+    assert view is not None
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(memory.host_view)
+        if not hashes:
+            connection.sendall(view)
+            return
+        for first in range(0, len(view), MIB):
+            xxh3_64_intdigest(view[first : first + MIB])
+            connection.sendall(view[first : first + MIB])
 
 
 def _answer(value: str) -> None:

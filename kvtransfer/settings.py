@@ -75,9 +75,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_fetches_per_peer: Annotated[int, Meta(ge=1, description="fetches one peer may have here")] = 1024
     max_tombstones: Count = 4096
 
-    frame_bytes: Annotated[int, Meta(ge=4096, description="a ZeroMQ frame; larger ones are slower")] = 1 << 20
-    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way, of each connection")] = 16 << 20
-    batch_bytes: Annotated[int, Meta(ge=1, description="bytes announced by one message")] = 8 << 20
+    frame_bytes: Annotated[int, Meta(ge=4096, description="largest ZeroMQ frame of blocks")] = 8 << 20
+    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way, of each connection")] = 32 << 20
+    batch_bytes: Annotated[
+        int, Meta(ge=1, description="bytes announced by one message, at most; and at most half a window")
+    ] = 32 << 20
     device_batch_bytes: Annotated[
         int, Meta(ge=1, description="as batch_bytes, of a device's blocks; half of it where a message is staged")
     ] = 128 << 20

@@ -1,6 +1,6 @@
 """What a producer has still to send on one connection: fair between tickets, bounded by a window of bytes. No I/O."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +43,8 @@ class SendQueue:
         self._in_blocks = in_blocks
         self._travelling = 0
         self._tickets: OrderedDict[TicketId, deque[tuple[int, int, int, int]]] = OrderedDict()
+        self._gone: Counter[TicketId] = Counter()
+        """Bytes that have left of what is queued."""
 
     @property
     def travelling_bytes(self) -> int:
@@ -55,6 +57,7 @@ class SendQueue:
     def drop(self, ticket: TicketId) -> None:
         """Forget what has not been taken yet."""
         self._tickets.pop(ticket, None)
+        del self._gone[ticket]
 
     def room_of(self, count: int, parts: int) -> int:
         """Bytes of the window that so many blocks, or parts of blocks, take."""
@@ -69,29 +72,31 @@ class SendQueue:
             return None
         ticket, queue = next(iter(self._tickets.items()))
         attempt, parts = queue[0][:2]
-        room = self._room(len(queue), parts)
+        room = self._room(len(queue), parts, self._gone[ticket])
         if not room:
             return None
         blocks: list[tuple[int, int]] = []
         while queue and queue[0][:2] == (attempt, parts) and len(blocks) < room:
             _, _, index, block = queue.popleft()
             blocks.append((index, block))
+        num_bytes = self.room_of(len(blocks), parts)
         if queue:
             self._tickets.move_to_end(ticket)
+            self._gone[ticket] += num_bytes
         else:
-            del self._tickets[ticket]
+            self.drop(ticket)
         if self._window is not None:
-            self._travelling += self.room_of(len(blocks), parts)
+            self._travelling += num_bytes
         return Parcel(ticket, attempt, blocks, parts)
 
-    def _room(self, waiting: int, parts: int) -> int:
-        """Blocks, or parts of blocks, of the next parcel: few while nothing travels, then no more than half of what
-        waits. 0: a small parcel now would cost as much as a full one a moment later."""
+    def _room(self, waiting: int, parts: int, gone: int) -> int:
+        """Blocks, or parts of blocks, of the next parcel: few while nothing travels (without a window: at first), then
+        no more than half of what waits. 0: a small parcel now would cost as much as a full one a moment later."""
         size, window = self._block_bytes // parts, self._window
         batch = min(max(self._batch_bytes // size, 1), MAX_PIECES)
         taper = batch if self._taper_bytes is None else min(max(self._taper_bytes // size, 1), batch)
         if window is None:
-            return min(batch, max(waiting // 2, taper))
+            return min(batch, max(min(waiting // 2, gone // size), taper))
         if not self._travelling:
             return min(taper, max(window // size, 1))
         room, fitting = min(batch, max(waiting // 2, taper)), (window - self._travelling) // size

@@ -12,6 +12,9 @@ from kvtransfer.session.steps import Placement
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.port import Chosen, Prepared, Wish
 
+TAPER = 4
+"""The first and the last parcels of a prompt are so much smaller than others: one end waits for them."""
+
 
 class HostBlocks:
     """Blocks of a buffer by index, with bounds checked."""
@@ -59,12 +62,17 @@ class HostOutlet:
     """What outlets of blocks in host memory share: they are read where they lie."""
 
     stages = False
-    taper_bytes: int | None = None
+    taper_bytes: int | None
     window_bytes: int | None = None
 
-    def __init__(self, offer: Offer, wish: Wish, settings: TransferSettings) -> None:
+    def __init__(self, offer: Offer, wish: Wish, settings: TransferSettings, *, has_window: bool = False) -> None:
         self.offer = offer
         self.batch_bytes = settings.batch_bytes
+        self.taper_bytes = max(settings.batch_bytes // TAPER, 1)
+        if has_window:
+            self.window_bytes = settings.window_bytes
+            self.batch_bytes = max(min(settings.batch_bytes, settings.window_bytes // 2), 1)
+            self.taper_bytes = None
         self.blocks = host_blocks(wish.memory)
         self._memory = wish.memory
         self._sums = wish.sums

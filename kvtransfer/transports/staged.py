@@ -13,6 +13,7 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
 from kvtransfer.transports.port import Announce, Buffer, Chosen, Prepared
+from kvtransfer.transports.zeromq import frame_step
 
 
 class StagedFrames:
@@ -22,9 +23,9 @@ class StagedFrames:
 
     def __init__(self, offer: Offer, settings: TransferSettings, block_bytes: int) -> None:
         self.offer = offer
-        self.batch_bytes = settings.batch_bytes
         self.taper_bytes: int | None = None
         self.window_bytes: int | None = settings.window_bytes
+        self.batch_bytes = max(min(settings.batch_bytes, settings.window_bytes // 2), 1)
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
         self._block_bytes = block_bytes
@@ -35,7 +36,8 @@ class StagedFrames:
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         """ZeroMQ keeps the staged bytes alive until it has sent them."""
         (view,) = prepared.views
-        step, size = self._frame_bytes, self._block_bytes // prepared.parts
+        size = self._block_bytes // prepared.parts
+        step = frame_step(len(view), size, self._frame_bytes)
         if len(view) <= self._inline_bytes:
             announce([[view[offset : offset + size] for offset in range(0, len(view), size)]])
         else:

@@ -122,6 +122,7 @@ async def in_parts(pair: Pair, count: int = 3) -> None:
     ticket, names = pair.ticket(), wanted(*((i, i) for i in range(count)))
     pair.producer.node.open(ticket)
     fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, wanted(*((i, 20 + i) for i in range(count)))))
+    await pair.both_know()  # what is whole when the fetch comes leaves whole
     for part in range(PARTS):
         compute(pair.producer, range(count), part)
         pair.producer.node.publish_parts(ticket.ticket, names, one(part))

@@ -44,7 +44,7 @@ def test_a_part_is_told_when_its_layers_are_computed(tmp_path: Path, family: str
             final = engine.kv.device_tensor[blocks_of(part)]
             size = final.shape[1] // PARTS
             assert torch.equal(then[:, : (number + 1) * size], final[:, : (number + 1) * size])
-            if number + 1 < PARTS:
+            if number + 1 < PARTS and DEVICE == "cpu":  # a device may be done before the host looks
                 assert not torch.equal(then[:, (number + 1) * size :], final[:, (number + 1) * size :])
 
 

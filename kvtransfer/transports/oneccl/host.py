@@ -23,8 +23,7 @@ class PairOutlet(HostOutlet):
     """Announces, and sends behind the announcement."""
 
     def __init__(self, offer: Offer, thread: PairThread, wish: Wish, settings: TransferSettings) -> None:
-        super().__init__(offer, wish, settings)
-        self.window_bytes = settings.window_bytes
+        super().__init__(offer, wish, settings, has_window=True)
         self._thread = thread
         assert wish.memory.host_view is not None
         self._view = wish.memory.host_view.cast("B")

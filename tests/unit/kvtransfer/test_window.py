@@ -101,6 +101,18 @@ def test_tapered_parcels_begin_and_end_small() -> None:
     assert sizes == [2, 8, 8, 6, 3, 2, 1]
 
 
+def test_without_a_window_parcels_grow_and_shrink_too() -> None:
+    one = SendQueue(block_bytes=10, batch_bytes=80, window_bytes=None, taper_bytes=20)
+    one.add(A, 1, [(i, i) for i in range(40)])
+    sizes: list[int] = []
+    while (parcel := one.take()) is not None:
+        sizes.append(len(parcel.blocks))
+    assert sizes == [2, 2, 4, 8, 8, 8, 4, 2, 2]
+    one.add(A, 1, [(i, i) for i in range(9)])
+    parcel = one.take()
+    assert parcel is not None and len(parcel.blocks) == 2
+
+
 def test_parts_take_room_for_their_bytes_and_never_share_a_parcel_with_blocks() -> None:
     one = queue(window_bytes=40)
     one.add(A, 1, [(0, 0), (1, 1), (2, 2)])
