@@ -41,6 +41,8 @@ def decode(
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     scaled = is_coded(cache)
+    tile = min(tiles.tile, tiles.min_split)
+    align = max(tile, block_tokens)
     context = meta.max_context_len if spec.sliding_window is None else spec.sliding_window + tiles.min_split
     num_splits = min(tiles.max_splits, -(-min(meta.max_context_len, context) // tiles.min_split))
     partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
@@ -58,7 +60,7 @@ def decode(
         meta.block_tables,
         output if spec.sinks is None else spec.sinks,
         cache.view(torch.int16) if scaled else output,
-        cache.view(torch.bfloat16) if scaled else output,
+        cache.view(torch.int32) if scaled else output,
         num_seqs,
         num_splits,
         spec.scale,
@@ -72,13 +74,14 @@ def decode(
         head_dim=head_dim,
         dims=max(32, padded(head_dim)) if scaled else padded(head_dim),
         rows=max(narrowest_columns(query.device) if scaled else 16, padded(group)),
-        tile=min(tiles.tile, tiles.min_split),
+        tile=tile,
         block_tokens=block_tokens,
         head_rows=cache.stride(2) // head_dim,
         kind=CODE_KINDS.get(cache.dtype, -1),
         min_split=tiles.min_split,
         max_splits=padded(tiles.max_splits),
         split_limit=tiles.max_splits,
+        align=align,
         window=window,
         capped=spec.softcap is not None,
         sunk=spec.sinks is not None,
@@ -102,6 +105,7 @@ def decode(
             min_split=tiles.min_split,
             max_splits=padded(tiles.max_splits),
             split_limit=tiles.max_splits,
+            align=align,
             window=window,
             sunk=spec.sinks is not None,
             num_warps=1,
@@ -109,14 +113,15 @@ def decode(
 
 
 @triton.jit
-def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, window: tl.constexpr):
-    """(first position, tokens per split, number of splits) of a context: at most `split_limit` equal splits."""
+def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, align: tl.constexpr, window: tl.constexpr):
+    """(first position, tokens per split, number of splits) of a context: at most `split_limit` equal splits of about
+    `min_split` tokens or more, each of whole `align`."""
     first = context * 0
     if window > 0:
         first = (tl.maximum(context - window, 0) // min_split) * min_split
     span = context - first
-    size = ((span + (min_split * split_limit - 1)) // (min_split * split_limit)) * min_split
-    size = tl.maximum(size, min_split)
+    splits = tl.minimum(tl.maximum((span + min_split // 2) // min_split, 1), split_limit)
+    size = tl.maximum((span + splits * align - 1) // (splits * align), 1) * align
     return first, size, (span + size - 1) // size
 
 
@@ -132,7 +137,7 @@ def _decode_kernel(  # noqa: PLR0913
     block_tables,
     sinks,
     pairs,
-    scales,
+    words,
     num_seqs,
     num_splits,
     scale,
@@ -153,6 +158,7 @@ def _decode_kernel(  # noqa: PLR0913
     min_split: tl.constexpr,
     max_splits: tl.constexpr,
     split_limit: tl.constexpr,
+    align: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     sunk: tl.constexpr,
@@ -164,7 +170,7 @@ def _decode_kernel(  # noqa: PLR0913
     starts = tl.load(query_starts + ids, mask=ids < num_seqs, other=0)
     ends = tl.load(query_starts + ids + 1, mask=ids < num_seqs, other=0)
     contexts = tl.where(ends - starts == 1, contexts, 0)
-    _, _, splits_of = _cut(contexts, min_split, split_limit, window)
+    _, _, splits_of = _cut(contexts, min_split, split_limit, align, window)
     item_ends = tl.cumsum(splits_of, 0)
     num_items = tl.sum(splits_of, 0) * kv_heads
     row, dim = tl.arange(0, rows), tl.arange(0, dims)
@@ -175,7 +181,7 @@ def _decode_kernel(  # noqa: PLR0913
         split = pair - tl.sum(tl.where(before, splits_of, 0), 0)
         context = tl.load(context_lens + seq)
         token = tl.load(query_starts + seq).to(tl.int64)
-        first, size, splits = _cut(context, min_split, split_limit, window)
+        first, size, splits = _cut(context, min_split, split_limit, align, window)
         begin = first + split * size
         end = tl.minimum(begin + size, context)
         lowest = tl.maximum(context - window, 0) if window > 0 else 0
@@ -209,7 +215,7 @@ def _decode_kernel(  # noqa: PLR0913
                 tl.load(reader + dim[None, :], mask, other=0.0),
                 cache,
                 pairs,
-                scales,
+                words,
                 block_tables + seq.to(tl.int64) * table_stride,
                 kv_head,
                 begin,
@@ -310,13 +316,14 @@ def _combine_kernel(  # noqa: PLR0913
     min_split: tl.constexpr,
     max_splits: tl.constexpr,
     split_limit: tl.constexpr,
+    align: tl.constexpr,
     window: tl.constexpr,
     sunk: tl.constexpr,
 ):
     """Merges the splits of one head of one sequence, in their order."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
-    _, _, splits = _cut(tl.load(context_lens + seq), min_split, split_limit, window)
+    _, _, splits = _cut(tl.load(context_lens + seq), min_split, split_limit, align, window)
     if (splits <= 1) | (tl.load(query_starts + seq + 1) - token != 1):
         return  # written already, or not ours
     split, dim = tl.arange(0, max_splits), tl.arange(0, dims)

@@ -5,7 +5,8 @@ whose neighbours share a register as they are; of values, whose tokens must shar
 their first and second codes are operands of their own (triton_codes). Operands are float16, which devices turn codes
 into fastest. A token's scale of K multiplies its score. The exponent of that of V is added to the exponent of its
 weight before the running peak is taken, so that no weight leaves float16's range; the sum of weights takes it off
-again.
+again. Everything a tile needs is loaded in words of 32 bits or more, in the order in which the units read it: only such
+loads does Triton begin several tiles ahead.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton_codes import code_half, code_numbers
-from engine.kernels.triton_softmax import HIDDEN, LOWEST, capped_scores, factor_of, load_rows, load_scales, tile_rows
+from engine.kernels.triton_softmax import HIDDEN, LOWEST, capped_scores, factor_of
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-60)  # stands for a scale of 0, whose logarithm is none
 
@@ -23,7 +24,7 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     asked,
     codes,
     pairs,
-    scales,
+    words,
     table,
     kv_head,
     begin,
@@ -58,6 +59,8 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     factor = factor_of(scale, softcap, capped)
     if not capped:  # the queries' sizes join the factor; a cap must see whole scores
         factor = factor * size[None, :]
+    key_offsets = step[:, None] * head_dim + dim[None, :]
+    value_offsets = step[None, :] * half + pair[:, None]
     # The block number of the next tile is read one tile ahead, so that no load waits for another.
     blocks = tl.load(table + (begin + (step if tile > block_tokens else 0)) // block_tokens)
     for start in range(begin, end, tile):
@@ -65,24 +68,21 @@ def attend_codes(  # noqa: PLR0913, PLR0915
         next_blocks = tl.load(table + ahead // block_tokens, mask=ahead < end, other=0)
         position = start + step
         seen = position < end
+        head = (blocks * block_rows + kv_head * head_rows).to(tl.int64)  # its first row
         if tile > block_tokens:
-            at = tile_rows(blocks, position, kv_head, block_rows, head_rows, block_tokens)
+            row = head + position % block_tokens
+            codes_at = codes + row[:, None] * head_dim + dim[None, :]
+            pairs_at = pairs + (row + plane)[None, :] * half + pair[:, None]
+            scales_at = words + ((head + block_tokens) * half + position % block_tokens) // 2
         else:
-            at = tile_rows(blocks, start, kv_head, block_rows, head_rows, block_tokens) + step
-        keys = code_half(load_rows(codes, at, seen, dim, head_dim), dtype)
-        values = tl.trans(load_rows(pairs, at + plane, seen, pair, half))
-        key_scales = load_scales(scales, blocks, position, kv_head, seen, block_rows, head_rows, block_tokens, head_dim)
-        worths = load_scales(
-            scales + plane * half,
-            blocks,
-            position,
-            kv_head,
-            seen,
-            block_rows,
-            head_rows,
-            block_tokens,
-            head_dim,
-        )
+            row = head + start % block_tokens
+            codes_at = codes + row * head_dim + key_offsets
+            pairs_at = pairs + (row + plane) * half + value_offsets
+            scales_at = words + ((head + block_tokens) * half + start % block_tokens) // 2 + step // 2
+        keys = code_half(tl.load(codes_at, mask=seen[:, None] & (dim < head_dim)[None, :], other=0.0), dtype)
+        values = tl.load(pairs_at, mask=seen[None, :] & (pair < half)[:, None], other=0)
+        key_scales = _scale_of(tl.load(scales_at, mask=seen, other=0), step)
+        worths = _scale_of(tl.load(scales_at + plane * half // 2, mask=seen, other=0), step)
         raw = tl.dot(keys, columns, input_precision=precision) * key_scales[:, None]
         if capped:
             raw = raw * size[None, :]
@@ -108,6 +108,12 @@ def attend_codes(  # noqa: PLR0913, PLR0915
         blocks = next_blocks
     acc = tl.reshape(tl.join(tl.trans(first_acc), tl.trans(second_acc)), [rows, dims])
     return acc, total, peak
+
+
+@triton.jit
+def _scale_of(words, step):
+    """One of the two bfloat16 of each word: of an even or an odd token."""
+    return tl.where(step % 2 == 1, words & -0x10000, words << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ class DeviceLimits:
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     tile: int  # KV tokens per step
-    min_split: int  # tokens; multiple of tile and of the block
+    min_split: int  # tokens, about; a multiple of tile and of the block
     max_splits: int  # per sequence
     programs: int  # at most this many run, each walking over items
     warps: int
@@ -108,8 +108,8 @@ def decode_tiles(
         warps=4,
         stages=stages,
     )
-    if is_coded and num_heads >= limits.processors:  # small programs, many at a time, that merge seldom
-        return replace(tiles, tile=min(tile, 32), min_split=max(1024, block_tokens), warps=1, stages=min(stages, 2))
+    if is_coded and num_heads >= limits.processors:  # small programs, many at a time
+        return replace(tiles, tile=min(tile, 32), warps=1)
     if is_coded and num_heads <= limits.processors // 4:
         return replace(tiles, min_split=max(128, block_tokens), max_splits=64, stages=min(stages, 2))
     return tiles
