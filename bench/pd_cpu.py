@@ -12,10 +12,13 @@ import asyncio
 import random
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.peers import FIRST_TOKEN, LAST_TOKEN, Server, running
+import httpx
+
+from bench.peers import FIRST_TOKEN, LAST_TOKEN, START_S, Server, running
 from bench.report import Row, show
 from bench.serve import drive, percentile
 from bench.workload import Request
@@ -61,6 +64,7 @@ def measure(setup: Setup, options: argparse.Namespace, *, seed: int) -> Values:
         sending = argparse.Namespace(
             base_url=url, model=None, api_key=None, ignore_eos=True, max_concurrency=options.concurrency
         )
+        wait_for_instances(url, 2 if setup.is_apart else 1)
         asyncio.run(drive(requests(WARM_UP), sending))
         outcomes, seconds = asyncio.run(drive(requests(options.requests), sending))
     if failed := [outcome.error for outcome in outcomes if outcome.error]:
@@ -72,6 +76,15 @@ def measure(setup: Setup, options: argparse.Namespace, *, seed: int) -> Values:
         mean_itl_s=statistics.fmean(gaps),
         mean_ttft_s=statistics.fmean(outcome.ttft_s for outcome in outcomes),
     )
+
+
+def wait_for_instances(url: str, count: int) -> None:
+    """A router serves as soon as one instance can answer."""
+    deadline = time.monotonic() + START_S
+    while len(httpx.get(f"{url}/health", timeout=START_S).json()["instances"]) < count:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"baton-bench pd-cpu: {count} instances did not start within {START_S:g} s")
+        time.sleep(0.1)
 
 
 def rows(found: Sequence[tuple[Setup, Sequence[Values]]]) -> Iterator[Row]:

@@ -5,6 +5,7 @@ file of its own and renames it. Knows nothing of what the kernels compute.
 """
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -25,8 +26,10 @@ class KernelsUnavailableError(Exception):
     """No library on this machine; the message says why. The caller falls back on the plain-torch twins."""
 
 
+@functools.cache
 def load_kernels(cache: Path | None = None, compiler: str | None = None) -> ctypes.CDLL:
     """`cache` defaults to ~/.cache/baton/kernels; an unusable one is replaced by a directory that lives for the call.
+    One library for all of a process, for it has a state (cpu/turns.cpp).
 
     Raises `KernelsUnavailableError`.
     """

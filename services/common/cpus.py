@@ -14,9 +14,10 @@ from contracts.instance import Role
 T = TypeVar("T")
 
 FEW_CORES = 4
-"""Per instance: with fewer, cores that prefill alone would use stand idle too often to set any apart."""
+"""Per instance: with fewer, cores that one role alone would use stand idle too often to set any apart."""
 STANDS_BACK = 10
-"""Niceness of prefill on cores that decode uses too: decode gets nine tenths of a core that both want."""
+"""Niceness of prefill on cores that decode uses too: what is left of its work when decode's turn begins is soon
+pushed aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +45,28 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """`cpus`: one hardware thread of each core, in order; empty: wherever the system puts the threads."""
+    """`cpus`: one hardware thread of each core, in order; empty: wherever the system puts the threads. `takes_turns`:
+    others have the same cores, and all of them heed whose turn it is."""
 
     threads: int
     cpus: tuple[int, ...] = ()
     nice: int = 0
+    takes_turns: bool = False
 
 
 def seats(host: Host, roles: Sequence[Role]) -> list[Seat]:
     """One for each instance. Nodes are cut only where there are fewer of them than instances."""
     count = len(roles)
+    is_together = "prefill" in roles and set(roles) != {"prefill"} and host.num_cores < FEW_CORES * count
     is_limited = host.quota is not None and host.quota < len(host.cpus)
     if is_limited or host.num_cores < count:  # a quota counts time, on whatever core it was spent
-        return [Seat(max(1, host.num_cores // max(1, count)))] * count
+        if is_together and host.num_cores >= count:
+            return _together(list(range(host.num_cores)), roles, is_bound=False)
+        threads = max(1, host.num_cores // max(1, count))
+        return [Seat(threads, nice=_nice(role) if is_together else 0, takes_turns=is_together) for role in roles]
     nodes = _nodes(host)
-    if "prefill" in roles and "decode" in roles and host.num_cores < FEW_CORES * count:
-        return _together([number for node in nodes for number in node], roles)
+    if is_together:
+        return _together([number for node in nodes for number in node], roles, is_bound=True)
     return [Seat(len(cpus), tuple(cpus)) for cpus in _apart(nodes, count)]
 
 
@@ -70,13 +77,18 @@ def _nodes(host: Host) -> list[list[int]]:
     return [[cpu.number for cpu in cpus] for _, cpus in groupby(firsts, key=lambda cpu: cpu.node)]
 
 
-def _together(cpus: list[int], roles: Sequence[Role]) -> list[Seat]:
-    """Prefill has all cores, and of the second half what the others leave, who share it out among themselves."""
-    num_others = sum(role != "prefill" for role in roles)
-    others = iter(_cut(cpus[-max(num_others, len(cpus) // 2) :], num_others))
+def _together(cpus: list[int], roles: Sequence[Role], *, is_bound: bool) -> list[Seat]:
+    """Prefill has all cores; the others share them out among themselves."""
+    others = iter(_cut(cpus, sum(role != "prefill" for role in roles)))
     own = [cpus if role == "prefill" else next(others) for role in roles]
-    nices = [STANDS_BACK if role == "prefill" else 0 for role in roles]
-    return [Seat(len(part), tuple(part), nice) for part, nice in zip(own, nices, strict=True)]
+    return [
+        Seat(len(part), tuple(part) if is_bound else (), _nice(role), takes_turns=True)
+        for part, role in zip(own, roles, strict=True)
+    ]
+
+
+def _nice(role: Role) -> int:
+    return STANDS_BACK if role == "prefill" else 0
 
 
 def _apart(nodes: list[list[int]], count: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from engine import Engine, EngineConfig
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.kind import Kind, kind_of
 from services.common.configuration import environment
-from services.instance.seat import take_seat
+from services.instance.seat import stand_back, take_seat
 from services.instance.settings import InstanceSettings
 
 DEFAULT_NUM_SEQS = 256
@@ -68,14 +68,18 @@ def build_engine(settings: InstanceSettings, on_lost: Callable[[str], None]) -> 
     `engine.errors.EngineError`."""
     _set_threads(settings)
     with ProgressBar() as progress:
-        return Engine(engine_config(settings), progress=progress, on_lost=on_lost)
+        engine = Engine(engine_config(settings), progress=progress, on_lost=on_lost)
+    stand_back(settings)
+    return engine
 
 
 def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngine:
     """As `build_engine`, for a model that answers with vectors."""
     _set_threads(settings)
     with ProgressBar() as progress:
-        return PoolingEngine(engine_config(settings), kind, progress=progress)
+        engine = PoolingEngine(engine_config(settings), kind, progress=progress)
+    stand_back(settings)
+    return engine
 
 
 def _set_threads(settings: InstanceSettings) -> None:

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from engine.errors import EngineError
+from services.instance.core_turns import CoreTurns, NoTurns
 from services.instance.errors import EngineBroken
 from services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
 
@@ -28,6 +29,8 @@ SWITCH_INTERVAL_S = 0.0002
 """How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
 
 
+LOOK_AGAIN_S = 0.005
+"""How soon a step that waits for its turn notices that it need not wait any more."""
 STATS_INTERVAL_S = 0.05
 """A step that only adds tokens changes little: numbers are taken anew only so often while nothing begins or ends."""
 
@@ -60,8 +63,9 @@ class PoolingCalls(Protocol):
 class EngineThread(Generic[E]):
     """`start` builds the engine; `attach` begins to run it; `call` and `post` belong to the event loop's thread."""
 
-    def __init__(self, build: Callable[[], E]) -> None:
+    def __init__(self, build: Callable[[], E], turns: CoreTurns | None = None) -> None:
         self._build = build
+        self._turns = turns or NoTurns()
         self._commands: SimpleQueue[_Command[E, object] | None] = SimpleQueue()
         self._attached = threading.Event()
         self._is_broken = False
@@ -141,25 +145,41 @@ class EngineThread(Generic[E]):
     def _run(self, engine: E) -> None:
         stats, stats_at, is_idle = engine.stats(), 0.0, True
         while True:
-            commands = self._take(wait=is_idle)
+            wait_s = None if is_idle else min(self._turns.wait_s(), LOOK_AGAIN_S)
+            commands = self._take(wait_s)
             if commands is None:
                 return
+            must_wait = self._turns.wait_s() > 0
+            if must_wait and not commands:
+                continue
             for command in commands:
                 command.run(engine)
             if any(command.future is not None for command in commands):
                 self.deliver(_settle, commands)
-            result = engine.step() if engine.has_work() else StepResult()
+            result = StepResult() if must_wait or not engine.has_work() else self._step(engine)
             at = time.monotonic()
             is_idle = not engine.has_work()
+            if is_idle:
+                self._turns.rest()
             if is_idle or commands or _frees_something(result) or at - stats_at > STATS_INTERVAL_S:
                 stats, stats_at = engine.stats(), at
             self.deliver(self._on_turn, Turn(result, stats, at))
 
-    def _take(self, *, wait: bool) -> "list[_Command[E, object]] | None":
-        """All commands that are there; when idle, waits for the first. None: stop."""
+    def _step(self, engine: E) -> StepResult:
+        self._turns.begin()
+        try:
+            return engine.step()
+        finally:
+            self._turns.end()
+
+    def _take(self, wait_s: float | None) -> "list[_Command[E, object]] | None":
+        """All commands that are there; waits for the first one so long, None: until it comes. None: stop."""
         commands: list[_Command[E, object]] = []
-        while (wait and not commands) or not self._commands.empty():
-            command = self._commands.get()
+        while (wait_s != 0 and not commands) or not self._commands.empty():
+            try:
+                command = self._commands.get(timeout=wait_s)
+            except Empty:
+                break
             if command is None:
                 return None
             commands.append(command)

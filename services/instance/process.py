@@ -19,6 +19,7 @@ from contracts.identity import new_generation
 from contracts.instance import InstanceRecord, LinkStatus, Load, Role
 from contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
 from engine import Engine, EngineError, EngineStats
+from engine.kernels.cpu_turns import give_way_to
 from engine.pooling.engine import PoolingEngine
 from kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
 from services.common.cluster_key import ClusterKey, read_cluster_key
@@ -32,6 +33,7 @@ from services.common.rpc import InstanceServer, RouterId
 from services.common.tracing import tracing_to
 from services.instance.adapter_changes import AdapterChanges
 from services.instance.addresses import advertised, advertised_http, check_ports, shared_memory_host, tcp
+from services.instance.core_turns import core_turns
 from services.instance.draining import Draining
 from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
 from services.instance.engine_thread import EngineThread, Turn
@@ -358,9 +360,9 @@ async def _nobody_to_tell() -> None:
 
 def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engine] | EngineThread[PoolingEngine]":
     """For what the model is made for. Raises `StartFailed` for a role that has nothing to do with it."""
-    kind = model_kind(settings)
+    kind, turns = model_kind(settings), core_turns(settings, role, give_way_to)
     if kind == "generate":
-        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, thread.give_up))
+        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, thread.give_up), turns)
         return thread
     if settings.tensor_parallel_size > 1:
         raise StartFailed(
@@ -376,7 +378,7 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
             f"{settings.model} answers with vectors (--task {kind}), which prefill and unified instances compute:"
             " start no decode instance, or give --runner generate"
         )
-    return EngineThread(lambda: build_pooling_engine(settings, kind))
+    return EngineThread(lambda: build_pooling_engine(settings, kind), turns)
 
 
 def transfer_settings(

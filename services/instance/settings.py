@@ -237,6 +237,22 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(description="how far the model's threads stand back for others on the same cores", ge=0, le=19),
     ] = 0
+    core_turns: Annotated[
+        str | None,
+        Meta(
+            description="a file in shared memory that instances on the same cores of one host name alike: prefill then"
+            " pauses while another one computes a step"
+        ),
+    ] = None
+    core_turns_share: Annotated[
+        float,
+        Meta(
+            description="with --core-turns, while prompts wait: the part of the time that steps of this instance take"
+            " at most (not prefill's); 1: all of it",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.3
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
     otlp_traces_endpoint: Annotated[

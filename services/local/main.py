@@ -1,6 +1,7 @@
 """`baton serve`: a router and instances on this machine, in one terminal. The whole wiring of the process."""
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -153,7 +154,9 @@ def _model_code(folder: Path) -> list[str]:
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:
     indexes = device_indexes(device, environ) if can_torch_use_accelerators() else []
-    return Machine(host=this_host(), device_indexes=indexes)
+    # Memory that is gone when this process is; its instances find it by this name.
+    turns = f"/proc/{os.getpid()}/fd/{os.memfd_create('baton-core-turns')}"
+    return Machine(host=this_host(), device_indexes=indexes, core_turns=turns)
 
 
 def _reachable(host: str) -> str:

@@ -43,10 +43,12 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split."""
+    """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split.
+    `core_turns` names a file of shared memory."""
 
     host: Host
     device_indexes: list[int]
+    core_turns: str
 
 
 def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list[str], registry: str) -> list[Process]:
@@ -86,16 +88,19 @@ def _shares(machine: Machine, settings: ServeSettings, roles: Sequence[Role], si
     if not machine.device_indexes:
         if settings.threads:
             return [_Share({"threads": settings.threads})] * len(sizes)
-        return [_seat(seat, size) for seat, size in zip(seats(machine.host, roles), sizes, strict=True)]
+        found = seats(machine.host, roles)
+        return [_seat(seat, size, machine.core_turns) for seat, size in zip(found, sizes, strict=True)]
     groups = _groups(machine.device_indexes, sizes)
     users = Counter(device for group in groups for device in group)
     return [_share(settings, group, max(users[device] for device in group)) for group in groups]
 
 
-def _seat(seat: Seat, size: int) -> _Share:
+def _seat(seat: Seat, size: int, core_turns: str) -> _Share:
     """`size`: processes that share the seat."""
     threads = max(1, seat.threads // size)
     values: dict[str, Value] = {"engine_nice": seat.nice} if seat.nice else {}
+    if seat.takes_turns:
+        values["core_turns"] = core_turns
     if seat.cpus:
         values["omp_threads_bind"] = ",".join(map(str, seat.cpus))
     if not seat.cpus or size > 1:

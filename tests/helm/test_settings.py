@@ -47,7 +47,7 @@ ROUTER_DECIDED = set(
 )
 # Settings that have no place in Kubernetes: the pod sees its own cards alone; keys belong into a file from a Secret;
 # which cores a pod has, and who gives way on them, is the kubelet's affair.
-INSTANCE_UNUSED = {"device_index", "omp_threads_bind", "engine_nice"}
+INSTANCE_UNUSED = {"device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share"}
 ROUTER_UNUSED = {"api_key"}
 
 COLLECTOR = "http://collector.observability:4318/v1/traces"

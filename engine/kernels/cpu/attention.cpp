@@ -8,6 +8,7 @@
 #include "attention_plan.h"
 #include "codes.h"
 #include "tile.h"
+#include "turns.h"
 
 #include <cstdlib>
 #include <memory>
@@ -83,7 +84,10 @@ template <class M> class Attention {
       Scratch& scratch = scratches[omp_get_thread_num()];
       scratch.shape = &shape;
 #pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < plan.tasks.size(); i++) compute(plan.tasks[i], scratch, partials.get());
+      for (size_t i = 0; i < plan.tasks.size(); i++) {
+        give_way();
+        compute(plan.tasks[i], scratch, partials.get());
+      }
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < plan.split_tiles.size(); i++)
         combine(plan.tiles[plan.split_tiles[i]], scratch, partials.get());

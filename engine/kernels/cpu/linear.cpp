@@ -7,6 +7,7 @@
 #include "linear_kernels.h"
 #include "linear_scratch.h"
 #include "rows.h"
+#include "turns.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
@@ -267,6 +268,7 @@ bool compute_tiled(const Product& product, int64_t rows, int num_threads) {
     tiles::Shape shape;
     if (!scratch.has_room()) has_failed = true;
     for (int64_t task; !has_failed && (task = next.fetch_add(1)) < slices * stretches;) {
+      give_way();
       const int panel = task % stretches * stretch;
       const int64_t first = task / stretches * height, count = std::min(height, rows - first);
       if (count > 0) product.compute_many(panel, std::min(panel + stretch, panels), first, count, scratch, shape);
@@ -306,7 +308,8 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
       tiles::Shape shape;
-      for (int64_t task; (task = next.fetch_add(at_once)) < tasks;)
+      for (int64_t task; (task = next.fetch_add(at_once)) < tasks;) {
+        give_way();
         for (const int64_t end = std::min(task + at_once, tasks); task < end; task++) {
           const int64_t first = task % blocks * BLOCK_ROWS;
           if (few)
@@ -314,6 +317,7 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
           else
             product.compute(task / blocks, first, std::min<int64_t>(BLOCK_ROWS, count - first), shape);
         }
+      }
     }
   }
   return true;

@@ -46,25 +46,38 @@ def test_an_instance_takes_several_nodes_where_there_are_more_of_them() -> None:
     assert cpus(seats(host(4, 4, 4, 4), ["unified", "unified"])) == [tuple(range(8)), tuple(range(8, 16))]
 
 
-def test_on_few_cores_prefill_takes_what_decode_leaves() -> None:
+def test_on_few_cores_prefill_and_decode_take_turns_on_all_of_them() -> None:
     prefill, decode = seats(host(2), ["prefill", "decode"])
-    assert prefill == Seat(2, (0, 1), STANDS_BACK)
-    assert decode == Seat(1, (1,))
-    assert cpus(seats(host(6), ["prefill", "decode", "decode"])) == [tuple(range(6)), (3,), (4, 5)]
+    assert prefill == Seat(2, (0, 1), STANDS_BACK, takes_turns=True)
+    assert decode == Seat(2, (0, 1), takes_turns=True)
+    assert cpus(seats(host(6), ["prefill", "decode", "decode"])) == [tuple(range(6)), (0, 1, 2), (3, 4, 5)]
+
+
+def test_instances_with_cores_of_their_own_take_no_turns() -> None:
+    assert not any(seat.takes_turns for seat in seats(host(8), ["prefill", "decode"]))
+    assert not any(seat.takes_turns for seat in seats(host(2), ["unified", "unified"]))
+    assert not any(seat.takes_turns for seat in seats(host(2), ["prefill"]))
 
 
 def test_a_cgroup_s_limit_bounds_threads_and_binds_nobody() -> None:
-    assert seats(host(64, quota=4.0), ["prefill", "decode"]) == [Seat(2), Seat(2)]
+    assert seats(host(64, quota=16.0), ["prefill", "decode"]) == [Seat(8), Seat(8)]
     assert seats(host(64, quota=0.5), ["unified"]) == [Seat(1)]
     assert host(64, quota=4.0).num_cores == 4
+
+
+def test_turns_are_taken_under_a_cgroup_s_limit_too() -> None:
+    found = seats(host(64, quota=4.0), ["prefill", "decode"])
+    assert found == [Seat(4, nice=STANDS_BACK, takes_turns=True), Seat(4, takes_turns=True)]
 
 
 def test_a_limit_of_all_there_is_limits_nothing() -> None:
     assert cpus(seats(host(8, quota=8.0), ["unified"])) == [tuple(range(8))]
 
 
-def test_more_instances_than_cores_get_a_thread_each() -> None:
-    assert seats(host(2), ["prefill", "prefill", "decode"]) == [Seat(1)] * 3
+def test_more_instances_than_cores_are_bound_nowhere() -> None:
+    assert seats(host(2), ["unified"] * 3) == [Seat(1)] * 3
+    one = Seat(1, takes_turns=True)
+    assert seats(host(1), ["prefill", "decode", "decode"]) == [Seat(1, nice=STANDS_BACK, takes_turns=True), one, one]
 
 
 @pytest.mark.parametrize("nodes", [(1, 3), (9, 9, 9, 1), (7, 7, 7, 1), (5,), (2, 2, 2, 1)])

@@ -5,6 +5,7 @@ import pytest
 
 from engine.errors import ModelError, RequestError
 from engine.outputs import StepResult
+from services.instance.core_turns import NoTurns
 from services.instance.engine_thread import EngineThread, Turn
 from services.instance.errors import EngineBroken
 from tests.unit.instance.fakes import FakeEngine, output, run, work
@@ -131,5 +132,43 @@ def test_a_command_that_was_given_up_still_runs() -> None:
         await thread.call(lambda e: None)
         assert engine.verbs() == ["cancel"]
         await thread.stop()
+
+    run(test())
+
+
+class Turns(NoTurns):
+    """Asks for a wait until `is_due`."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self.seen: list[str] = []
+
+    def wait_s(self) -> float:
+        return 0.0 if self.is_due else 60.0
+
+    def begin(self) -> None:
+        self.seen.append("begin")
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+    def rest(self) -> None:
+        self.seen.append("rest")
+
+
+def test_commands_run_while_a_step_waits_for_its_turn() -> None:
+    async def test() -> None:
+        engine, turns = FakeEngine(), Turns()
+        engine.results = [StepResult(tokens=[output(work("a").request_id, token)]) for token in range(3)]
+        thread, watcher = EngineThread(lambda: engine, turns), Watcher()
+        await thread.start()
+        watcher.attach(thread)
+        assert await thread.call(lambda e: e.max_model_len) == 128
+        assert await thread.call(lambda e: e.max_model_len) == 128
+        assert engine.num_steps == 0
+        turns.is_due = True
+        await watcher.three_tokens.wait()
+        await thread.stop()
+        assert turns.seen == ["begin", "end"] * 3 + ["rest"]
 
     run(test())

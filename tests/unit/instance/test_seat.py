@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.common.cpus import Cpu, Host
 from services.instance.errors import StartFailed
-from services.instance.seat import take_seat, thread_count
+from services.instance.seat import stand_back, take_seat, thread_count
 from services.instance.settings import InstanceSettings
 
 FOUR = Host(tuple(Cpu(number, number, 0) for number in range(4)), quota=3.0)
@@ -43,15 +43,28 @@ def in_a_thread(action: Callable[[], object]) -> object:
     return found[0]
 
 
-def test_a_seat_is_that_of_one_thread() -> None:
+def test_a_seat_is_that_of_one_thread_and_of_those_it_started() -> None:
     first, before = min(os.sched_getaffinity(0)), os.sched_getaffinity(0)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
 
-    def sit() -> tuple[set[int], int]:
-        take_seat(settings(omp_threads_bind=str(first), engine_nice=3))
-        return os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    def sit() -> tuple[set[int], int, int, int]:
+        seat, tid, go_on = (
+            settings(omp_threads_bind=str(first), engine_nice=3),
+            threading.get_native_id(),
+            threading.Event(),
+        )
+        take_seat(seat)
+        helper = threading.Thread(target=go_on.wait)
+        helper.start()
+        loading = os.getpriority(os.PRIO_PROCESS, tid)
+        stand_back(seat)
+        assert helper.native_id is not None
+        after = [os.getpriority(os.PRIO_PROCESS, thread) for thread in (tid, helper.native_id)]
+        go_on.set()
+        helper.join()
+        return os.sched_getaffinity(0), loading, after[0], after[1]
 
-    assert in_a_thread(sit) == ({first}, min(19, nice + 3))
+    assert in_a_thread(sit) == ({first}, nice, min(19, nice + 3), min(19, nice + 3))
     assert os.sched_getaffinity(0) == before and os.getpriority(os.PRIO_PROCESS, os.getpid()) == nice
 
 

@@ -21,6 +21,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     omp_threads_bind: str = "auto"
+    core_turns: str | None = None
     served_model_name: list[str] = []
     max_model_len: int | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0)] = 0.9
@@ -40,7 +41,7 @@ def processes(
     settings = ServeSettings(model="/m", port=80, prefill=prefill, decode=decode, threads=threads)
     given = Given(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
     host = Host(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
-    machine = Machine(host, device_indexes=devices or [])
+    machine = Machine(host, device_indexes=devices or [], core_turns="/proc/1/fd/3")
     found = plan(settings, given, machine, names=["n"], registry="memory:///@r")
     return {process.name: process for process in found}
 
@@ -86,10 +87,12 @@ def test_threads_that_were_asked_for_are_bound_nowhere() -> None:
     assert "--threads=3" in argv and not [word for word in argv if "bind" in word]
 
 
-def test_on_few_cores_prefill_stands_back() -> None:
+def test_on_few_cores_prefill_stands_back_and_all_share_the_memory_of_turns() -> None:
     found = processes(prefill=2)
     assert "--engine-nice=10" in found["prefill-1"].argv
     assert not [word for word in found["decode-0"].argv if "nice" in word]
+    assert all("--core-turns=/proc/1/fd/3" in found[name].argv for name in ("prefill-0", "prefill-1", "decode-0"))
+    assert not [word for word in processes()["decode-0"].argv if "turns" in word]
 
 
 def test_cores_of_a_role_s_section_win() -> None:

@@ -1,0 +1,144 @@
+"""When a step may begin where others compute on the same cores, over real shared memory and a clock of its own."""
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.instance import core_turns as module
+from services.instance.core_turns import (
+    LONGEST_WAIT_S,
+    GivesWay,
+    NoTurns,
+    TakesTurns,
+    core_turns,
+    pause_s,
+)
+from services.instance.errors import StartFailed
+from services.instance.settings import InstanceSettings
+from services.instance.turn_memory import COMPUTES_UNTIL, PROMPTS_UNTIL, ROWS, WIDTH, TurnMemory
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr("services.instance.turn_memory.time", made)
+    return made
+
+
+class Others:
+    """What other processes write, in a row that is not the test's."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), ROWS * WIDTH * 8)).cast("q")
+
+    def prompts(self, until_s: float) -> None:
+        self._words[2 * WIDTH + PROMPTS_UNTIL] = int(until_s * 1e9)
+
+    def own(self, word: int) -> int:
+        """In the row of this process, the first one."""
+        return self._words[word]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "turns"
+
+
+def test_steps_follow_one_another_while_no_prompt_waits(path: Path, clock: Clock) -> None:
+    turns = TakesTurns(TurnMemory(str(path)), 0.25)
+    turns.begin()
+    clock.now += 0.02
+    turns.end()
+    assert turns.wait_s() == 0
+
+
+def test_while_prompts_wait_steps_take_their_share_of_the_time(path: Path, clock: Clock) -> None:
+    turns = TakesTurns(TurnMemory(str(path)), 0.25)
+    Others(path).prompts(clock.now + 5)
+    turns.begin()
+    clock.now += 0.02
+    turns.end()
+    assert turns.wait_s() == pytest.approx(0.06)
+    clock.now += 0.061
+    assert turns.wait_s() == 0
+
+
+def test_a_wait_ends_with_the_prompts_or_when_nothing_was_heard_of_them(path: Path, clock: Clock) -> None:
+    turns, others = TakesTurns(TurnMemory(str(path)), 0.1), Others(path)
+    others.prompts(clock.now + 0.05)
+    turns.begin()
+    clock.now += 0.02
+    turns.end()
+    assert turns.wait_s() > 0
+    clock.now += 0.04
+    assert turns.wait_s() == 0
+    others.prompts(clock.now + 5)
+    assert turns.wait_s() > 0
+    others.prompts(0)
+    assert turns.wait_s() == 0
+
+
+def test_a_wait_is_bounded_however_long_the_step() -> None:
+    assert pause_s(0.02, 0.2) == pytest.approx(0.08)
+    assert pause_s(3.0, 0.2) == LONGEST_WAIT_S
+    assert pause_s(3.0, 1.0) == 0
+
+
+def test_a_turn_is_announced_with_its_end_and_taken_back(path: Path, clock: Clock) -> None:
+    turns = TakesTurns(TurnMemory(str(path)), 0.25)
+    others = Others(path)
+    turns.begin()
+    assert clock.now < others.own(COMPUTES_UNTIL) / 1e9 <= clock.now + module.LONGEST_TURN_S
+    turns.end()
+    assert others.own(COMPUTES_UNTIL) == 0
+
+
+def test_prefill_tells_of_prompts_until_it_rests(path: Path, clock: Clock) -> None:
+    memory, told = TurnMemory(str(path)), list[tuple[int, int, int]]()
+    turns, others = GivesWay(memory, lambda *rows: told.append(rows)), Others(path)
+    assert turns.wait_s() == 0
+    for _ in range(2):
+        turns.begin()
+        turns.end()
+    assert told == [(memory.address, ROWS, WIDTH)]
+    assert others.own(PROMPTS_UNTIL) > clock.now * 1e9
+    turns.rest()
+    assert others.own(PROMPTS_UNTIL) == 0
+
+
+def test_a_process_has_a_row_of_its_own(path: Path) -> None:
+    first = TurnMemory(str(path))
+    child = (
+        "import sys; from services.instance.turn_memory import *; memory = TurnMemory(sys.argv[1]);"
+        " memory.write(PROMPTS_UNTIL, 600.0); print(memory.is_any(PROMPTS_UNTIL))"
+    )
+    done = subprocess.run([sys.executable, "-c", child, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert first.is_any(PROMPTS_UNTIL)
+
+
+def test_the_role_decides_and_a_file_that_cannot_be_used_stops_the_start(path: Path) -> None:
+    def settings(core_turns: str | None) -> InstanceSettings:
+        return InstanceSettings(model="/m", core_turns=core_turns)
+
+    assert type(core_turns(settings(None), "prefill", print)) is NoTurns
+    assert isinstance(core_turns(settings(str(path)), "prefill", print), GivesWay)
+    assert isinstance(core_turns(settings(str(path)), "decode", print), TakesTurns)
+    with pytest.raises(StartFailed, match="--core-turns"):
+        core_turns(settings(str(path / "no" / "folder")), "decode", print)
