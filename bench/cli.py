@@ -1,6 +1,7 @@
 """`baton-bench NAME …`: one benchmark a file, imported only when it is asked for."""
 
 import importlib
+import signal
 import sys
 
 BENCHES = {
@@ -45,4 +46,5 @@ def main() -> None:
     name, *arguments = sys.argv[1:]
     if name not in BENCHES:
         sys.exit(f"baton-bench: no benchmark is named {name!r}; there are {', '.join(BENCHES)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has started must end too
     importlib.import_module(BENCHES[name][0]).run(arguments)

@@ -3,19 +3,23 @@
 `baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
 
 A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the speed
-of one large matrix product; prefill by its products. Both limits are measured in the same run: first, and on a host,
-whose memory others use too, again around each case (the better of both counts). Times are the
-owner's: from one `Engine.step` to the next, scheduling and results included. Weights are made up; prompts are random
-and never repeat between cases, save that larger decode batches find the prompts of smaller ones in the prefix cache.
+of one large matrix product; prefill by its products. Both limits are measured in the same run. A host's memory and
+matrix units belong to others too, and their speed changes from second to second: there value and limit are taken in
+turns, `--rounds` times, each value beside the mean of the limits before and after it, and medians are told, with the
+quartiles of the ratio. Times are the owner's: from one `Engine.step` to the next, scheduling and results included.
+Weights are made up; prompts are random and never repeat between cases, save that larger decode batches find the prompts
+of smaller ones in the prefix cache.
 """
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,22 +103,41 @@ def measure_limits(target: torch.device) -> Limits:
     return Limits(read=source.nbytes / read, product=2 * size**3 / product)
 
 
-class Ceiling:
-    """The limits of this moment, for a case to stand beside."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A case's medians."""
+
+    value: float
+    limit: float
+    ratio: float
+    quartiles: tuple[float, float] | None
+
+
+class Turns:
+    """Takes a case's value and its limit in turns."""
 
     def __init__(self, options: argparse.Namespace, target: torch.device) -> None:
-        self._options, self._target = options, target
-        self._last = self._measure()
+        self._target, self._count = target, options.tensor_parallel_size
+        self.is_host = device.is_host(target)
+        self.rounds = options.rounds if self.is_host else 1
+        self.first = measure_limits(target).times(self._count)
 
-    def __call__(self) -> Limits:
-        """Call after a case: the better of what was measured before and after it."""
-        if not device.is_host(self._target):
-            return self._last
-        before, self._last = self._last, self._measure()
-        return Limits(max(before.read, self._last.read), max(before.product, self._last.product))
+    def __call__(self, value: Callable[[], float], limit: Callable[[Limits], float], *, less_is_better: bool) -> Taken:
+        """`limit`: what `value` would be at these speeds."""
+        values, limits, ratios = list[float](), list[float](), list[float]()
+        before = self._speeds()
+        for _ in range(self.rounds):
+            values.append(value())
+            after = self._speeds()
+            limits.append(limit(Limits((before.read + after.read) / 2, (before.product + after.product) / 2)))
+            ratios.append(limits[-1] / values[-1] if less_is_better else values[-1] / limits[-1])
+            before = after
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else None
+        ends = (quartiles[0], quartiles[2]) if quartiles else None
+        return Taken(statistics.median(values), statistics.median(limits), statistics.median(ratios), ends)
 
-    def _measure(self) -> Limits:
-        return measure_limits(self._target).times(self._options.tensor_parallel_size)
+    def _speeds(self) -> Limits:
+        return measure_limits(self._target).times(self._count) if self.is_host else self.first
 
 
 def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> float:
@@ -131,8 +154,11 @@ def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> f
     return best
 
 
-def decode_steps(engine: Engine, prompts: Prompts, batch: int, context: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` steps that do nothing but decode `batch` sequences."""
+@contextmanager
+def decoding(
+    engine: Engine, prompts: Prompts, batch: int, context: int, steps: int
+) -> Iterator[Callable[[int], list[float]]]:
+    """Seconds of each of so many steps that do nothing but decode `batch` sequences; `steps` in all."""
     works = [prompts.work(number, context, max_tokens=steps + batch + 8) for number in range(batch)]
     for work in works:
         engine.add(work)
@@ -140,15 +166,19 @@ def decode_steps(engine: Engine, prompts: Prompts, batch: int, context: int, ste
         engine.step()
     for _ in range(3):
         engine.step()
-    times: list[float] = []
-    while len(times) < steps:
-        started = time.perf_counter()
-        result = engine.step()
-        times.append(time.perf_counter() - started)
-        assert len(result.tokens) == batch, f"{len(result.tokens)} of {batch} sequences were decoded"
+
+    def timed(count: int) -> list[float]:
+        times: list[float] = []
+        while len(times) < count:
+            started = time.perf_counter()
+            result = engine.step()
+            times.append(time.perf_counter() - started)
+            assert len(result.tokens) == batch, f"{len(result.tokens)} of {batch} sequences were decoded"
+        return times
+
+    yield timed
     for work in works:
         engine.cancel(work.request_id)
-    return times
 
 
 def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, length: int) -> float:
@@ -162,11 +192,53 @@ def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, le
     return time.perf_counter() - started
 
 
+class Cases:
+    """Of one engine. Prompts are new each time."""
+
+    def __init__(self, engine: Engine, cost: Costs, in_turns: Turns, steps: int) -> None:
+        self._engine, self._cost, self._in_turns, self._steps = engine, cost, in_turns, steps
+        self._prompts = Prompts(engine)
+        self._next = itertools.count(2000)
+
+    def fresh(self, count: int, length: int) -> float:
+        """Seconds of that many prompts."""
+        return prefill_seconds(self._engine, self._prompts, next(self._next) * count, count, length)
+
+    def first_token(self, length: int) -> Taken:
+        """In seconds."""
+        at_once = 1 if self._in_turns.is_host else 3
+        return self._in_turns(
+            lambda: statistics.median(self.fresh(1, length) for _ in range(at_once)),
+            lambda limits: self._cost.prefill_flops(1, length) / limits.product,
+            less_is_better=True,
+        )
+
+    def prefill(self, count: int, length: int) -> Taken:
+        """In tokens a second."""
+        self.fresh(min(count, 16), length)  # libraries load code per size
+        return self._in_turns(
+            lambda: count * length / self.fresh(count, length),
+            lambda limits: count * length * limits.product / self._cost.prefill_flops(count, length),
+            less_is_better=False,
+        )
+
+    def decode(self, batch: int, context: int) -> Taken:
+        """A step, in seconds."""
+        steps = -(-self._steps // self._in_turns.rounds)
+        total = steps * self._in_turns.rounds
+        with decoding(self._engine, self._prompts, batch, context, total) as timed:
+            return self._in_turns(
+                lambda: statistics.median(timed(steps)),
+                lambda limits: limits.decode_s(self._cost, batch, context + batch // 2 + total // 2),
+                less_is_better=True,
+            )
+
+
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
-    ceiling = Ceiling(options, target)
-    limits = ceiling()
+    in_turns = Turns(options, target)
+    limits = in_turns.first
     yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
     yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
     with tempfile.TemporaryDirectory() as folder:
@@ -177,27 +249,20 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     gc.collect()
     gc.freeze()  # as a serving process does: what start-up made is never garbage
     with engine:
-        prompts = Prompts(engine)
-        prefill_seconds(engine, prompts, 1 << 20, 1, min(512, engine.max_model_len - 1))  # the first of its size
+        cases = Cases(engine, cost, in_turns, options.steps)
+        cases.fresh(1, min(512, engine.max_model_len - 1))  # the first of its size
         for length in options.single:
-            seconds = [prefill_seconds(engine, prompts, 2000 + n, 1, length) for n in range(3)]
-            value, limit = statistics.median(seconds), cost.prefill_flops(1, length) / ceiling().product
-            yield _row(options, f"first token {length}", value * 1e3, "ms", limit * 1e3, limit / value)
+            yield _timed_row(options, f"first token {length}", cases.first_token(length))
         for count, length in options.prefill:
-            prefill_seconds(engine, prompts, 5000, min(count, 16), length)  # libraries load code per size
-            value = count * length / prefill_seconds(engine, prompts, 3000, count, length)
-            limit = count * length / (cost.prefill_flops(count, length) / ceiling().product)
-            yield _row(options, f"prefill {count} x {length}", value, "tok/s", limit, value / limit)
+            taken = cases.prefill(count, length)
+            yield _row(options, f"prefill {count} x {length}", taken.value, "tok/s", taken)
         for context in options.context:
             for batch in options.batches:
                 needed = batch * -(-(context + options.steps + batch + 8) // engine.layout.block_tokens)
                 if needed > engine.stats().total_blocks:
                     sys.stderr.write(f"decode {batch} x {context}: left out, its K and V do not fit\n")
                     continue
-                seconds = decode_steps(engine, prompts, batch, context, options.steps)
-                value = statistics.median(seconds)
-                limit = ceiling().decode_s(cost, batch, context + batch // 2 + options.steps // 2)
-                yield _row(options, f"decode {batch} x {context}", value * 1e3, "ms", limit * 1e3, limit / value)
+                yield _timed_row(options, f"decode {batch} x {context}", cases.decode(batch, context))
 
 
 def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
@@ -222,18 +287,20 @@ def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
         peer.close()
 
 
-def _row(
-    options: argparse.Namespace,
-    case: str,
-    value: float,
-    unit: str,
-    limit: float | None = None,
-    ratio: float | None = None,
-) -> Row:
+def _timed_row(options: argparse.Namespace, case: str, taken: Taken) -> Row:
+    """Of seconds."""
+    in_ms = Taken(taken.value * 1e3, taken.limit * 1e3, taken.ratio, taken.quartiles)
+    return _row(options, case, in_ms.value, "ms", in_ms)
+
+
+def _row(options: argparse.Namespace, case: str, value: float, unit: str, taken: Taken | None = None) -> Row:
     sys.stderr.write(f"{case}: {value:.4g} {unit}\n")
     is_measured = options.shape == "llama-3.1-8b" and not options.quantization and options.kv_cache_dtype == "auto"
     peer = PEER_VALUES.get(case) if is_measured else None
-    return Row("engine", case, value, unit, limit, ratio, PEER if peer is not None else None, peer)
+    name = PEER if peer is not None else None
+    if taken is None:
+        return Row("engine", case, value, unit, peer=name, peer_value=peer)
+    return Row("engine", case, value, unit, taken.limit, taken.ratio, name, peer, taken.quartiles)
 
 
 def _config(options: argparse.Namespace, model: str) -> EngineConfig:
@@ -271,6 +338,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of each decoding sequence")
     made.add_argument("--prefill", type=_pair, nargs="*", default=[(128, 512), (32, 2048), (8, 8192)])
     made.add_argument("--single", type=int, nargs="*", default=[512, 2048, 8192], help="time to the first token of one")
+    made.add_argument("--rounds", type=int, default=5, help="on a host: value and limit in turns, so many times")
     made.add_argument("--steps", type=int, default=48, help="decode steps to take the median of")
     made.add_argument("--max-num-batched-tokens", type=int, default=8192)
     made.add_argument("--max-model-len", type=int, help="default: what the cases need")
