@@ -156,6 +156,8 @@ class EngineThread(Generic[E]):
                 command.run(engine)
             if any(command.future is not None for command in commands):
                 self.deliver(_settle, commands)
+            if must_wait:  # not for those who have just come: their first token is out already
+                must_wait = _num_writing(engine.stats()) <= _num_writing(stats)
             result = StepResult() if must_wait or not engine.has_work() else self._step(engine)
             at = time.monotonic()
             is_idle = not engine.has_work()
@@ -220,6 +222,10 @@ class _Command(Generic[E, T]):
 
 def _frees_something(result: StepResult) -> bool:
     return bool(result.failed) or any(output.finish_reason is not None for output in result.tokens)
+
+
+def _num_writing(stats: EngineStats) -> int:
+    return stats.running + stats.waiting
 
 
 def _settle(commands: "list[_Command[E, object]]") -> None:

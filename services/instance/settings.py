@@ -252,7 +252,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
             gt=0,
             le=1,
         ),
-    ] = 0.3
+    ] = 0.2
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
     log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
     otlp_traces_endpoint: Annotated[

@@ -91,6 +91,7 @@ class FakeEngine:
         self.error: Exception | None = None
         self.results: list[StepResult] = []
         self.num_steps = 0
+        self.num_running = STATS.running
         self.is_closed = False
         self.num_pinned = 2
         self.num_imported = 2
@@ -157,7 +158,7 @@ class FakeEngine:
         return [name(1)]
 
     def stats(self) -> EngineStats:
-        return replace(STATS, free_blocks=self.free_blocks)
+        return replace(STATS, free_blocks=self.free_blocks, running=self.num_running)
 
     def close(self) -> None:
         self.is_closed = True

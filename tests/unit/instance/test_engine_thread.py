@@ -172,3 +172,23 @@ def test_commands_run_while_a_step_waits_for_its_turn() -> None:
         assert turns.seen == ["begin", "end"] * 3 + ["rest"]
 
     run(test())
+
+
+def test_a_sequence_that_comes_need_not_wait() -> None:
+    async def test() -> None:
+        engine, turns = FakeEngine(), Turns()
+        engine.results = [StepResult(tokens=[output(work("a").request_id, token)]) for token in range(3)]
+        thread, watcher = EngineThread(lambda: engine, turns), Watcher()
+        await thread.start()
+        watcher.attach(thread)
+
+        def come(engine: FakeEngine) -> None:
+            engine.num_running += 1
+
+        for _ in range(2):
+            await thread.call(come)
+        await thread.call(lambda e: None)
+        assert engine.num_steps == 2
+        await thread.stop()
+
+    run(test())
