@@ -263,7 +263,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"])
     parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
     parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")
-    parser.add_argument("--batch-mib", nargs="+", type=int, default=[128])
+    parser.add_argument("--batch-mib", nargs="+", type=int, default=[256])
     parser.add_argument("--tail-parts", nargs="+", type=int, default=[1, 8], help="of the last chunk; 1: whole")
     parser.add_argument("--ring-mib", type=int, default=256)
     parser.add_argument("--block-kib", type=int, default=8192)

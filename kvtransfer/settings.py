@@ -81,8 +81,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="bytes announced by one message, at most; and at most half a window")
     ] = 32 << 20
     device_batch_bytes: Annotated[
-        int, Meta(ge=1, description="as batch_bytes, of a device's blocks; half of it where a message is staged")
-    ] = 128 << 20
+        int,
+        Meta(
+            ge=1, description="as batch_bytes, of a device's blocks; of oneccl, a quarter where all messages are staged"
+        ),
+    ] = 256 << 20
     device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 1 << 30
     ring_bytes: Annotated[int, Meta(ge=1, description="pinned memory of one connection between devices")] = 256 << 20
     inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20

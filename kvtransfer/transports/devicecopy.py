@@ -7,6 +7,7 @@ where the device's runtime can pin what exists (CUDA); elsewhere copies go throu
 import contextlib
 import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,6 +47,12 @@ class DeviceBlocks:
             made._local = self._local
             self._parts[count] = made
         return self._parts[count]
+
+    def total_bytes(self) -> int:
+        """Of the device's memory; on the CPU without bound."""
+        if self._module is None:
+            return sys.maxsize
+        return int(self._module.get_device_properties(self.device).total_memory)
 
     def check(self, blocks: Sequence[int]) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:

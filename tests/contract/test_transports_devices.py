@@ -99,6 +99,29 @@ def test_blocks_that_nobody_wants_any_more_leave_the_ring() -> None:
     run(test())
 
 
+def test_a_message_takes_no_more_than_a_small_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks of this one; over a library that must stage, a quarter of that."""
+    from kvtransfer.transports.devicecopy import DeviceBlocks
+    from kvtransfer.transports.oneccl import device as ends
+
+    monkeypatch.setattr(DeviceBlocks, "total_bytes", lambda self: 4 * LAYOUT.block_bytes * ends.DEVICE_SHARE)
+    sizes: list[int] = []
+    post = ends.DevicePair.post
+
+    def counted(self: Any, parts: Sequence[Any], *, is_send: bool, stream: object) -> Any:
+        sizes.append(parts[0].numel())
+        return post(self, parts, is_send=is_send, stream=stream)
+
+    async def test() -> None:
+        async with pair_of(only("oneccl"), memories=(device(), device())) as pair:
+            await pair.consumer.node.connect(pair.producer.node.address)
+            monkeypatch.setattr(ends.DevicePair, "post", counted)
+            await handoff(pair, 6)
+        assert sizes == [LAYOUT.block_bytes] * 12  # sent and received
+
+    run(test())
+
+
 def spoil(parts: Sequence[Any], what: str) -> None:
     """What came: all bytes zero, as where a peer's memory cannot really be read, or one bit of a block or of a sum."""
     for part in parts if what == "all zero" else ():

@@ -29,13 +29,18 @@ STAGED = "+staging"
 """Of a dialect: what comes is received into memory of the pair."""
 
 
+DEVICE_SHARE = 512
+"""A message is no more of the device's memory than this part: where blocks are scattered, each lane takes as much."""
+
+
 class DeviceOutlet:
     stages = False
 
     def __init__(self, offer: Offer, thread: PairThread, blocks: DeviceBlocks, settings: TransferSettings) -> None:
         self.offer = offer
         is_staged = offer.dialect.endswith(STAGED)
-        self.batch_bytes = max(settings.device_batch_bytes // 2, 1) if is_staged else settings.device_batch_bytes
+        batch_bytes = min(settings.device_batch_bytes, blocks.total_bytes() // DEVICE_SHARE)
+        self.batch_bytes = max(batch_bytes // 4 if is_staged else batch_bytes, 1)
         self.taper_bytes: int | None = None
         self.window_bytes: int | None = settings.device_window_bytes
         self._mode = settings.checksum
