@@ -8,7 +8,13 @@
 
 namespace baton {
 
-constexpr int TILE_KEYS = 64;  // keys packed at a time; tiles start at multiples of it
+// Keys packed at a time; tiles start at multiples of it. With AMX the products are short, and the steps of softmax between
+// them cost less for more keys at once.
+#ifdef __AMX_BF16__
+constexpr int TILE_KEYS = 128;
+#else
+constexpr int TILE_KEYS = 64;
+#endif
 static_assert(TILE_KEYS % (W * BATON_COLUMNS) == 0);
 
 // Reads `W` packed words of a row of `remaining` elements; words past the row's end are 0.
