@@ -103,19 +103,20 @@ def test_a_message_takes_no_more_than_a_small_share_of_the_device(monkeypatch: p
     """Four blocks of this one; over a library that must stage, a quarter of that."""
     from kvtransfer.transports.devicecopy import DeviceBlocks
     from kvtransfer.transports.oneccl import device as ends
+    from kvtransfer.transports.oneccl.device_pair import DevicePair
 
     monkeypatch.setattr(DeviceBlocks, "total_bytes", lambda self: 4 * LAYOUT.block_bytes * ends.DEVICE_SHARE)
     sizes: list[int] = []
-    post = ends.DevicePair.post
+    post = DevicePair.post
 
-    def counted(self: Any, parts: Sequence[Any], *, is_send: bool, stream: object) -> Any:
+    def counted(self: DevicePair, parts: Sequence[Any], *, is_send: bool, stream: object) -> Any:
         sizes.append(parts[0].numel())
         return post(self, parts, is_send=is_send, stream=stream)
 
     async def test() -> None:
         async with pair_of(only("oneccl"), memories=(device(), device())) as pair:
             await pair.consumer.node.connect(pair.producer.node.address)
-            monkeypatch.setattr(ends.DevicePair, "post", counted)
+            monkeypatch.setattr(DevicePair, "post", counted)
             await handoff(pair, 6)
         assert sizes == [LAYOUT.block_bytes] * 12  # sent and received
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from contracts.identity import RequestId
 from contracts.messages import Work
 from contracts.naming import root_name
@@ -101,7 +103,17 @@ def hand_over(source: Engine, sink: Engine, work: Work) -> Answers:
 def copy_block(source: Engine, block: int, sink: Engine, target: int) -> None:
     """As a transport does: from where the source shows its blocks to where the sink takes them."""
     size = source.kv.block_bytes
-    if source.kv.host_view is None or sink.kv.host_view is None:
+    ours, theirs = source.kv.host_view, sink.kv.host_view
+    if ours is None and theirs is None:
         sink.kv.device_tensor[target].copy_(source.kv.device_tensor[block])
         return
-    sink.kv.host_view[target * size : (target + 1) * size] = source.kv.host_view[block * size : (block + 1) * size]
+    # An engine of several ranks shows whole blocks in host memory alone.
+    if ours is None:
+        content = source.kv.device_tensor[block].contiguous().flatten().view(torch.uint8).cpu()
+    else:
+        content = torch.frombuffer(bytearray(ours[block * size : (block + 1) * size]), dtype=torch.uint8)
+    if theirs is None:
+        to = sink.kv.device_tensor[target]
+        to.copy_(content.view(to.dtype).view(to.shape))
+    else:
+        theirs[target * size : (target + 1) * size] = content.numpy().tobytes()
