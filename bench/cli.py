@@ -19,6 +19,7 @@ BENCHES = {
     "kv-device": ("bench.kv_device", "block transfer between two accelerators, every transport"),
     "kv-ladder": ("bench.kv_ladder", "how two accelerators come to their transport, while handoffs run"),
     "kv-profile": ("bench.kv_profile", "processor time of block transfers between two processes, by thread"),
+    "handoff": ("bench.handoff", "what a handoff adds between a short prompt's first and second token, on this CPU"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "load": ("bench.load", "a checkpoint's weights onto the device: against a plain read of the same files"),
     "pooling": ("bench.pooling", "embeddings of texts of mixed lengths, no server: against Sentence Transformers"),
