@@ -2,7 +2,8 @@
 
 Three prefill and three decode instances and two routers on the demo model, joined by a Redis of the bench's own; every
 few seconds one random process gets SIGKILL, or SIGSTOP for a while. What was killed starts again, as a supervisor would
-see to. At the end everything must be idle: no request, lease or held block is left.
+see to, instances from one process that has imported torch, as `baton serve` starts them. At the end everything must be
+idle: no request, lease or held block is left.
 """
 
 import argparse
@@ -27,9 +28,13 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.report import Row, show
+from services.common.configuration import environment
+from services.local.launches import Forks, Launch, Launched, Programs
+from services.local.plan import Process
+from services.local.settings import DEMO_MODEL as MODEL
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "services" / "local" / "demo_model"
+BATON = "services.cli"
+LAYERS = "transformers.models.llama.modeling_llama"
 ROLES = ("prefill",) * 3 + ("decode",) * 3
 ROUTERS = 2
 START_TIMEOUT_S, IDLE_TIMEOUT_S, STREAM_TIMEOUT_S = 600.0, 60.0, 120.0
@@ -45,21 +50,26 @@ ROUTER_GRACE_S = 10.0
 class Member:
     """One process of the cluster, started again whenever it ends. `disturbed_at`: last killed, or thawed."""
 
-    name: str
-    command: list[str]
+    process: Process
+    launch: Launch
     log: Path
     port: int
-    process: asyncio.subprocess.Process | None = None
+    launched: Launched | None = None
     disturbed_at: float = -1e9
     starts: int = 0
     is_wanted: bool = True
 
+    @property
+    def name(self) -> str:
+        return self.process.name
+
     async def run(self) -> None:
         while self.is_wanted:
             with self.log.open("ab") as log:
-                self.process = await asyncio.create_subprocess_exec(*self.command, cwd=ROOT, stdout=log, stderr=log)
+                self.launched = self.launch(self.process, environment(), log.fileno(), log.fileno())
             self.starts += 1
-            await self.process.wait()
+            await _ended(self.launched)
+            self.launched = None
             await asyncio.sleep(0.5)
 
     @property
@@ -67,9 +77,16 @@ class Member:
         return self.name.startswith("router")
 
     def send(self, number: int) -> None:
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
+        if self.launched is not None:
+            self.launched.signal(number)
+
+
+async def _ended(launched: Launched) -> None:
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(launched.fileno(), is_over.set)
+    await is_over.wait()
+    loop.remove_reader(launched.fileno())
+    launched.wait()
 
 
 @dataclass
@@ -90,30 +107,25 @@ def free_port() -> int:
 
 
 def members(folder: Path, registry: str, *, threads: int) -> list[Member]:
+    programs = Programs(BATON)
+    forks = Forks(BATON, programs, [LAYERS])
+    forks.prepare()
     found: list[Member] = []
-    baton = [sys.executable, "-m", "services.cli"]
+
+    def add(launch: Launch, name: str, port: int, argv: list[str]) -> None:
+        found.append(Member(Process(name, argv, {}), launch, folder / f"{name}.log", port))
+
     for number, role in enumerate(ROLES):
         name, port = f"{role}-{number}", free_port()
-        command = [
-            *baton,
-            role,
-            "--model",
-            str(MODEL),
-            "--instance-id",
-            name,
-            "--registry",
-            registry,
-            "--device",
-            "cpu",
-        ]
-        command += ["--dtype", "float32", "--threads", str(threads), "--http-port", str(port)]
-        command += ["--kv-cache-memory-bytes", "64M", "--max-model-len", "1024"]
-        found.append(Member(name, command, folder / f"{name}.log", port))
+        argv = [role, "--model", str(MODEL), "--instance-id", name, "--registry", registry, "--device", "cpu"]
+        argv += ["--dtype", "float32", "--threads", str(threads), "--http-port", str(port)]
+        argv += ["--kv-cache-memory-bytes", "64M", "--max-model-len", "1024"]
+        add(forks, name, port, argv)
     for number in range(ROUTERS):
         name, port = f"router-{number}", free_port()
-        command = [*baton, "router", "--model", str(MODEL), "--port", str(port), "--registry", registry]
-        command += ["--disaggregation-min-tokens", "0", "--instance-wait-s", "60", "--max-replays", "50"]
-        found.append(Member(name, command, folder / f"{name}.log", port))
+        argv = ["router", "--model", str(MODEL), "--port", str(port), "--registry", registry]
+        argv += ["--disaggregation-min-tokens", "0", "--instance-wait-s", "60", "--max-replays", "50"]
+        add(programs, name, port, argv)
     return found
 
 
