@@ -1,11 +1,14 @@
-"""Imported once by the fork server (forks.py), for all instances of a cluster on CPUs: what takes them seconds each.
+"""Imported once by the fork server (launches.py), for all instances of a cluster on CPUs: what takes them seconds each.
 
 Nothing may start a thread meanwhile, for a fork would have it no more: numpy's products are told to stay in one.
 """
 
 import gc
 import os
+import threading
 from pathlib import Path
+
+from tqdm import tqdm
 
 from services.instance.settings import short_waits
 
@@ -22,4 +25,6 @@ def is_fit_to_fork() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
+# Else each fork makes a semaphore among processes for its progress bars, which one that is killed leaves behind.
+tqdm.set_lock(threading.RLock())
 gc.freeze()  # what is here stays, in memory that the instances share

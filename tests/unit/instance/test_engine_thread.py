@@ -156,13 +156,19 @@ class Turns(NoTurns):
         self.seen.append("rest")
 
 
+async def with_three_tokens(turns: Turns) -> tuple[FakeEngine, EngineThread[FakeEngine], Watcher]:
+    engine = FakeEngine()
+    engine.results = [StepResult(tokens=[output(work("a").request_id, token)]) for token in range(3)]
+    thread, watcher = EngineThread(lambda: engine, turns), Watcher()
+    await thread.start()
+    watcher.attach(thread)
+    return engine, thread, watcher
+
+
 def test_commands_run_while_a_step_waits_for_its_turn() -> None:
     async def test() -> None:
-        engine, turns = FakeEngine(), Turns()
-        engine.results = [StepResult(tokens=[output(work("a").request_id, token)]) for token in range(3)]
-        thread, watcher = EngineThread(lambda: engine, turns), Watcher()
-        await thread.start()
-        watcher.attach(thread)
+        turns = Turns()
+        engine, thread, watcher = await with_three_tokens(turns)
         assert await thread.call(lambda e: e.max_model_len) == 128
         assert await thread.call(lambda e: e.max_model_len) == 128
         assert engine.num_steps == 0
@@ -176,11 +182,8 @@ def test_commands_run_while_a_step_waits_for_its_turn() -> None:
 
 def test_a_sequence_that_comes_need_not_wait() -> None:
     async def test() -> None:
-        engine, turns = FakeEngine(), Turns()
-        engine.results = [StepResult(tokens=[output(work("a").request_id, token)]) for token in range(3)]
-        thread, watcher = EngineThread(lambda: engine, turns), Watcher()
-        await thread.start()
-        watcher.attach(thread)
+        turns = Turns()
+        engine, thread, _ = await with_three_tokens(turns)
 
         def come(engine: FakeEngine) -> None:
             engine.num_running += 1
