@@ -78,9 +78,15 @@ class EngineThread(Generic[E]):
         return self._thread.is_alive()
 
     async def start(self) -> E:
-        """Builds the engine. Raises what that raised."""
+        """Builds the engine. Raises what that raised. An engine that nobody waits for any more is closed once built."""
+        self._ready.set_running_or_notify_cancel()  # else the thread could not tell it what became of the engine
         self._thread.start()
-        return await asyncio.wrap_future(self._ready)
+        try:
+            return await asyncio.wrap_future(self._ready)
+        except asyncio.CancelledError:
+            self._commands.put(None)
+            self._attached.set()
+            raise
 
     def attach(self, *, on_turn: Callable[[Turn], None], on_broken: Callable[[EngineBroken], None]) -> None:
         """From now on steps run. Both callbacks are called on this event loop; after `on_broken` nothing else is."""

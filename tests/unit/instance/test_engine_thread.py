@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -118,6 +119,31 @@ def test_what_stops_the_engine_from_being_built_is_raised_by_start() -> None:
     async def test() -> None:
         with pytest.raises(ModelError):
             await EngineThread(build).start()
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [None, ModelError("no memory")])
+def test_an_engine_that_nobody_waits_for_any_more_is_closed_once_built(error: ModelError | None) -> None:
+    async def test() -> None:
+        engine, begun, go_on = FakeEngine(), threading.Event(), threading.Event()
+
+        def build() -> FakeEngine:
+            begun.set()
+            go_on.wait(10.0)
+            if error is not None:
+                raise error
+            return engine
+
+        thread = EngineThread(build)
+        starting = asyncio.ensure_future(thread.start())
+        await asyncio.to_thread(begun.wait, 10.0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert starting.cancelled()
+        go_on.set()
+        await asyncio.wait_for(thread.stop(), 10.0)
+        assert engine.is_closed == (error is None)
 
     run(test())
 
