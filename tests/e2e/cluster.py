@@ -6,9 +6,9 @@ Waiting is always for a fact (a health answer, a metric), with a deadline; nothi
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +19,10 @@ from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from services.local.launches import Launch
+from services.local.plan import Process
+from tests.e2e.forking import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
@@ -101,20 +105,21 @@ class Cluster(Api):
         decode: int = 1,
         unified: int = 0,
         args: tuple[str, ...] = (),
+        launch: Launch | None = None,
     ) -> None:
+        """`launch`: how its first process starts; else it is forked from one that has imported what it needs."""
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
-        command = baton("serve", *([str(model)] if model else []))
-        command += ["--port", str(self.port), "--device", "cpu"]
-        command += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified), *args]
-        self._command = command
+        argv = ["serve", *([str(model)] if model else []), "--port", str(self.port), "--device", "cpu"]
+        argv += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified), *args]
+        self._serve = Process("serve", argv, {})
+        self._status: int | None = None
+        self._launch = launch or forks()
         self._size = prefill + decode + unified
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(
-            self._command, cwd=ROOT, env=environment(), stdout=self._log, stderr=subprocess.STDOUT, text=True
-        )
+        self._process = self._launch(self._serve, environment(), self._log.fileno(), self._log.fileno())
         try:
             wait_until(self._is_complete, timeout_s=START_TIMEOUT_S, what="a cluster that serves")
         except BaseException:
@@ -135,26 +140,28 @@ class Cluster(Api):
     def stop(self) -> int:
         """Ends the cluster as Ctrl-C does. Returns the exit status."""
         self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            return self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
-            raise
+        if self._status is None:
+            self._process.signal(signal.SIGINT)
+            is_in_time = self._has_ended(within_s=30.0)
+            self._process.signal(signal.SIGKILL)
+            self._status = self._process.wait()
+            assert is_in_time, "baton serve did not end within 30 s"
+        return self._status
 
     def log(self) -> str:
         self._log.seek(0)
         return self._log.read()
 
     def _is_complete(self) -> bool:
-        if self.process.poll() is not None:
-            raise RuntimeError(f"baton serve ended with status {self.process.returncode}")
+        if self._has_ended():
+            raise RuntimeError("baton serve has ended")
         with contextlib.suppress(httpx.TransportError):
             answer = self.client.get("/health")
             return answer.status_code == 200 and len(answer.json()["instances"]) == self._size
         return False
+
+    def _has_ended(self, within_s: float = 0.0) -> bool:
+        return bool(select.select([self._process], [], [], within_s)[0])
 
     def health(self) -> dict[str, Any]:
         return dict(self.client.get("/health").json())

@@ -1,14 +1,27 @@
-"""The fork server of `baton serve`, once for all tests that start instances themselves: they import torch once."""
+"""The fork server of `baton serve`, once for all tests: what they start has imported torch already.
 
+`module.main(argv)` is what a fork runs. Here it is `baton`, with one difference: where that is `baton serve`, its
+instances are forked by the server that it comes from itself, and it starts none of its own.
+"""
+
+import multiprocessing.forkserver as stdlib
+from collections.abc import Sequence
 from functools import cache
 
+from services import cli
 from services.local.launches import Forks, Programs
+from services.local.supervisor import MODULE
 
-MODULE = "services.cli"
+PRELOADED = ["services.local.main", "transformers.models.llama.modeling_llama", __name__]
 
 
 @cache
 def forks() -> Forks:
-    made = Forks(MODULE, Programs(MODULE), ["transformers.models.llama.modeling_llama"])
+    made = Forks(__name__, Programs(MODULE), PRELOADED)
     made.prepare()
     return made
+
+
+def main(argv: Sequence[str]) -> None:
+    stdlib._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    cli.main(argv)

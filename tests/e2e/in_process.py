@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
 from contracts.instance import Role
@@ -73,25 +74,31 @@ async def served(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a router with one instance of each role, float32, every prompt handed off in chunks. `settings` are
     the router's; `wrap` may put something around what an instance does with requests."""
-    lifecycle = Lifecycle()
+    # The router's, which is there for all, and those of instances.
+    of_router, lifecycles = Lifecycle(), [Lifecycle() for _ in roles]
     registry = f"memory://127.0.0.1:{free_port()}"
     port = free_port()
     before = sys.getswitchinterval(), torch.get_num_threads()
+    patch = pytest.MonkeyPatch()
+    # What one process never collects again would here stay for all tests that follow.
+    patch.setattr(gc, "collect", lambda: 0)
+    patch.setattr(gc, "freeze", lambda: None)
     try:
         await router.start(
             RouterSettings(model=str(model), port=port, registry=registry, disaggregation_min_tokens=0, **settings),
-            lifecycle,
+            of_router,
         )
-        for role in roles:
+        for role, lifecycle in zip(roles, lifecycles, strict=True):
             own = instance_settings(model, registry, f"{role}-0", transport)
             await InstanceProcess(own, role, partial(_handler, wrap, role)).start(lifecycle)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             yield client
     finally:
-        await lifecycle.stop_all()
+        await asyncio.gather(*(lifecycle.stop_all() for lifecycle in lifecycles))
+        await of_router.stop_all()
         sys.setswitchinterval(before[0])
         torch.set_num_threads(before[1])
-        gc.unfreeze()
+        patch.undo()
 
 
 @contextmanager
