@@ -352,6 +352,7 @@ def test_no_shared_memory_or_socket_is_left_behind_by_a_kill() -> None:
         async with peer("prefill-0", only("usm"), 7) as source, running("decode-0", only("usm")) as here:
             await here.node.connect(source.address)
             source.signal(signal.SIGKILL)
-        assert set(os.listdir("/dev/shm")) <= before
+        while set(os.listdir("/dev/shm")) - before:  # noqa: ASYNC110 - other programs' files come and go; ours would stay
+            await asyncio.sleep(0.1)
 
     run(test())

@@ -13,7 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,10 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
 
 
+_PORTS = cycle(SystemRandom().sample(range(20000, 32000), 12000))
+"""Below those that the kernel gives to connections, which could take one between `free_port` and its use."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable")
 
 
 def wait_until(fact: Callable[[], bool], *, timeout_s: float, what: str) -> None:
@@ -49,6 +58,28 @@ def baton(*args: str) -> list[str]:
 def environment() -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON__")}
     return clean | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a command has left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_baton(*args: str, timeout_s: float = 200.0) -> Ended:
+    """Runs `baton ARGS`, forked, until it ends by itself."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        process = forks()(Process(args[0], list(args), {}), environment(), out.fileno(), error.fileno())
+        has_ended = bool(select.select([process], [], [], timeout_s)[0])
+        process.signal(signal.SIGKILL)
+        status = process.wait()
+        out.seek(0)
+        error.seek(0)
+        assert has_ended, f"baton {args[0]} did not end within {timeout_s} s: {error.read()}"
+        return Ended(status, out.read(), error.read())
 
 
 class Api:

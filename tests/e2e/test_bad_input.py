@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import ROOT, Cluster, baton, environment
+from tests.e2e.cluster import ROOT, Cluster, baton, environment, run_baton
 
 pytestmark = pytest.mark.slow
 
@@ -54,9 +54,7 @@ def test_the_cluster_still_serves_after_all_of_it(cluster: Cluster, model_name: 
 
 def fails_at_start(*args: str) -> str:
     """Runs until it ends by itself; returns what it said on stderr."""
-    ended = subprocess.run(
-        baton(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90, check=False
-    )
+    ended = run_baton(*args, timeout_s=90.0)
     assert ended.returncode != 0
     assert "Traceback" not in ended.stderr, ended.stderr
     return ended.stderr.strip()

@@ -278,7 +278,7 @@ def test_decode_killed_during_a_handoff(model: Path, transport: str) -> None:
 
 def test_a_stop_lets_what_runs_end_and_takes_nothing_new(model: Path) -> None:
     async def test() -> None:
-        async with instances(model) as driver:
+        async with instances(model, "--drain-handover-s", "0") as driver:  # no router here could name heirs
             answer = driver.start(driver.work(prompt(30), max_tokens=400))
             await driver.until(lambda: len(answer.tokens[0]) > 2, "tokens of decode")
             driver.decode.process.signal(signal.SIGTERM)

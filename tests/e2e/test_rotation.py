@@ -1,7 +1,6 @@
 """Instances are taken out of service and restarted while clients stream: nobody notices."""
 
 import secrets
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import ROOT, Cluster, baton, environment, wait_until
+from tests.e2e.cluster import Cluster, run_baton, wait_until
 from tests.e2e.test_faults import BODY, FLAGS, stream_in_thread, text_of, wait_for_a_writer
 
 pytestmark = pytest.mark.slow
-
-
-def run_baton(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        baton(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False
-    )
 
 
 def test_rotating_all_pools_fails_no_request(llama: Path, tmp_path: Path) -> None:
