@@ -1,7 +1,8 @@
 """Builds the C++ kernels into one shared library for this very CPU, at first use, and loads it.
 
 The library is cached by hash of sources, compiler and CPU flags. Several processes may build at once: each writes a
-file of its own and renames it. Knows nothing of what the kernels compute.
+file of its own, and all load the first one that was ready, for a build measures (cpu/pairs.cpp) how this CPU multiplies
+bf16 best, and processes of one machine must agree. Knows nothing else of what the kernels compute.
 """
 
 import ctypes
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w")
 _COMPILE_DEADLINE_S = 120.0
+_PROBE = _SOURCES / "pairs.cpp"
+_SUFFIXES = {None: "", True: "_widened", False: "_pairs"}
+_SLOW_PAIR = 3.0
+"""A dot product of pairs does the work of two multiply-adds. CPUs are seen at 1 to 2 times their time, or at 4."""
 
 
 class KernelsUnavailableError(Exception):
@@ -27,44 +32,74 @@ class KernelsUnavailableError(Exception):
 
 
 @functools.cache
-def load_kernels(cache: Path | None = None, compiler: str | None = None) -> ctypes.CDLL:
+def load_kernels(cache: Path | None = None, compiler: str | None = None, *, widens: bool | None = None) -> ctypes.CDLL:
     """`cache` defaults to ~/.cache/baton/kernels; an unusable one is replaced by a directory that lives for the call.
-    One library for all of a process, for it has a state (cpu/turns.cpp).
+    One library for all of a process, for it has a state (cpu/turns.cpp). `widens`: whether bf16 is multiplied as
+    float32, None: what the build measures to be faster; only tests say which.
 
     Raises `KernelsUnavailableError`.
     """
     compiler = compiler or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise KernelsUnavailableError("no C++ compiler (g++) was found")
-    name = f"baton_{_fingerprint(compiler)}.so"
+    name = f"baton_{_fingerprint(compiler)}{_SUFFIXES[widens]}.so"
     try:
-        return _load_from(cache or Path.home() / ".cache" / "baton" / "kernels", name, compiler)
+        return _load_from(cache or Path.home() / ".cache" / "baton" / "kernels", name, compiler, widens)
     except (OSError, RuntimeError) as error:  # not writable, mounted noexec, no home
         logger.info("The kernel cache cannot be used (%s): building for this process alone", error)
     try:
         with tempfile.TemporaryDirectory(prefix="baton-kernels-") as directory:
-            return _load_from(Path(directory), name, compiler)  # a loaded library outlives its file
+            return _load_from(Path(directory), name, compiler, widens)  # a loaded library outlives its file
     except OSError as error:
         raise KernelsUnavailableError(str(error)) from error
 
 
-def _load_from(directory: Path, name: str, compiler: str) -> ctypes.CDLL:
+def _load_from(directory: Path, name: str, compiler: str, widens: bool | None) -> ctypes.CDLL:
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / name
     if not library.exists():
         handle, partial = tempfile.mkstemp(suffix=".so", prefix="build-", dir=directory)
         os.close(handle)
         try:
-            _compile(compiler, Path(partial))
-            Path(partial).replace(library)
+            _build(compiler, Path(partial), widens)
+            _publish(Path(partial), library)
         finally:
             Path(partial).unlink(missing_ok=True)
     return ctypes.CDLL(str(library))
 
 
-def _compile(compiler: str, output: Path) -> None:
-    sources = [str(path) for path in sorted(_SOURCES.glob("*.cpp"))]
+def _publish(built: Path, library: Path) -> None:
+    try:
+        library.hardlink_to(built)
+    except FileExistsError:  # the first one counts
+        pass
+    except OSError:  # a file system without links
+        built.replace(library)
+
+
+def _build(compiler: str, output: Path, widens: bool | None) -> None:
     logger.info("Compiling the CPU kernels with %s (once per machine)", compiler)
+    if widens is None:
+        widens = _pair_cost(compiler, output) >= _SLOW_PAIR
+    sources = [str(path) for path in sorted(_SOURCES.glob("*.cpp"))]
+    _compile(compiler, ["-DBATON_WIDENS", *sources] if widens else sources, output)
+
+
+def _pair_cost(compiler: str, beside: Path) -> float:
+    """The time of a bf16 dot product to that of a float32 multiply-add, measured now."""
+    probe = beside.with_suffix(".probe.so")
+    try:
+        _compile(compiler, [str(_PROBE)], probe)
+        measure = ctypes.CDLL(str(probe)).baton_pair_cost
+        measure.restype = ctypes.c_double
+        cost = float(measure())
+    finally:
+        probe.unlink(missing_ok=True)
+    logger.info("A dot product of pairs of bf16 takes %.1f times a float32 multiply-add", cost)
+    return cost
+
+
+def _compile(compiler: str, sources: list[str], output: Path) -> None:
     try:
         done = subprocess.run(
             [compiler, *_FLAGS, *sources, "-o", str(output)],

@@ -106,7 +106,7 @@ template <class M> class Attention {
     Buffer<Element> expanded;
     Buffer<Word> queries, keys, values, probabilities;
     Buffer<float> scores, row_sums, part, whole;
-    KeyRows now, next;
+    std::unique_ptr<KeyRows> now = std::make_unique<KeyRows>(), next = std::make_unique<KeyRows>();
     int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` already asked for; how many to ask for per query row
     tiles::Shape* shape = nullptr;
     explicit Scratch(const Attention& t)
@@ -128,8 +128,9 @@ template <class M> class Attention {
 #ifdef BATON_TILES
     if (uses_tiles) return tiles::ROWS;
 #endif
-    return MAX_ROWS;
+    return M::MAX_ROWS;
   }
+  bool packs_values(int rows) const { return !M::READS_ROWS || rows > M::MAX_ROWS || a.head_dim % (2 * W) != 0; }
   int rows_of(const Tile& t) const { return plan.rows_of(t); }
   int64_t sums_size(int rows) const { return plan.sums_size(rows); }
   Sums sums_at(float* p, int rows) const { return {p + (int64_t)rows * columns, p + (int64_t)rows * (columns + 1), p}; }
@@ -222,19 +223,19 @@ template <class M> class Attention {
     std::memset(scratch.row_sums.get(), 0, (size_t)rows * W * sizeof(float));
     const int first = std::max(t.first_key, part * PART_KEYS), end = std::min(t.end_key, (part + 1) * PART_KEYS);
     int start = first / TILE_KEYS * TILE_KEYS;
-    find_rows(t, start, first, end, scratch.zeros.get(), scratch.next);
+    find_rows(t, start, first, end, scratch.zeros.get(), *scratch.next);
     for (; start < end; start += TILE_KEYS) {
       std::swap(scratch.now, scratch.next);
-      KeyRows& from = scratch.now;
+      KeyRows& from = *scratch.now;
       scratch.prefetched = TILE_KEYS;
       if (start + TILE_KEYS < end) {
-        find_rows(t, start + TILE_KEYS, first, end, scratch.zeros.get(), scratch.next);
+        find_rows(t, start + TILE_KEYS, first, end, scratch.zeros.get(), *scratch.next);
         scratch.prefetched = 0;
         scratch.prefetch_step = (TILE_KEYS + rows - 1) / rows;
       }
       if (a.codes) expand(from, scratch);
       pack_keys<M>((const Element* const*)from.keys, a.head_dim, words, scratch.keys.get());
-      M::pack_values((const Element* const*)from.values, a.head_dim, columns, scratch.values.get());
+      if (packs_values(rows)) M::pack_values((const Element* const*)from.values, a.head_dim, columns, scratch.values.get());
       const int most = rows_at_once(), num_groups = (rows + most - 1) / most, base = rows / num_groups;
       const int extra = rows % num_groups;
       for (int g = 0, r = 0; g < num_groups; g++) {
@@ -257,7 +258,8 @@ template <class M> class Attention {
       case 3: return attend_rows<3>(t, start, r, scratch, sums);
       case 4: return attend_rows<4>(t, start, r, scratch, sums);
       case 5: return attend_rows<5>(t, start, r, scratch, sums);
-      default: return attend_rows<6>(t, start, r, scratch, sums);
+      case 6: return attend_rows<6>(t, start, r, scratch, sums);
+      default: return attend_rows<M::MAX_ROWS>(t, start, r, scratch, sums);
     }
   }
 
@@ -267,8 +269,11 @@ template <class M> class Attention {
     multiply<M, ROWS>(scratch.queries.get() + (int64_t)r * words, words, scratch.keys.get(), TILE_KEYS,
                       scratch.scores.get(), TILE_KEYS, TILE_KEYS, words, nullptr);
     for (int i = 0; i < ROWS; i++) factors[i] = soften_row(t, start, r + i, i, scratch, sums);
-    multiply<M, ROWS>(scratch.probabilities.get(), stride, scratch.values.get(), columns, sums.values + (int64_t)r * columns, columns,
-                      columns, stride, factors);
+    float* values = sums.values + (int64_t)r * columns;
+    if constexpr (M::READS_ROWS)
+      if (!packs_values(rows_of(t)))
+        return multiply_rows<M, ROWS>(scratch.probabilities.get(), (const Element* const*)scratch.now->values, values, columns, factors);
+    multiply<M, ROWS>(scratch.probabilities.get(), stride, scratch.values.get(), columns, values, columns, columns, stride, factors);
   }
 
   void attend_tiles(const Tile& t, int start, int r, int n, Scratch& scratch, Sums sums) const {
@@ -299,11 +304,11 @@ template <class M> class Attention {
     const int first = a.sliding_window > 0 ? position - a.sliding_window + 1 - start : 0;
     float* scores = scratch.scores.get() + i * TILE_KEYS;
     if (a.codes)
-      for (int j = 0; j < TILE_KEYS; j += W) store(scores + j, load(scores + j) * load(scratch.now.key_scales + j));
+      for (int j = 0; j < TILE_KEYS; j += W) store(scores + j, load(scores + j) * load(scratch.now->key_scales + j));
     if (a.alibi) lower(scores, a.alibi[t.kv_head * group + r % group], start - position);
     return soften<M>(scores, scratch.probabilities.get() + i * TILE_KEYS / M::PAIR, rule, first, position + 1 - start,
                      sums.maxima + r, scratch.row_sums.get() + (int64_t)r * W,
-                     a.codes ? scratch.now.value_scales : nullptr);
+                     a.codes ? scratch.now->value_scales : nullptr);
   }
 
   void lower(float* scores, float slope, int distance) const {
@@ -316,8 +321,8 @@ template <class M> class Attention {
     const int end = std::min(scratch.prefetched + scratch.prefetch_step, TILE_KEYS);
     for (int i = scratch.prefetched; i < end; i++)
       for (int d = 0; d < a.head_dim * cell; d += 64) {
-        __builtin_prefetch((const char*)scratch.next.keys[i] + d, 0, 2);
-        __builtin_prefetch((const char*)scratch.next.values[i] + d, 0, 2);
+        __builtin_prefetch((const char*)scratch.next->keys[i] + d, 0, 2);
+        __builtin_prefetch((const char*)scratch.next->values[i] + d, 0, 2);
       }
     scratch.prefetched = end;
   }
@@ -351,11 +356,7 @@ extern "C" int baton_attend(const AttendArguments* arguments) {
   try {
     switch (arguments->dtype) {
       case 0: Attention<Widening<float>>(*arguments).run(); return 0;
-#ifdef __AVX512BF16__
-      case 1: Attention<PairsOfBf16>(*arguments).run(); return 0;
-#else
-      case 1: Attention<Widening<bf16>>(*arguments).run(); return 0;
-#endif
+      case 1: Attention<Bf16>(*arguments).run(); return 0;
 #ifdef __FLT16_MAX__
       case 2: Attention<Widening<_Float16>>(*arguments).run(); return 0;
 #endif

@@ -25,11 +25,42 @@ constexpr int FEW_ROWS = 4;        // whose codes become bf16 in registers
 constexpr int MANY_ROWS = 64;      // whose products take longer than reading the weights
 constexpr int64_t THREAD_WORK = 1 << 18;  // rows x inputs x outputs worth a thread
 
+// `rows` of x as kernels take them; float32 ones stay in a buffer that the thread keeps.
+struct Inputs {
+  const Input* first;
+  int64_t stride;
+};
+#ifdef BATON_WIDENS
+// False: out of memory.
+bool prepare(const bf16* x, int64_t x_stride, int64_t rows, int inputs, int num_threads, Inputs& to) {
+  thread_local std::unique_ptr<float[]> buffer;
+  thread_local int64_t room = 0;
+  if (const int64_t wanted = std::min<int64_t>(rows, SLICE_ROWS) * inputs; wanted > room) {
+    buffer.reset(new (std::nothrow) float[wanted]);
+    room = buffer ? wanted : 0;
+    if (!buffer) return false;
+  }
+  float* const first = buffer.get();
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows > MANY_ROWS)
+  for (int64_t row = 0; row < rows; row++)
+    for (int i = 0; i < inputs; i += W)
+      store_elements(first + row * inputs + i, load_elements(x + row * x_stride + i, inputs - i), inputs - i);
+  to = {first, inputs};
+  return true;
+}
+#else
+bool prepare(const bf16* x, int64_t x_stride, int64_t, int, int, Inputs& to) {
+  to = {(const Input*)x, x_stride / 2};
+  return true;
+}
+#endif
+
 class Product {
  public:
-  Product(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, Epilogue epilogue,
-          const float* totals)
+  Product(const PackedMatrix& weights, Inputs inputs, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride,
+          Epilogue epilogue, const float* totals)
       : m(weights),
+        inputs(inputs),
         x(x),
         x_stride(x_stride),
         y(y),
@@ -120,7 +151,7 @@ class Product {
     const uint8_t* const codes[2] = {words_of(panel), words_of(panel + 1)};
     const int step = has_groups() ? piece() : depth();
     for (int k = 0; k < depth(); k += step) {
-      kernel_coded<Codes, ROWS>((const uint32_t*)x, x_stride / 2, codes, source, sums, k, std::min(step, depth() - k));
+      kernel_coded<Codes, ROWS>(inputs.first, inputs.stride, codes, source, sums, k, std::min(step, depth() - k));
       for (int p = 0; p < 2; p++)
         for (int i = 0; i < ROWS; i++)
           for (int j = 0; j < 2; j++) {
@@ -141,12 +172,12 @@ class Product {
   void multiply(int panel, int64_t first_row, int count, int k, int n, const uint32_t* b, float* sums) const {
     const int num_groups = (count + KERNEL_ROWS - 1) / KERNEL_ROWS, least = count / num_groups, extra = count % num_groups;
     const int stride = PANEL * (int)sizeof(uint32_t) / num_groups;
-    const uint32_t* a = (const uint32_t*)(x + first_row * x_stride) + k;
+    const Input* a = inputs.first + first_row * inputs.stride + k * INPUTS_OF_PAIR;
     const Kernel* kernels = is_coded() ? KERNELS<false> : KERNELS<true>;
     for (int g = 0, row = 0; g < num_groups; g++) {
       const int height = least + (g < extra);
       const char* ahead = (const char*)(b + n * PANEL) + (int64_t)g * n * stride;
-      kernels[height](a + row * x_stride / 2, x_stride / 2, b, sums + row * PANEL, n, k == 0,
+      kernels[height](a + row * inputs.stride, inputs.stride, b, sums + row * PANEL, n, k == 0,
                       scaling(panel, k, first_row + row), ahead, stride);
       row += height;
     }
@@ -231,6 +262,7 @@ class Product {
   }
 
   const PackedMatrix& m;
+  const Inputs inputs;
   const bf16* x;
   const int64_t x_stride;
   bf16* y;
@@ -290,13 +322,15 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
     add_up(x, x_stride, rows, weights.inputs, weights.group, totals.get(), num_threads);
   }
 #ifdef BATON_TILES
-  const Product whole(weights, x, x_stride, y, y_stride, epilogue, totals.get());
+  const Product whole(weights, {}, x, x_stride, y, y_stride, epilogue, totals.get());
   if (whole.has_many(rows)) return compute_tiled(whole, rows, num_threads);
 #endif
   for (int64_t done = 0; done < rows; done += SLICE_ROWS) {
     const int64_t count = std::min<int64_t>(SLICE_ROWS, rows - done), blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const float* sums = totals ? totals.get() + done * ((weights.inputs + weights.group - 1) / weights.group) : nullptr;
-    const Product product(weights, x + done * x_stride, x_stride, y + done * y_stride, y_stride, epilogue, sums);
+    Inputs inputs;
+    if (!prepare(x + done * x_stride, x_stride, count, weights.inputs, num_threads, inputs)) return false;
+    const Product product(weights, inputs, x + done * x_stride, x_stride, y + done * y_stride, y_stride, epilogue, sums);
     const int64_t work = std::max<int64_t>(count, 4) * weights.inputs * weights.outputs;
     const int threads = std::clamp<int64_t>(work / THREAD_WORK, 1, num_threads);
     const bool few = product.has_few(count);

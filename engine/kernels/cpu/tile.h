@@ -25,13 +25,25 @@ template <class M> inline vf load_row(const typename M::Element* row, int remain
   return M::load_words(padded);
 }
 
+template <class M> inline vf load_row_lanes(const typename M::Element* row, int remaining) {
+  alignas(64) typename M::Element padded[W * M::LANE] = {};
+  if (remaining > 0) std::memcpy(padded, row, remaining * sizeof(*row));
+  return M::load_lanes(padded);
+}
+
 // float32 products of any element that widens to float32.
 template <class T> struct Widening {
   using Element = T;
   using Word = float;
+  static constexpr int MAX_ROWS = 6;  // at once
+  static constexpr bool READS_ROWS = false;  // V of a tile with no more rows is not packed
   static constexpr int PAIR = 1;  // elements per packed word
   static constexpr float UNIT = 1.f;  // scores are natural exponents
 
+  static constexpr int LANE = 1;  // elements of a row in 32 bits of what pack_keys transposes
+
+  static vf load_lanes(const T* p) { return load_elements(p); }
+  static void store_lanes(Word* to, int, vf v) { store(to, v); }
   static vf load_words(const T* p) { return load_elements(p); }
   static vf multiply_add(vf sum, Word a, vf b) { return fma(splat(a), b, sum); }
   static vf exponential(vf x) { return exp_accurate(x); }
@@ -46,14 +58,34 @@ template <class T> struct Widening {
   }
 };
 
-#ifdef __AVX512BF16__
+#ifdef BATON_WIDENS
+// bf16 where products of pairs are slow (pairs.cpp): float32 products, at the precision that bf16 results keep.
+struct WidenedBf16 : Widening<bf16> {
+  static constexpr float UNIT = 1.44269504088896341f;  // scores are exponents of two
+  static constexpr int LANE = 2;
+  static constexpr int MAX_ROWS = 7;  // a common number of query heads per KV head
+  static constexpr bool READS_ROWS = true;
+
+  static vf load_lanes(const bf16* p) { return load_as<vf>(p); }
+  static void store_lanes(float* to, int stride, vf v) {
+    store(to, (vf)((vu)v << 16));
+    store(to + stride, (vf)((vu)v & 0xffff0000));
+  }
+  static vf exponential(vf x) { return exp2_fast(x); }
+};
+using Bf16 = WidenedBf16;
+#elif defined(__AVX512BF16__)
 // Two bf16 per word: the CPU's dot product multiplies pairs and adds in float32.
 struct PairsOfBf16 {
   using Element = bf16;
   using Word = uint32_t;
-  static constexpr int PAIR = 2;
+  static constexpr int MAX_ROWS = 6;
+  static constexpr bool READS_ROWS = false;
+  static constexpr int PAIR = 2, LANE = 2;
   static constexpr float UNIT = 1.44269504088896341f;  // scores are exponents of two
 
+  static vf load_lanes(const bf16* p) { return load_as<vf>(p); }
+  static void store_lanes(Word* to, int, vf v) { store(to, v); }
   static vf load_words(const bf16* p) { return load_as<vf>(p); }
   static vf multiply_add(vf sum, Word a, vf b) {
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
@@ -80,26 +112,30 @@ struct PairsOfBf16 {
       }
   }
 };
+using Bf16 = PairsOfBf16;
+#else
+using Bf16 = Widening<bf16>;
 #endif
 
 // K as [word of head_dim][key], so that a row of scores is a sum of broadcast query words times key vectors.
 template <class M>
 void pack_keys(const typename M::Element* const* rows, int head_dim, int words, typename M::Word* packed) {
+  constexpr int WORDS = M::LANE / M::PAIR;  // of a lane
   for (int key = 0; key < TILE_KEYS; key += W)
-    for (int word = 0; word < words; word += W) {
+    for (int d = 0; d < words * M::PAIR; d += W * M::LANE) {
       vf square[W];
-      const int remaining = head_dim - word * M::PAIR;
-      typename M::Word* to = packed + word * TILE_KEYS + key;
-      if (remaining >= W * M::PAIR) {
+      const int remaining = head_dim - d;
+      typename M::Word* to = packed + d / M::PAIR * TILE_KEYS + key;
+      if (remaining >= W * M::LANE) {
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) square[i] = M::load_words(rows[key + i] + word * M::PAIR);
+        for (int i = 0; i < W; i++) square[i] = M::load_lanes(rows[key + i] + d);
         transpose(square);
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) store(to + i * TILE_KEYS, square[i]);
+        for (int i = 0; i < W; i++) M::store_lanes(to + i * WORDS * TILE_KEYS, TILE_KEYS, square[i]);
       } else {
-        for (int i = 0; i < W; i++) square[i] = load_row<M>(rows[key + i] + word * M::PAIR, remaining);
+        for (int i = 0; i < W; i++) square[i] = load_row_lanes<M>(rows[key + i] + d, remaining);
         transpose(square);
-        for (int i = 0; i < words - word; i++) store(to + i * TILE_KEYS, square[i]);
+        for (int i = 0; i < words / WORDS - d / M::LANE; i++) M::store_lanes(to + i * WORDS * TILE_KEYS, TILE_KEYS, square[i]);
       }
     }
 }
@@ -124,10 +160,31 @@ inline void multiply_columns(const typename M::Word* a, int lda, const typename 
 template <class M, int ROWS>
 void multiply(const typename M::Word* a, int lda, const typename M::Word* b, int ldb, float* c, int ldc, int columns,
               int depth, const float* factors) {
+  constexpr int COLUMNS = ROWS > 6 ? 2 : BATON_COLUMNS;  // the registers there are
   int j = 0;
-  for (; j + W * BATON_COLUMNS <= columns; j += W * BATON_COLUMNS)
-    multiply_columns<M, ROWS, BATON_COLUMNS>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
+  for (; j + W * COLUMNS <= columns; j += W * COLUMNS)
+    multiply_columns<M, ROWS, COLUMNS>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
   for (; j < columns; j += W) multiply_columns<M, ROWS, 1>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
+}
+
+// c[ROWS][columns] = c * factors + a[ROWS][TILE_KEYS] x rows, the same sums in the same order as of packed rows: for so few
+// rows of `a` that packing costs more. `columns` is a multiple of 2 * W.
+template <class M, int ROWS>
+void multiply_rows(const float* a, const typename M::Element* const* rows, float* c, int columns, const float* factors) {
+  for (int d = 0; d < columns; d += 2 * W) {
+    vf sums[ROWS][2];
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < 2; j++) sums[i][j] = load(c + i * columns + d + j * W) * factors[i];
+    for (int key = 0; key < TILE_KEYS; key++) {
+      const vf low = load_elements(rows[key] + d), high = load_elements(rows[key] + d + W);
+      for (int i = 0; i < ROWS; i++) {
+        const vf p = splat(a[i * TILE_KEYS + key]);
+        sums[i][0] = fma(p, low, sums[i][0]), sums[i][1] = fma(p, high, sums[i][1]);
+      }
+    }
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < 2; j++) store(c + i * columns + d + j * W, sums[i][j]);
+  }
 }
 
 struct ScoreRule {

@@ -20,7 +20,6 @@
 namespace baton {
 
 constexpr int W = BATON_LANES;
-constexpr int MAX_ROWS = 6;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -184,7 +183,13 @@ inline uint16_t round_to_bf16(float x) {
 
 // W elements of memory as float32 and back, rounded to nearest.
 inline vf load_elements(const float* p) { return load(p); }
-inline vf load_elements(const bf16* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+inline vf load_elements(const bf16* p) {
+#ifdef __AVX512F__  // GCC 12 would convert the halves of a word one after the other
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+  return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+#endif
+}
 inline void store_elements(float* p, vf v) { store(p, v); }
 inline void store_elements(bf16* p, vf v) {
 #ifdef __AVX512BF16__

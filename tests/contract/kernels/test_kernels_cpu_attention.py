@@ -15,8 +15,7 @@ from engine.kernels.cpu_build import load_kernels
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 from engine.kernels.reference import ReferenceAttention
 
-LIBRARY = load_kernels()
-CPU = CpuAttention(LIBRARY)
+CPU = CpuAttention(load_kernels())
 TWIN = ReferenceAttention()
 CODED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -30,13 +29,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["vectors", "tiles"])
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With AMX, where the CPU has it, and without."""
-    if bool(LIBRARY.baton_use_tiles(int(request.param))) != request.param:
+@pytest.fixture(autouse=True, scope="module", params=["pairs", "widened", "tiles"])
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """bf16 by its dot products, as float32, and by AMX where the CPU has it."""
+    library = load_kernels(widens=request.param == "widened")
+    has_tiles = bool(library.baton_use_tiles(int(request.param == "tiles")))
+    if request.param == "tiles" and not has_tiles:
         pytest.skip("this CPU has no AMX")
+    vars(CPU).update(vars(CpuAttention(library)))
     yield
-    LIBRARY.baton_use_tiles(1)
+    library.baton_use_tiles(1)
 
 
 @dataclass(frozen=True)

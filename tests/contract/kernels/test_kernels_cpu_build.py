@@ -1,13 +1,14 @@
 """How the library gets onto a machine: once, at once for several processes, or not at all with a reason."""
 
 import logging
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kernels import attention_backend, layer_kernels, reference_layers, selection
+from engine.kernels import attention_backend, cpu_build, layer_kernels, reference_layers, selection
 from engine.kernels.cpu_attention import CpuAttention
 from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
 from engine.kernels.reference import ReferenceAttention
@@ -37,8 +38,23 @@ def test_a_library_is_built_once(tmp_path: Path) -> None:
     for _ in range(2):
         load_kernels(tmp_path / "cache", cxx)
         load_kernels.cache_clear()
-    assert (tmp_path / "calls").read_text() == "x\n"
+    assert (tmp_path / "calls").read_text() == "x\nx\n"  # the probe and the library
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+def test_of_two_builds_at_once_all_load_the_first_one_that_was_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cxx, first = copying_compiler(tmp_path), tmp_path / "first.so"
+    shutil.copy(real_library(), first)
+    publish = cpu_build._publish
+
+    def late(built: Path, library: Path) -> None:
+        library.hardlink_to(first)
+        publish(built, library)
+
+    monkeypatch.setattr(cpu_build, "_publish", late)
+    assert Path(load_kernels(tmp_path / "cache", cxx)._name).samefile(first)
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_directory_for_this_process(tmp_path: Path) -> None:

@@ -34,14 +34,17 @@ PRODUCT = None if LIBRARY is None else PackedLinear(LIBRARY)
 pytestmark = pytest.mark.skipif(PRODUCT is None, reason="needs a compiler and a CPU with bf16 dot products")
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["vectors", "tiles"])
+@pytest.fixture(autouse=True, params=["pairs", "widened", "tiles"])
 def tiles(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """With AMX, where the CPU has it, and without."""
-    assert LIBRARY is not None
-    if bool(LIBRARY.baton_use_tiles(int(request.param))) != request.param:
+    """bf16 by its dot products, as float32, and by AMX where the CPU has it."""
+    assert PRODUCT is not None
+    library = load_kernels(widens=request.param == "widened")
+    wants_tiles = request.param == "tiles"
+    if bool(library.baton_use_tiles(int(wants_tiles))) != wants_tiles:
         pytest.skip("this CPU has no AMX")
-    yield request.param
-    LIBRARY.baton_use_tiles(1)
+    vars(PRODUCT).update(vars(PackedLinear(library)))
+    yield wants_tiles
+    library.baton_use_tiles(1)
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
