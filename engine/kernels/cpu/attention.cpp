@@ -131,6 +131,7 @@ template <class M> class Attention {
     return M::MAX_ROWS;
   }
   bool packs_values(int rows) const { return !M::READS_ROWS || rows > M::MAX_ROWS || a.head_dim % (2 * W) != 0; }
+  bool reads_codes() const { return M::READS_ROWS && a.codes == INT8; }  // else they become elements first
   int rows_of(const Tile& t) const { return plan.rows_of(t); }
   int64_t sums_size(int rows) const { return plan.sums_size(rows); }
   Sums sums_at(float* p, int rows) const { return {p + (int64_t)rows * columns, p + (int64_t)rows * (columns + 1), p}; }
@@ -180,6 +181,8 @@ template <class M> class Attention {
     const char* cache = static_cast<const char*>(a.cache) + t.kv_head * a.cache_head_stride * cell;
     const int32_t* table = a.block_tables + t.sequence * a.table_stride;
     for (int i = 0; i < TILE_KEYS; i++) rows.keys[i] = rows.values[i] = zeros;
+    if (a.codes) std::fill(rows.key_scales, rows.key_scales + TILE_KEYS, 0.f);
+    if (a.codes) std::fill(rows.value_scales, rows.value_scales + TILE_KEYS, 0.f);
     for (int key = std::max(start, first); key < std::min(start + TILE_KEYS, end);) {
       const int offset = key % a.block_tokens;
       const int run = std::min({a.block_tokens - offset, start + TILE_KEYS - key, end - key});
@@ -208,12 +211,17 @@ template <class M> class Attention {
     Element* to = scratch.expanded.get();
     for (const void** row : {rows.keys, rows.values})
       for (int i = 0; i < TILE_KEYS; i++, to += columns) {
-        const bool is_absent = row[i] == scratch.zeros.get();
-        if (is_absent) (row == rows.keys ? rows.key_scales : rows.value_scales)[i] = 0.f;
-        if (is_absent) continue;
+        if (row[i] == scratch.zeros.get()) continue;
         book.expand((const uint8_t*)row[i], a.head_dim, to);
         row[i] = to;
       }
+  }
+
+  // Rows that are `Source`'s elements, as M multiplies them.
+  template <class Source> void pack(int rows, const KeyRows& from, Scratch& scratch) const {
+    using Row = const typename Source::Element*;
+    pack_keys<Source>((const Row*)from.keys, a.head_dim, words, scratch.keys.get());
+    if (packs_values(rows)) Source::pack_values((const Row*)from.values, a.head_dim, columns, scratch.values.get());
   }
 
   void compute_part(const Tile& t, int part, Scratch& scratch, Sums sums) const {
@@ -233,9 +241,14 @@ template <class M> class Attention {
         scratch.prefetched = 0;
         scratch.prefetch_step = (TILE_KEYS + rows - 1) / rows;
       }
-      if (a.codes) expand(from, scratch);
-      pack_keys<M>((const Element* const*)from.keys, a.head_dim, words, scratch.keys.get());
-      if (packs_values(rows)) M::pack_values((const Element* const*)from.values, a.head_dim, columns, scratch.values.get());
+      if (reads_codes()) {
+#ifdef BATON_WIDENS
+        if constexpr (M::READS_ROWS) pack<WidenedInt8>(rows, from, scratch);
+#endif
+      } else {
+        if (a.codes) expand(from, scratch);
+        pack<M>(rows, from, scratch);
+      }
       const int most = rows_at_once(), num_groups = (rows + most - 1) / most, base = rows / num_groups;
       const int extra = rows % num_groups;
       for (int g = 0, r = 0; g < num_groups; g++) {
@@ -271,8 +284,12 @@ template <class M> class Attention {
     for (int i = 0; i < ROWS; i++) factors[i] = soften_row(t, start, r + i, i, scratch, sums);
     float* values = sums.values + (int64_t)r * columns;
     if constexpr (M::READS_ROWS)
-      if (!packs_values(rows_of(t)))
-        return multiply_rows<M, ROWS>(scratch.probabilities.get(), (const Element* const*)scratch.now->values, values, columns, factors);
+      if (!packs_values(rows_of(t))) {
+        const void* const* rows = scratch.now->values;
+        if (reads_codes())
+          return multiply_rows<ROWS>(scratch.probabilities.get(), (const int8_t* const*)rows, values, columns, factors);
+        return multiply_rows<ROWS>(scratch.probabilities.get(), (const Element* const*)rows, values, columns, factors);
+      }
     multiply<M, ROWS>(scratch.probabilities.get(), stride, scratch.values.get(), columns, values, columns, columns, stride, factors);
   }
 

@@ -74,6 +74,17 @@ struct WidenedBf16 : Widening<bf16> {
   static vf exponential(vf x) { return exp2_fast(x); }
 };
 using Bf16 = WidenedBf16;
+
+// Codes of int8 on their way to the same products, without scales.
+struct WidenedInt8 : Widening<int8_t> {
+  static constexpr int LANE = 4;
+
+  static vf load_lanes(const int8_t* p) { return load_as<vf>(p); }
+  static void store_lanes(float* to, int stride, vf v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) store(to + i * stride, __builtin_convertvector((vi)v << (24 - 8 * i) >> 24, vf));
+  }
+};
 #elif defined(__AVX512BF16__)
 // Two bf16 per word: the CPU's dot product multiplies pairs and adds in float32.
 struct PairsOfBf16 {
@@ -169,8 +180,8 @@ void multiply(const typename M::Word* a, int lda, const typename M::Word* b, int
 
 // c[ROWS][columns] = c * factors + a[ROWS][TILE_KEYS] x rows, the same sums in the same order as of packed rows: for so few
 // rows of `a` that packing costs more. `columns` is a multiple of 2 * W.
-template <class M, int ROWS>
-void multiply_rows(const float* a, const typename M::Element* const* rows, float* c, int columns, const float* factors) {
+template <int ROWS, class Element>
+void multiply_rows(const float* a, const Element* const* rows, float* c, int columns, const float* factors) {
   for (int d = 0; d < columns; d += 2 * W) {
     vf sums[ROWS][2];
     for (int i = 0; i < ROWS; i++)

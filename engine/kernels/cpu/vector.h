@@ -25,6 +25,7 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 struct bf16 {
   uint16_t bits;
@@ -188,6 +189,13 @@ inline vf load_elements(const bf16* p) {
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #else
   return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+#endif
+}
+inline vf load_elements(const int8_t* p) {
+#ifdef __AVX512F__
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  return __builtin_convertvector(load_as<vb>(p), vf);
 #endif
 }
 inline void store_elements(float* p, vf v) { store(p, v); }
