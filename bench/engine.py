@@ -2,13 +2,13 @@
 
 `baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
 
-A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the speed
-of one large matrix product; prefill by its products. Both limits are measured in the same run. A host's memory and
-matrix units belong to others too, and their speed changes from second to second: there value and limit are taken in
-turns, `--rounds` times, each value beside the mean of the limits before and after it, and medians are told, with the
-quartiles of the ratio. Times are the owner's: from one `Engine.step` to the next, scheduling and results included.
-Weights are made up; prompts are random and never repeat between cases, save that larger decode batches find the prompts
-of smaller ones in the prefix cache.
+A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the
+speed of one large matrix product (on a host in bf16 or float32, whichever is faster); prefill by its products. Both
+limits are measured in the same run. A host's memory and matrix units belong to others too, and their speed changes
+from second to second: there value and limit are taken in turns, `--rounds` times, each value beside the mean of the
+limits before and after it, and medians are told, with the quartiles of the ratio. Times are the owner's: from one
+`Engine.step` to the next, scheduling and results included. Weights are made up; prompts are random and never repeat
+between cases, save that larger decode batches find the prompts of smaller ones in the prefix cache.
 """
 
 import argparse
@@ -100,6 +100,9 @@ def measure_limits(target: torch.device) -> Limits:
     rounds = 3 if is_host else 20
     read = _seconds(target, lambda: source.max(), rounds)
     product = _seconds(target, lambda: left @ right, rounds)
+    if is_host:  # some CPUs multiply bf16 more slowly than float32
+        wide_left, wide_right = left.float(), right.float()
+        product = min(product, _seconds(target, lambda: wide_left @ wide_right, rounds))
     return Limits(read=source.nbytes / read, product=2 * size**3 / product)
 
 
