@@ -108,6 +108,7 @@ template <class M> class Attention {
     Buffer<float> scores, row_sums, part, whole;
     std::unique_ptr<KeyRows> now = std::make_unique<KeyRows>(), next = std::make_unique<KeyRows>();
     int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` already asked for; how many to ask for per query row
+    Ahead ahead_keys{}, ahead_values{};  // instead, where few rows share a tile
     tiles::Shape* shape = nullptr;
     explicit Scratch(const Attention& t)
         : zeros(allocate<Element>(t.columns * 2)),
@@ -236,10 +237,16 @@ template <class M> class Attention {
       std::swap(scratch.now, scratch.next);
       KeyRows& from = *scratch.now;
       scratch.prefetched = TILE_KEYS;
+      scratch.ahead_keys = scratch.ahead_values = {};
       if (start + TILE_KEYS < end) {
         find_rows(t, start + TILE_KEYS, first, end, scratch.zeros.get(), *scratch.next);
-        scratch.prefetched = 0;
-        scratch.prefetch_step = (TILE_KEYS + rows - 1) / rows;
+        const int bytes = a.head_dim * cell;
+        if (packs_values(rows)) {
+          scratch.prefetched = 0;
+          scratch.prefetch_step = (TILE_KEYS + rows - 1) / rows;
+        } else {
+          scratch.ahead_keys = {scratch.next->keys, bytes}, scratch.ahead_values = {scratch.next->values, bytes};
+        }
       }
       if (reads_codes()) {
 #ifdef BATON_WIDENS
@@ -280,15 +287,15 @@ template <class M> class Attention {
     float factors[ROWS];
     constexpr int stride = TILE_KEYS / M::PAIR;
     multiply<M, ROWS>(scratch.queries.get() + (int64_t)r * words, words, scratch.keys.get(), TILE_KEYS,
-                      scratch.scores.get(), TILE_KEYS, TILE_KEYS, words, nullptr);
+                      scratch.scores.get(), TILE_KEYS, TILE_KEYS, words, nullptr, scratch.ahead_keys);
     for (int i = 0; i < ROWS; i++) factors[i] = soften_row(t, start, r + i, i, scratch, sums);
     float* values = sums.values + (int64_t)r * columns;
     if constexpr (M::READS_ROWS)
       if (!packs_values(rows_of(t))) {
         const void* const* rows = scratch.now->values;
         if (reads_codes())
-          return multiply_rows<ROWS>(scratch.probabilities.get(), (const int8_t* const*)rows, values, columns, factors);
-        return multiply_rows<ROWS>(scratch.probabilities.get(), (const Element* const*)rows, values, columns, factors);
+          return multiply_rows<ROWS>(scratch.probabilities.get(), (const int8_t* const*)rows, values, columns, factors, scratch.ahead_values);
+        return multiply_rows<ROWS>(scratch.probabilities.get(), (const Element* const*)rows, values, columns, factors, scratch.ahead_values);
       }
     multiply<M, ROWS>(scratch.probabilities.get(), stride, scratch.values.get(), columns, values, columns, columns, stride, factors);
   }

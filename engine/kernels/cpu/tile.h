@@ -151,14 +151,25 @@ void pack_keys(const typename M::Element* const* rows, int head_dim, int words, 
     }
 }
 
-// c[ROWS][WORDS * W] = c * factors + a[ROWS][depth] x b[depth][...]; without factors c starts at 0.
+// Rows of the next tile, to ask for a line at a time while this one is multiplied: more at once than the processor has
+// room for would make it wait. `end`: bytes of a row.
+struct Ahead {
+  const void* const* rows;
+  int end;
+  void ask(int row, int offset) const {
+    if (offset < end) __builtin_prefetch((const char*)rows[row] + offset, 0, 2);
+  }
+};
+
+// c[ROWS][WORDS * W] = c * factors + a[ROWS][depth] x b[depth][...]; without factors c starts at 0. `line`: the first of `ahead`.
 template <class M, int ROWS, int WORDS>
 inline void multiply_columns(const typename M::Word* a, int lda, const typename M::Word* b, int ldb, float* c, int ldc,
-                             int depth, const float* factors) {
+                             int depth, const float* factors, Ahead ahead, int line) {
   vf sums[ROWS][WORDS];
   for (int i = 0; i < ROWS; i++)
     for (int j = 0; j < WORDS; j++) sums[i][j] = factors ? load(c + i * ldc + j * W) * factors[i] : vf{};
   for (int k = 0; k < depth; k++) {
+    if (M::READS_ROWS) ahead.ask(k % TILE_KEYS, line + k / TILE_KEYS * 128);
     vf column[WORDS];
     for (int j = 0; j < WORDS; j++) column[j] = load_as<vf>(b + (int64_t)k * ldb + j * W);
     for (int i = 0; i < ROWS; i++)
@@ -170,23 +181,24 @@ inline void multiply_columns(const typename M::Word* a, int lda, const typename 
 
 template <class M, int ROWS>
 void multiply(const typename M::Word* a, int lda, const typename M::Word* b, int ldb, float* c, int ldc, int columns,
-              int depth, const float* factors) {
+              int depth, const float* factors, Ahead ahead = {}) {
   constexpr int COLUMNS = ROWS > 6 ? 2 : BATON_COLUMNS;  // the registers there are
   int j = 0;
   for (; j + W * COLUMNS <= columns; j += W * COLUMNS)
-    multiply_columns<M, ROWS, COLUMNS>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
-  for (; j < columns; j += W) multiply_columns<M, ROWS, 1>(a, lda, b + j, ldb, c + j, ldc, depth, factors);
+    multiply_columns<M, ROWS, COLUMNS>(a, lda, b + j, ldb, c + j, ldc, depth, factors, ahead, j * 2);
+  for (; j < columns; j += W) multiply_columns<M, ROWS, 1>(a, lda, b + j, ldb, c + j, ldc, depth, factors, {}, 0);
 }
 
 // c[ROWS][columns] = c * factors + a[ROWS][TILE_KEYS] x rows, the same sums in the same order as of packed rows: for so few
 // rows of `a` that packing costs more. `columns` is a multiple of 2 * W.
 template <int ROWS, class Element>
-void multiply_rows(const float* a, const Element* const* rows, float* c, int columns, const float* factors) {
+void multiply_rows(const float* a, const Element* const* rows, float* c, int columns, const float* factors, Ahead ahead) {
   for (int d = 0; d < columns; d += 2 * W) {
     vf sums[ROWS][2];
     for (int i = 0; i < ROWS; i++)
       for (int j = 0; j < 2; j++) sums[i][j] = load(c + i * columns + d + j * W) * factors[i];
     for (int key = 0; key < TILE_KEYS; key++) {
+      ahead.ask(key, d * 2);
       const vf low = load_elements(rows[key] + d), high = load_elements(rows[key] + d + W);
       for (int i = 0; i < ROWS; i++) {
         const vf p = splat(a[i * TILE_KEYS + key]);
