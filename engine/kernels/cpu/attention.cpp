@@ -142,14 +142,14 @@ template <class M> class Attention {
     pack_queries(t, scratch.queries.get());
     if (t.partial >= 0) {
       const int64_t at = t.partial + (task.first_part - t.first_part()) * sums_size(rows);
-      compute_part(t, task.first_part, scratch, sums_at(partials + at, rows));
+      compute_part(t, task.first_part, task.end_part, scratch, sums_at(partials + at, rows));
       return;
     }
     Sums whole = sums_at(scratch.whole.get(), rows);
-    compute_part(t, task.first_part, scratch, whole);
+    compute_part(t, task.first_part, task.end_part, scratch, whole);
     for (int p = task.first_part + 1; p < task.end_part; p++) {
       Sums part = sums_at(scratch.part.get(), rows);
-      compute_part(t, p, scratch, part);
+      compute_part(t, p, task.end_part, scratch, part);
       merge<M>(whole, part, rows, columns);
     }
     write(t, whole);
@@ -225,12 +225,14 @@ template <class M> class Attention {
     if (packs_values(rows)) Source::pack_values((const Row*)from.values, a.head_dim, columns, scratch.values.get());
   }
 
-  void compute_part(const Tile& t, int part, Scratch& scratch, Sums sums) const {
+  // Keys of the parts before `end_part` are asked for ahead.
+  void compute_part(const Tile& t, int part, int end_part, Scratch& scratch, Sums sums) const {
     const int rows = rows_of(t);
     std::fill(sums.maxima, sums.maxima + rows, NEG_INF);
     std::memset(sums.values, 0, (size_t)rows * columns * sizeof(float));
     std::memset(scratch.row_sums.get(), 0, (size_t)rows * W * sizeof(float));
     const int first = std::max(t.first_key, part * PART_KEYS), end = std::min(t.end_key, (part + 1) * PART_KEYS);
+    const int follows = std::min(t.end_key, end_part * PART_KEYS);
     int start = first / TILE_KEYS * TILE_KEYS;
     find_rows(t, start, first, end, scratch.zeros.get(), *scratch.next);
     for (; start < end; start += TILE_KEYS) {
@@ -238,8 +240,8 @@ template <class M> class Attention {
       KeyRows& from = *scratch.now;
       scratch.prefetched = TILE_KEYS;
       scratch.ahead_keys = scratch.ahead_values = {};
-      if (start + TILE_KEYS < end) {
-        find_rows(t, start + TILE_KEYS, first, end, scratch.zeros.get(), *scratch.next);
+      if (start + TILE_KEYS < follows) {
+        find_rows(t, start + TILE_KEYS, first, follows, scratch.zeros.get(), *scratch.next);
         const int bytes = a.head_dim * cell;
         if (packs_values(rows)) {
           scratch.prefetched = 0;
