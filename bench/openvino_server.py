@@ -98,6 +98,10 @@ def handler(generator: Generator, name: str) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # all streams connect at once; five places would reset some
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -105,7 +109,7 @@ def main() -> None:
     parser.add_argument("--cache-gb", type=int, default=2)
     options = parser.parse_args()
     generator = Generator(options.model, options.cache_gb)
-    ThreadingHTTPServer(("127.0.0.1", options.port), handler(generator, options.model)).serve_forever()
+    Server(("127.0.0.1", options.port), handler(generator, options.model)).serve_forever()
 
 
 if __name__ == "__main__":
