@@ -23,6 +23,7 @@ BENCHES = {
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "load": ("bench.load", "a checkpoint's weights onto the device: against a plain read of the same files"),
     "pooling": ("bench.pooling", "embeddings of texts of mixed lengths, no server: against Sentence Transformers"),
+    "ready": ("bench.ready", "`baton serve` from the command to ready, by stages: against an import of torch alone"),
     "router": (
         "bench.router",
         "the router alone, with instances faked at its ZeroMQ side: requests/s, tokens/s, latency",

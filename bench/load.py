@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from bench.engine_shapes import SHAPES, write_shape
 from bench.report import Row, show
 from engine import EngineConfig, device
-from engine.model_loader import load_model
+from engine.loading import load as load_model
 from engine.parallel.shard import WHOLE, Shard
 from engine.weight_files import INDEX, MAX_THREADS, PIECE_BYTES
 

@@ -26,6 +26,7 @@ from engine.errors import RequestError, UsageError
 from engine.executor import LocalExecutor
 from engine.grammar import Grammars
 from engine.imports import Imports
+from engine.loading import load
 from engine.masks import Masking
 from engine.meter import Meter
 from engine.model import Progress
@@ -65,10 +66,8 @@ class Engine:
             raise
 
     def _load(self, config: EngineConfig, report: Progress) -> None:
-        from engine.model_loader import load_model  # transformers: seconds that only an engine should cost
-
         self._device = device.select_device(config.device)
-        model = load_model(config, self._device, report, self._ranks.shard)
+        model = load(config, self._device, report, self._ranks.shard)
         self._ranks.meet(self._device)
         self._max_logprobs = config.max_logprobs
         self._caching = config.enable_prefix_caching
@@ -77,6 +76,7 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.eos_ids = model.eos_ids
         self.max_model_len = model.max_model_len
+        report("packing weights", 0.0)
         setup = Setup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
         self._store = setup.adapters

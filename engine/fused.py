@@ -20,6 +20,7 @@ from engine.parallel.collectives import Collectives
 from engine.quantization import QuantizedLinear, ReorderedLinear, can_merge, install, merge
 
 LAYERS = {
+    "DenseLayer",  # our own
     "GptOssDecoderLayer",
     "LlamaDecoderLayer",
     "MistralDecoderLayer",

@@ -7,9 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, UnsupportedModelError
@@ -21,6 +19,8 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Runtime
 
 def read_config(folder: Path, config: EngineConfig) -> HfConfig:
     """Raises `ModelError`."""
+    from transformers import AutoConfig  # seconds that only models read by transformers should cost
+
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
     path = folder / "config.json"
@@ -43,6 +43,9 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
 
 def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) -> None:
     """transformers would say so at length, or begin to ask."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
     model_type = stated.get("model_type")
     if not model_type or model_type in CONFIG_MAPPING or config.trust_remote_code:
         return

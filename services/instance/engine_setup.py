@@ -1,5 +1,6 @@
 """Builds the engine from the settings, with a progress bar for a human who waits."""
 
+import logging
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from engine.pooling.kind import Kind, kind_of
 from services.common.configuration import environment
 from services.instance.seat import stand_back, take_seat
 from services.instance.settings import InstanceSettings
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_SEQS = 256
 
@@ -91,9 +94,10 @@ def _set_threads(settings: InstanceSettings) -> None:
 
 
 class ProgressBar:
-    """Shown on a terminal only, gone when the engine is ready."""
+    """Shown on a terminal only, gone when the engine is ready. The debug log tells when each stage began."""
 
     def __init__(self) -> None:
+        self._what = ""
         self._bar = tqdm(
             total=100.0,
             desc="loading",
@@ -109,6 +113,9 @@ class ProgressBar:
         self._bar.close()
 
     def __call__(self, what: str, fraction: float) -> None:
+        if what != self._what:
+            self._what = what
+            logger.debug("start: %s", what)
         self._bar.set_description(what, refresh=False)
         self._bar.n = 100.0 * fraction
         self._bar.refresh()

@@ -90,6 +90,7 @@ class Service(Protocol):
 def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> int:
     """Serves until a signal. Returns the exit status."""
     configure_logs(level=settings.log_level, format=settings.log_format)
+    logger.debug("start: imported")
     try:
         process = InstanceProcess(settings, role, make_handler)
     except EXPECTED as exc:

@@ -12,6 +12,7 @@ import msgspec
 
 from contracts.model_path import model_folder
 from engine.errors import EngineError
+from engine.native.config import read_folder
 from engine.pooling.kind import Kind, Runner, Task, kind_of
 from services.common.configuration import environment, load_with, stop
 from services.common.cpu_topology import this_host
@@ -144,12 +145,15 @@ def _names(settings: ServeSettings, given: Given) -> list[str]:
 
 
 def _model_code(folder: Path) -> list[str]:
-    """The module of transformers in which the model's layers are, if they are where its models usually are."""
+    """What reads the model, where that is not the engine itself: transformers, and the module of it in which the
+    model's layers usually are."""
+    if read_folder(folder) is not None:
+        return []
     try:
         kind = json.loads((folder / "config.json").read_text())["model_type"].replace("-", "_")
     except (OSError, ValueError, KeyError, AttributeError):
-        return []
-    return [f"transformers.models.{kind}.modeling_{kind}"]
+        return ["engine.model_loader"]
+    return ["engine.model_loader", f"transformers.models.{kind}.modeling_{kind}"]
 
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:

@@ -14,10 +14,9 @@ from services.instance.settings import short_waits
 
 os.environ.update(short_waits(os.environ) | {"OPENBLAS_NUM_THREADS": "1"})
 
-import engine.model_loader
 import services.instance.process
 
-__all__ = ["engine", "is_fit_to_fork", "services"]
+__all__ = ["is_fit_to_fork", "services"]
 
 
 def is_fit_to_fork() -> bool:

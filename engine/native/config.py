@@ -1,0 +1,212 @@
+"""Which folders hold a dense decoder of a family that is known by heart. Pure but for `read_folder`; never loads torch.
+
+What a config leaves out would be a default of transformers, and what it says beside the fields below may change what is
+computed: both are left to transformers, as are values it would refuse.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+_Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+_Dtype = Literal["float32", "float16", "bfloat16"]
+_Ids = int | list[int] | None
+_Size = Annotated[int, Meta(gt=0)]
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StretchedRope:
+    """Frequencies for longer contexts than the model was first trained for, as Llama 3.1 has them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """`dtype`: of the weights, where it is said."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_stretch: StretchedRope | None
+    is_tied: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_head_norms: bool
+    dtype: str | None
+    eos_ids: frozenset[int]
+    hidden_act: str = "silu"
+
+
+class _Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rope_theta: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
+
+
+class _Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model_type: _Family
+    architectures: list[str]
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size
+    vocab_size: _Size
+    rms_norm_eps: float
+    max_position_embeddings: _Size
+    hidden_act: Literal["silu"]
+    tie_word_embeddings: bool
+    head_dim: _Size | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: float | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    use_sliding_window: Literal[False] = False
+    sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
+    layer_types: list[Literal["full_attention"]] | None = None
+    dtype: _Dtype | None = None
+    torch_dtype: _Dtype | None = None
+    eos_token_id: _Ids | msgspec.UnsetType = msgspec.UNSET
+    # Of no consequence to what is computed.
+    bos_token_id: _Ids = None
+    pad_token_id: int | None = None
+    attention_dropout: float | None = None
+    initializer_range: float | None = None
+    max_window_layers: int | None = None
+    pretraining_tp: int | None = None
+    transformers_version: str | None = None
+    use_cache: bool | None = None
+    name_or_path: str | None = msgspec.field(default=None, name="_name_or_path")
+
+
+class _Generation(msgspec.Struct, frozen=True):
+    eos_token_id: _Ids = None
+
+
+def read_folder(folder: Path) -> DenseConfig | None:
+    """None: transformers shall read it, or say what is wrong with it."""
+    generation = folder / "generation_config.json"
+    try:
+        stated = json.loads((folder / "config.json").read_text())
+        ends = msgspec.json.decode(generation.read_bytes(), type=_Generation) if generation.is_file() else None
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+    return dense_config(stated, also_ends=_ids(ends.eos_token_id) if ends is not None else frozenset())
+
+
+def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> DenseConfig | None:
+    """Of what config.json says. None: not known here."""
+    try:
+        known = msgspec.convert(stated, _Stated)
+    except msgspec.ValidationError:
+        return None
+    theta, stretch = _theta(known), _stretch(known)
+    if not _is_plain(known) or theta is None or isinstance(stretch, str):
+        return None
+    family, bias = known.model_type, bool(known.attention_bias)
+    ends = known.eos_token_id
+    assert not isinstance(ends, msgspec.UnsetType)  # `_is_plain` saw to it
+    return DenseConfig(
+        name=_CLASSES[family],
+        hidden_size=known.hidden_size,
+        intermediate_size=known.intermediate_size,
+        num_layers=known.num_hidden_layers,
+        num_heads=known.num_attention_heads,
+        num_kv_heads=known.num_key_value_heads,
+        head_dim=known.head_dim or known.hidden_size // known.num_attention_heads,
+        vocab_size=known.vocab_size,
+        norm_eps=known.rms_norm_eps,
+        max_position_embeddings=known.max_position_embeddings,
+        rope_theta=theta,
+        rope_stretch=stretch,
+        is_tied=known.tie_word_embeddings,
+        has_qkv_bias=family == "qwen2" or bias,
+        has_output_bias=bias,
+        has_mlp_bias=bool(known.mlp_bias),
+        has_head_norms=family == "qwen3",
+        dtype=known.dtype or known.torch_dtype,
+        eos_ids=_ids(ends) | also_ends,
+    )
+
+
+def _is_plain(known: _Stated) -> bool:
+    """Nothing that a family does not have, and nothing left to its defaults."""
+    family = known.model_type
+    is_consistent = (
+        known.architectures == [_CLASSES[family]]
+        and known.num_attention_heads % known.num_key_value_heads == 0
+        and known.hidden_size % known.num_attention_heads == 0
+        and (known.dtype is None or known.torch_dtype in (None, known.dtype))
+        and (known.layer_types is None or len(known.layer_types) == known.num_hidden_layers)
+        and known.eos_token_id is not msgspec.UNSET
+    )
+    has_biases = {"llama": True, "qwen3": known.mlp_bias is None}.get(family, False)
+    are_biases_its_own = has_biases or (known.attention_bias is None and known.mlp_bias is None)
+    windows = {"llama": (None, msgspec.UNSET), "mistral": (None,)}.get(family, (known.sliding_window,))
+    has_head_dim = known.head_dim is not None or family != "qwen3"
+    return is_consistent and are_biases_its_own and known.sliding_window in windows and has_head_dim
+
+
+def _theta(known: _Stated) -> float | None:
+    rope = known.rope_parameters or known.rope_scaling
+    thetas = {theta for theta in (known.rope_theta, rope.rope_theta if rope else None) if theta is not None}
+    return thetas.pop() if len(thetas) == 1 else None
+
+
+def _stretch(known: _Stated) -> StretchedRope | str | None:
+    """A word for frequencies that are not known here."""
+    if known.rope_parameters is not None and known.rope_scaling is not None:
+        return "two statements"
+    rope = known.rope_parameters or known.rope_scaling
+    if rope is None:
+        return None
+    numbers = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings)
+    if rope.kind() == "default" and numbers == (None,) * 4:
+        return None
+    if rope.kind() != "llama3":
+        return rope.kind()
+    if rope.factor is None or rope.low_freq_factor is None or rope.high_freq_factor is None:
+        return "incomplete"
+    if rope.original_max_position_embeddings is None:
+        return "incomplete"
+    return StretchedRope(
+        rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    )
+
+
+def _ids(stated: _Ids) -> frozenset[int]:
+    if stated is None:
+        return frozenset()
+    return frozenset(stated) if isinstance(stated, list) else frozenset([stated])
