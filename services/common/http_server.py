@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import uvicorn
 
-from services.common.errors import ConfigurationError
 from services.common.http_protocol import GuardedProtocol, HeadLimits
+from services.common.listening import bind_tcp
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -70,26 +70,6 @@ class HttpServer:
             await asyncio.wait({self._serving}, timeout=1.0)
         self._server.force_exit = True
         await asyncio.wait({self._serving}, timeout=0.5)
-
-
-def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool = True) -> socket.socket:
-    """A listening-ready socket; without `listens` one that only holds the port. Raises `ConfigurationError` that names
-    the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        if shares_port:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind((host, port))
-        if listens:
-            bound.listen(2048)
-    except (OSError, OverflowError) as exc:
-        bound.close()
-        reason = getattr(exc, "strerror", None) or exc
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {reason} (choose another --port)") from exc
-    bound.setblocking(False)
-    return bound
 
 
 class _QuietServer(uvicorn.Server):

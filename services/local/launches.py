@@ -7,6 +7,7 @@ start, processes start as programs.
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -171,6 +172,8 @@ def _begin(
     module: str, argv: list[str], name: str, variables: Mapping[str, str], out: Connection, error: Connection
 ) -> None:
     """The forked process's life."""
+    gc.freeze()  # what is here stays, in memory that the instances share
+    gc.enable()
     os.setpgid(0, 0)
     for target, end in ((1, out), (2, error)):
         os.dup2(end.fileno(), target)

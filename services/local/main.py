@@ -17,8 +17,8 @@ from engine.pooling.kind import Kind, Runner, Task, kind_of
 from services.common.configuration import environment, load_with, stop
 from services.common.cpu_topology import this_host
 from services.common.errors import ConfigurationError
-from services.common.http_server import bind_tcp
 from services.common.lifecycle import Lifecycle, run
+from services.common.listening import bind_tcp
 from services.common.logs import configure_logs
 from services.common.options import Option
 from services.common.version import VERSION

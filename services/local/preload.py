@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from services.instance.settings import short_waits
 
+gc.disable()  # imports make few cycles, and looking for them takes a tenth of the time; forks enable it again
 os.environ.update(short_waits(os.environ) | {"OPENBLAS_NUM_THREADS": "1"})
 
-import services.instance.process
+import services.instance.process  # noqa: E402
 
 __all__ = ["is_fit_to_fork", "services"]
 
@@ -26,4 +27,3 @@ def is_fit_to_fork() -> bool:
 
 # Else each fork makes a semaphore among processes for its progress bars, which one that is killed leaves behind.
 tqdm.set_lock(threading.RLock())
-gc.freeze()  # what is here stays, in memory that the instances share

@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
 
 from services.common.errors import ConfigurationError, LocalError
@@ -18,6 +18,9 @@ from services.local.child import Child
 from services.local.console import Console
 from services.local.launches import Forks, Programs
 from services.local.plan import Process
+
+if TYPE_CHECKING:
+    import httpx
 
 ROUTER = "router"
 MODULE = "services.cli"
@@ -84,6 +87,8 @@ class Supervisor:
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Until every instance serves. Raises `ConfigurationError` with the reason of a process that cannot start."""
+        import httpx  # a tenth of a second, for which what has been started should not wait
+
         deadline = asyncio.get_running_loop().time() + timeout_s
         async with httpx.AsyncClient(verify=False, timeout=5.0) as client:
             while not await self._is_complete(client):
@@ -161,7 +166,9 @@ class Supervisor:
             if self._has_served:
                 self._on_hopeless(error)
 
-    async def _is_complete(self, client: httpx.AsyncClient) -> bool:
+    async def _is_complete(self, client: "httpx.AsyncClient") -> bool:
+        import httpx
+
         try:
             answer = await client.get(f"{self._url}/health")
             health = msgspec.json.decode(answer.content, type=_Health)

@@ -41,7 +41,7 @@ from services.router.settings import RouterSettings
 from services.router.shell import Shell
 from services.router.system import own_figures, own_metrics
 from services.router.usage import UsageLedger
-from services.router.usage_redis import RedisUsageStore, UsageExchange, UsageStore
+from services.router.usage_exchange import UsageExchange, UsageStore
 from services.router.workers.crew import Crew, Worker
 from services.router.workers.supervisor import start_workers
 
@@ -188,6 +188,8 @@ def usage_exchange(settings: RouterSettings, ledger: UsageLedger, crew: Crew | N
     """None where no other router can share this registry."""
     store: UsageStore | None = crew
     if not settings.registry.startswith("memory:"):
+        from services.router.usage_redis import RedisUsageStore  # a tenth of a second that only Redis should cost
+
         store = RedisUsageStore(settings.registry)
     return None if store is None else UsageExchange(ledger, store, wall_clock=time.time)
 

@@ -1,25 +1,19 @@
-"""What callers used, exchanged between routers through Redis a few times a second; never on a request's path.
+"""What callers used, told to other routers through Redis.
 
 `baton:usage:<span>:<number>:<caller>` is a hash of each router's own counts, with a TTL. Telling it twice changes
-nothing, and a store that was emptied knows all again after one exchange. While Redis is away each router counts alone.
+nothing, and a store that was emptied knows all again after one exchange.
 """
 
-import asyncio
 import contextlib
-import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import cast
 
 from redis.exceptions import RedisError
 
 from services.common.errors import RegistryUnavailable
 from services.common.redis_client import connect_redis
-from services.router.usage import UsageLedger, Used
-
-logger = logging.getLogger(__name__)
-
-EXCHANGE_S = 0.5
+from services.router.usage import Used
 
 _EXCHANGE = """
 local others = {}
@@ -39,14 +33,9 @@ return others
 """
 
 
-class UsageStore(Protocol):
-    async def exchange(self, own: Sequence[Used]) -> list[Used]:
-        """Tells what this router counted; returns what all others did. Raises `RegistryUnavailable`."""
-
-    async def close(self) -> None: ...
-
-
 class RedisUsageStore:
+    """Fits `UsageStore`."""
+
     def __init__(self, url: str) -> None:
         self._router = secrets.token_hex(8)
         self._redis = connect_redis(url)
@@ -66,42 +55,3 @@ class RedisUsageStore:
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
-
-
-class UsageExchange:
-    """Runs from `start` to `close`."""
-
-    def __init__(self, ledger: UsageLedger, store: UsageStore, *, wall_clock: Callable[[], float]) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._wall_clock = wall_clock
-        self._is_away = False
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="usage")
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        await self.exchange()
-        await self._store.close()
-
-    async def exchange(self) -> None:
-        own = self._ledger.own(self._wall_clock())
-        if not own:
-            return
-        try:
-            self._ledger.learn(await self._store.exchange(own))
-        except RegistryUnavailable as exc:
-            if not self._is_away:
-                logger.warning("limits of keys are counted by this router alone: %s", exc)
-            self._is_away = True
-        else:
-            self._is_away = False
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(EXCHANGE_S)
-            await self.exchange()

@@ -12,7 +12,8 @@ from services.common.redis_client import connect_redis
 from services.common.registry import registry_client, registry_view
 from services.router.caller import Caller
 from services.router.usage import UsageLedger
-from services.router.usage_redis import RedisUsageStore, UsageExchange
+from services.router.usage_exchange import UsageExchange
+from services.router.usage_redis import RedisUsageStore
 from tests.contract.redis_server import RedisServer
 from tests.unit.router.fakes import record
 

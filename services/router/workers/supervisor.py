@@ -17,8 +17,8 @@ import zmq
 
 from services.common.cluster_key import read_cluster_key
 from services.common.errors import ConfigurationError, LocalError
-from services.common.http_server import bind_tcp
 from services.common.lifecycle import EXIT_HOPELESS, Lifecycle
+from services.common.listening import bind_tcp
 from services.common.restarts import Restarts
 from services.router.settings import RouterSettings
 from services.router.workers.crew import Worker
