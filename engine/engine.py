@@ -42,7 +42,7 @@ from engine.sequence import Mode, Request, State
 from engine.setup import Setup
 from engine.tail import Tail, Tell, plan_tail
 from engine.travel import Travel
-from engine.warm_up import compile_kernels, exercise
+from engine.warm_up import compile_kernels, exercise, measure
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Engine:
             report("capturing graphs", 0.0)
             self._executor.capture_graphs(lambda: device.Capturing(self._device))
         self._meter = Meter()
-        measured = exercise(self._runner, num_blocks, self.limits, min(128, self.limits.max_num_batched_tokens))
+        measured = measure(self._runner, num_blocks, self.limits, may_be_short=device.is_host(self._device))
         self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
         self._meter.decode_step_s = measured.decode_step_s
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)

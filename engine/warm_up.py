@@ -12,6 +12,24 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler
 
 ANSWER_TOKENS = 4
+FEW_TOKENS, MANY_TOKENS = 32, 128
+"""Prompts that are measured: the fewest that a meter takes, and as many as say more."""
+WORTH_S = 0.4
+"""So long may a long prompt take, at the short one's speed: else the short one's speed is the measure."""
+
+
+def measure(runner: Runner, num_blocks: int, limits: Limits, *, may_be_short: bool) -> Meter:
+    """How fast an engine is that has been exercised. `may_be_short`: its speed hardly depends on a prompt's length."""
+    if may_be_short:
+        short = exercise(runner, num_blocks, limits, min(FEW_TOKENS, limits.max_num_batched_tokens))
+        if not is_worth_more(short.prefill_tokens_per_s):
+            return short
+    return exercise(runner, num_blocks, limits, min(MANY_TOKENS, limits.max_num_batched_tokens))
+
+
+def is_worth_more(tokens_per_s: float) -> bool:
+    """Whether a start should wait for the longer prompt."""
+    return tokens_per_s * WORTH_S >= MANY_TOKENS
 
 
 def exercise(runner: Runner, num_blocks: int, limits: Limits, num_tokens: int) -> Meter:
