@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from engine import fused
 from engine.inputs import StepInputs
-from engine.kernels import AttentionSpec, Linear, reference_layers
+from engine.kernels import AttentionSpec
 from engine.kernels.cpu_decoder import CpuDecoder, DecoderLayer
 from engine.kernels.cpu_layers import CpuLayers
 from engine.kernels.cpu_linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
 from engine.kernels.quantized import QuantizedWeight
 from engine.model import LoadedModel
-from engine.quantization import QuantizedLinear, install
+from engine.quantization import QuantizedLinear, install, merge
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
@@ -57,7 +57,9 @@ class CpuForward:
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
         self._like = torch.empty(0)
         norm = fused.norm_of(module.model.norm)
-        layers = [_take(layer, spec) for layer, spec in zip(module.model.layers, model.specs, strict=True)]
+        layers = [
+            _take(kernels.library, layer, spec) for layer, spec in zip(module.model.layers, model.specs, strict=True)
+        ]
         head = _take_head(module, kernels)
         library, kv_heads = kernels.library, model.num_kv_heads
         self._decoder = CpuDecoder(library, layers, norm.weight, head, norm.eps, kv_heads)
@@ -67,18 +69,21 @@ class CpuForward:
         return self._decoder(self._embed(inputs.input_ids), (cos[0], sin[0]), layers, inputs.meta, inputs.logit_rows)
 
 
-def _take(layer: Any, spec: AttentionSpec) -> DecoderLayer:
-    parts = fused.pack_layer(layer, reference_layers)
-    assert parts.gate_up is not None and parts.down is not None  # `fits` saw to it
+def _take(library: ctypes.CDLL, layer: Any, spec: AttentionSpec) -> DecoderLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    has_head_norms = hasattr(attention, "q_norm")
+    is_merged = hasattr(attention, "qkv_proj")
+    qkv = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
+    gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     taken = DecoderLayer(
-        input_norm=parts.input_norm.weight,
-        query_norm=None if parts.query_norm is None else parts.query_norm.weight,
-        key_norm=None if parts.key_norm is None else parts.key_norm.weight,
-        mlp_norm=parts.mlp_norm.weight,
-        qkv=_packed(parts.qkv),
-        output=_packed(parts.output),
-        gate_up=_packed(_with_turns(parts.gate_up)),
-        down=_packed(parts.down),
+        input_norm=fused.norm_of(layer.input_layernorm).weight,
+        query_norm=fused.norm_of(attention.q_norm).weight if has_head_norms else None,
+        key_norm=fused.norm_of(attention.k_norm).weight if has_head_norms else None,
+        mlp_norm=fused.norm_of(layer.post_attention_layernorm).weight,
+        qkv=_packed(library, qkv),
+        output=_packed(library, [attention.o_proj]),
+        gate_up=_packed(library, gate_up, takes_turns=True),
+        down=_packed(library, [mlp.down_proj]),
         spec=spec,
     )
     _empty(layer)
@@ -92,33 +97,40 @@ def _take_head(module: Any, kernels: CpuLayers) -> Matrix:
         install(head, kernels)
         assert isinstance(head.weight, Matrix)  # `fits` saw to it
         return replace(head.weight, bias=head.bias)
-    matrix = pack(head.weight.data, head.bias)
+    matrix = pack(kernels.library, [head.weight.data], head.bias)
     if head.weight is not getattr(module.model.embed_tokens, "weight", None):
         _empty(head)
     return matrix
 
 
-def _with_turns(linear: Linear) -> Linear:
-    bias = None if linear.bias is None else gated(linear.bias)
-    if isinstance(linear.weight, QuantizedWeight):
-        order = gated(torch.arange(linear.weight.outputs))
-        codes, zeros = linear.weight.codes, linear.weight.zeros
-        turned = replace(
-            linear.weight,
-            codes=codes.view(torch.uint8)[order].view(codes.dtype),  # no index kernel knows float8
-            scales=linear.weight.scales[order],
-            zeros=None if zeros is None else zeros[order],
-        )
-        return Linear(turned, bias)
-    assert isinstance(linear.weight, Tensor)
-    return Linear(gated(linear.weight.data), bias)
+def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False) -> Matrix:
+    """`takes_turns`: of gate and up, which may lie in one part already."""
+    quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
+    if quantized:
+        whole = merge(quantized) if len(quantized) > 1 else quantized[0]
+        assert isinstance(whole.weight, QuantizedWeight)  # `fits` saw to it
+        weight, bias = whole.weight, whole.bias
+        return pack_codes(*((_with_turns(weight), _in_turns(bias)) if takes_turns else (weight, bias)))
+    weights = [part.weight.data for part in parts]
+    if takes_turns and len(weights) == 1:
+        weights = list(weights[0].chunk(2))
+    biases = [part.bias.data for part in parts if part.bias is not None]
+    joined = torch.cat(biases) if biases else None
+    return pack(library, weights, _in_turns(joined) if takes_turns else joined, takes_turns=takes_turns)
 
 
-def _packed(linear: Linear) -> Matrix:
-    if isinstance(linear.weight, QuantizedWeight):
-        return pack_codes(linear.weight, linear.bias)
-    assert isinstance(linear.weight, Tensor)
-    return pack(linear.weight.data, linear.bias)
+def _in_turns(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else gated(bias)
+
+
+def _with_turns(weight: QuantizedWeight) -> QuantizedWeight:
+    order = gated(torch.arange(weight.outputs))
+    return replace(
+        weight,
+        codes=weight.codes.view(torch.uint8)[order].view(weight.codes.dtype),  # no index kernel knows float8
+        scales=weight.scales[order],
+        zeros=None if weight.zeros is None else weight.zeros[order],
+    )
 
 
 def _empty(module: nn.Module) -> None:

@@ -1,8 +1,10 @@
 """Weights as the C++ products read them (cpu/linear.h): packed once, bf16 or codes of four or eight bits."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,10 +46,19 @@ def has_packed_linear(library: ctypes.CDLL) -> bool:
     return bool(library.baton_has_packed_linear())
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """A copy of `weight`, bf16 [outputs, inputs] with an even number of inputs."""
-    outputs, inputs = weight.shape
-    words = _padded(weight).contiguous().view(torch.int32).view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
+def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
+    """One matrix of `parts`, bf16 [outputs, inputs] with an even number of inputs, one above the other; none is kept.
+    `takes_turns`: there are two, in the order of `gated`."""
+    inputs, outputs = parts[0].shape[1], sum(len(part) for part in parts)
+    parts = [part if part.stride() == (inputs, 1) else part.contiguous() for part in parts]
+    rows = np.concatenate([part.data_ptr() + np.arange(len(part)) * (2 * inputs) for part in parts])
+    if takes_turns:
+        rows = rows.reshape(2, -1, PANEL // 2).swapaxes(0, 1).ravel()
+    words = torch.empty((-(-outputs // PANEL), inputs // 2, PANEL), dtype=torch.int32)
+    rows = np.ascontiguousarray(rows, dtype=np.uintp)
+    library.baton_pack.argtypes = [_POINTER, _LONG, _LONG, _POINTER, _INT]
+    library.baton_pack.restype = None
+    library.baton_pack(rows.ctypes.data, outputs, inputs // 2, words.data_ptr(), torch.get_num_threads())
     return Matrix(words, None if bias is None else bias.contiguous(), inputs, outputs)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.config import Quantization
 from engine.kernels import quantized
 from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
-from engine.kernels.cpu_linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack, pack_codes
+from engine.kernels.cpu_linear import Matrix, PackedLinear, can_pack, embed, gated, has_packed_linear, pack, pack_codes
 from engine.quantization.formats import quantize, scheme
 
 FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
@@ -67,8 +67,34 @@ def check(matrix: Matrix, weight: Tensor, bias: Tensor | None) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, NOT_IN_TILES, IN_PIECES])
 def test_bf16(outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).to(torch.bfloat16), torch.randn(outputs).to(torch.bfloat16)
-    check(pack(weight, bias), weight.float(), bias)
-    check(pack(weight, None), weight.float(), None)
+    assert LIBRARY is not None
+    check(pack(LIBRARY, [weight], bias), weight.float(), bias)
+    check(pack(LIBRARY, [weight], None), weight.float(), None)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_parts_are_packed_as_the_whole_would_be(threads: int) -> None:
+    assert LIBRARY is not None
+    parts = [torch.randn(rows, 70).to(torch.bfloat16) for rows in (72, 7, 9)]
+    file = torch.zeros(2 + 9 * 140, dtype=torch.uint8)  # as one that begins in the middle of a word
+    file[2:] = parts[2].view(torch.uint8).view(-1)
+    parts[2] = file[2:].view(torch.bfloat16).view(9, 70)
+    parts[1] = torch.randn(70, 14).to(torch.bfloat16).T[::2]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    packed = pack(LIBRARY, parts, None)
+    torch.set_num_threads(before)
+    padded = torch.cat([*parts, torch.zeros(8, 70).to(torch.bfloat16)])
+    expected = padded.contiguous().view(torch.int32).view(3, 32, 35).transpose(1, 2)
+    assert torch.equal(packed.words, expected)
+    assert (packed.inputs, packed.outputs) == (70, 88)
+
+
+def test_gate_and_up_take_turns() -> None:
+    assert LIBRARY is not None
+    gate, up = torch.randn(2, 48, 70).to(torch.bfloat16)
+    turned = pack(LIBRARY, [gate, up], None, takes_turns=True)
+    assert torch.equal(turned.words, pack(LIBRARY, [gated(torch.cat([gate, up]))], None).words)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)

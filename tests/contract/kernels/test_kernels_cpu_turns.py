@@ -55,7 +55,7 @@ def _product(rows: int, inputs: int) -> Compute:
     assert LIBRARY is not None
     if not has_packed_linear(LIBRARY):
         pytest.skip("needs a CPU with bf16 dot products")
-    product, matrix = PackedLinear(LIBRARY), pack(torch.zeros(64, inputs, dtype=torch.bfloat16), None)
+    product, matrix = PackedLinear(LIBRARY), pack(LIBRARY, [torch.zeros(64, inputs, dtype=torch.bfloat16)], None)
     return lambda: product(torch.zeros(rows, inputs, dtype=torch.bfloat16), matrix)
 
 
