@@ -12,7 +12,7 @@ from services import cli
 from services.local.launches import Forks, Programs
 from services.local.supervisor import MODULE
 
-PRELOADED = ["services.local.main", "transformers.models.llama.modeling_llama", __name__]
+PRELOADED = ["services.local.main", "engine.model_loader", "transformers.models.llama.modeling_llama", __name__]
 
 
 @cache
