@@ -29,6 +29,8 @@ class Outcome:
     output_tokens: int = 0
     cached_tokens: int | None = None
     """Of the prompt, where the server tells."""
+    to_step_s: float | None = None
+    """From prefill's end to decode's first step, where Baton was asked to explain itself."""
     error: str | None = None
 
     @property
@@ -61,6 +63,8 @@ async def send(client: httpx.AsyncClient, request: Request, options: argparse.Na
                     outcome.prompt_tokens = usage["prompt_tokens"]
                     outcome.output_tokens = usage["completion_tokens"]
                     outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                if isinstance(baton := chunk.get("baton"), dict):
+                    outcome.to_step_s = baton.get("handoff_to_step_s")
                 if not chunk.get("choices"):
                     continue
                 if outcome.ttft_s == 0.0:
@@ -79,6 +83,8 @@ async def drive(requests: list[Request], options: argparse.Namespace) -> tuple[l
     gate = asyncio.Semaphore(options.max_concurrency or len(requests))
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    if getattr(options, "explain", False):
+        headers["x-baton-explain"] = "1"
     async with httpx.AsyncClient(
         base_url=options.base_url, timeout=getattr(options, "timeout_s", 600), limits=limits, headers=headers
     ) as client:

@@ -218,10 +218,11 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
 
 
 class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=True):
-    """Sent once by the decode instance when all blocks have arrived.
+    """Sent once by the decode instance when all blocks have arrived and its engine has taken the request up.
 
     `handoff_s` runs from the fetch's start to its end; `exposed_s` from the moment prefill had finished computing to
-    the fetch's end: what the overlap could not hide. `reused_blocks` were here already and never travelled.
+    the fetch's end: what the overlap could not hide; `to_step_s` from that moment to the decode instance's first step
+    of this request, 0 where there is none. `reused_blocks` were here already and never travelled.
     """
 
     request_id: RequestId
@@ -231,6 +232,7 @@ class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=T
     transferred_blocks: int
     reused_blocks: int
     transferred_bytes: int
+    to_step_s: float = 0.0
 
 
 ErrorCode = Literal["invalid", "too_long", "overloaded", "handoff_failed", "timeout", "draining", "internal"]

@@ -15,7 +15,7 @@ from kvtransfer.connections import Connections
 from kvtransfer.consumer_link import ConsumerLink
 from kvtransfer.context import NodeContext
 from kvtransfer.copying import Assembly, CopyJob, CopyResult, Receipt, StopFlag, StreamLanding
-from kvtransfer.fetching import ERROR_OF, Fetching, FetchOptions, FetchResult
+from kvtransfer.fetching import Fetching, FetchOptions, FetchResult
 from kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renewed, ToConsumer
 from kvtransfer.renewals import Renewals
 from kvtransfer.session.consumer import ConsumerSession
@@ -113,12 +113,13 @@ class ConsumerSide:
     def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions) -> Fetching:
         context, translation = self._context, options.translation
         now, layout, landing = context.clock(), context.layout, None
+        context.pages.make(block for _, block in wanted)
         if translation is not None and translation.layout != layout:
             layout, landing = translation.layout, context.landings.begin(translation, wanted)
             wanted = landing.wanted
         session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
         future: asyncio.Future[FetchResult] = context.loop.create_future()
-        return Fetching(session, future, options.on_blocks, now, layout=layout, landing=landing)
+        return Fetching(session, future, options, now, layout=layout, landing=landing)
 
     def _connect(self, fetching: Fetching, timeout_s: float) -> None:
         """At once if a connection is ready."""
@@ -236,14 +237,9 @@ class ConsumerSide:
 
     def _end(self, fetching: Fetching, step: Succeed | Give) -> None:
         if isinstance(step, Succeed):
-            fetching.future.set_result(self._result(fetching, step))
+            fetching.succeed(self._result(fetching, step))
         else:
-            if fetching.error is None:
-                fetching.future.set_exception(ERROR_OF[step.fault](step.reason))
-                return
-            error = errors.LocalTransferError("on_blocks failed")
-            error.__cause__ = fetching.error
-            fetching.future.set_exception(error)
+            fetching.fail(step.fault, step.reason)
 
     def _relink(self, fetching: Fetching, step: Relink) -> None:
         link, settings = fetching.link, self._context.settings
@@ -270,12 +266,14 @@ class ConsumerSide:
         size = fetching.block_bytes // message.parts
         num_bytes = len(message.pieces) * size
         link.meter.announced(len(placements) * size, context.clock())
-        report, assembly = partial(self._reported, fetching, link, size), Assembly(inlet, placements, size)
+        report = partial(self._reported, fetching, link, size)
         if message.epoch:
+            assembly = Assembly(inlet, placements, size)
             landing = StreamLanding(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
             self._expect(link, message, landing)
             return
         if fetching.is_buffered and not frames:
+            assembly = Assembly(inlet, placements, size)
             link.receipts[message.parcel] = Receipt(
                 assembly, num_bytes=num_bytes, stop=fetching.stop, workers=context.workers, report=report
             )
@@ -339,9 +337,9 @@ class ConsumerSide:
         context, session = self._context, fetching.session
         peer, transport, now = fetching.ticket.source, session.transport, context.clock()
         if result.copied:
+            self._apply(fetching, session.copied(result.copied, now))
             num_bytes = len(result.copied) * size
             context.observer.moved(peer=peer, transport=transport, direction="received", num_bytes=num_bytes)
-            self._apply(fetching, session.copied(result.copied, now))
         if result.damaged:
             fetching.is_damaged = True
             context.observer.mismatched(peer=peer, transport=transport, blocks=len(result.damaged))
@@ -361,6 +359,7 @@ class ConsumerSide:
             num_bytes=len(session.received) * fetching.block_bytes,
             num_blocks=len(session.received),
             names=fetching.received,
+            ended_at=now,
         )
 
     def _renew(self, link: ConsumerLink, now: float) -> None:

@@ -14,6 +14,7 @@ from kvtransfer.frames import Host
 from kvtransfer.ladder import ProbeOutcome
 from kvtransfer.ladders import Ladders
 from kvtransfer.memory import BlockMemory
+from kvtransfer.pages import Pages
 from kvtransfer.session.steps import SessionLimits
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.keptsums import KeptSums
@@ -70,6 +71,7 @@ class NodeContext:
     workers: Workers
     landings: Landings
     sums: KeptSums
+    pages: Pages
     probe_command: Sequence[str]
 
 

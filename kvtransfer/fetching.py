@@ -1,6 +1,7 @@
 """One running fetch, and what it returns."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ from kvtransfer.session.consumer import ConsumerSession
 from kvtransfer.session.steps import Fault
 from kvtransfer.transports.port import Inlet
 
+logger = logging.getLogger(__name__)
+
 OnBlocks = Callable[[list[BlockName]], None]
+OnEnd = Callable[["FetchResult"], None]
 
 ERROR_OF: dict[Fault, type[errors.TransferError]] = {
     Fault.LOST: errors.PeerLost,
@@ -34,7 +38,7 @@ ERROR_OF: dict[Fault, type[errors.TransferError]] = {
 class FetchResult:
     """`names` are the blocks that have come; `num_blocks` with `num_bytes` travelled, as the producer counts them.
 
-    `exposed_s` runs from the producer's `finish` to the end of the fetch.
+    `exposed_s` runs from the producer's `finish` to the end of the fetch, which was at `ended_at` of the node's clock.
     """
 
     payload: bytes
@@ -44,6 +48,7 @@ class FetchResult:
     num_bytes: int
     num_blocks: int
     names: Sequence[BlockName]
+    ended_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class FetchOptions:
     """As `TransferNode.fetch` explains them."""
 
     on_blocks: OnBlocks | None = None
+    on_end: OnEnd | None = None
     partial: bool = False
     translation: Translation | None = None
 
@@ -62,7 +68,7 @@ class Fetching:
         self,
         session: ConsumerSession,
         future: "asyncio.Future[FetchResult]",
-        on_blocks: OnBlocks | None,
+        options: FetchOptions,
         began: float,
         *,
         layout: KVLayout,
@@ -72,7 +78,8 @@ class Fetching:
         self.future = future
         self.layout = layout
         self.landing = landing
-        self.on_blocks = on_blocks
+        self.on_blocks = options.on_blocks
+        self.on_end = options.on_end
         self.began = began
         self.link: ConsumerLink | None = None
         self.inlet: Inlet | None = None
@@ -90,6 +97,20 @@ class Fetching:
     def ticket(self) -> Ticket:
         return self.session.ticket
 
+    def succeed(self, result: FetchResult) -> None:
+        """An error of the caller's own callback ends its fetch, not the node."""
+        if self.on_end is not None:
+            try:
+                self.on_end(result)
+            except Exception as exc:
+                logger.exception("on_end failed", extra=self.log_fields)
+                self.future.set_exception(_failed("on_end", exc))
+                return
+        self.future.set_result(result)
+
+    def fail(self, fault: Fault, reason: str) -> None:
+        self.future.set_exception(ERROR_OF[fault](reason) if self.error is None else _failed("on_blocks", self.error))
+
     @property
     def received(self) -> Sequence[BlockName]:
         """Blocks of this node that are here and verified."""
@@ -99,3 +120,9 @@ class Fetching:
     def log_fields(self) -> dict[str, str]:
         """Callbacks of sockets and timers run outside the request's own task."""
         return {"request_id": self.ticket.request_id, "ticket": self.ticket.ticket}
+
+
+def _failed(callback: str, cause: Exception) -> errors.LocalTransferError:
+    error = errors.LocalTransferError(f"{callback} failed")
+    error.__cause__ = cause
+    return error

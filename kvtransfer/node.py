@@ -20,11 +20,12 @@ from kvtransfer.context import NodeContext, SilentObserver, TransferObserver, li
 from kvtransfer.conversion.landings import Landings
 from kvtransfer.conversion.plan import Translation
 from kvtransfer.errors import LocalTransferError, NodeClosed
-from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks
+from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
 from kvtransfer.ladders import Ladders
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory
 from kvtransfer.native.copyhash import copy_hash
+from kvtransfer.pages import Pages
 from kvtransfer.probing.running import COMMAND
 from kvtransfer.producer import FetchHandler, ProducerSide
 from kvtransfer.session.steps import ReleaseReason
@@ -110,6 +111,7 @@ class TransferNode:
             workers=Workers(loop, _num_threads(settings, self._memory)),
             landings=Landings(self._layout),
             sums=KeptSums(),
+            pages=Pages(self._memory),
             probe_command=self._ports.probe_command,
         )
         await asyncio.to_thread(copy_hash)
@@ -172,17 +174,19 @@ class TransferNode:
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: OnBlocks | None = None,
+        on_end: OnEnd | None = None,
         partial: bool = False,
         translation: Translation | None = None,
     ) -> FetchResult:
         """Place the wanted blocks (name, place here) and return the producer's payload.
 
-        `on_blocks` hears of blocks as they arrive. With `partial`, what the producer has is enough; see `names`.
+        `on_blocks` hears of blocks as they arrive, `on_end` of the result as soon as there is one, before the
+        caller's own task runs again. With `partial`, what the producer has is enough; see `names`.
         Where the producer's layout is not this node's, `translation` says how it names the same tokens; `wanted` are
         then the last blocks of them, in order.
         Raises `TransferError`; after that, and after a cancellation, nothing writes into the wanted places any more.
         """
-        options = FetchOptions(on_blocks=on_blocks, partial=partial, translation=translation)
+        options = FetchOptions(on_blocks=on_blocks, on_end=on_end, partial=partial, translation=translation)
         return await self._consuming.fetch(ticket, wanted, options)
 
     def cancel(self, ticket: TicketId) -> None:
@@ -241,6 +245,7 @@ class TransferNode:
         for transport in self._transports.values():
             await transport.close()
         context.workers.close()
+        context.pages.close()
         context.zmq.destroy(linger=0)
 
     def _tick(self) -> None:

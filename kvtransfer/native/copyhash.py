@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvtransfer.memory import copy_bytes, view_at
@@ -61,7 +60,7 @@ class NativeCopyHash:
     """By `copyhash.cpp`: one load and one store of each byte, large copies stored past the cache."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        array = np.ctypeslib.ndpointer(np.uint64, flags="C_CONTIGUOUS")
+        array = ctypes.POINTER(ctypes.c_uint64)
         self._hash, self._copy = library.baton_hash, library.baton_copy_and_hash
         self._hash.restype = self._copy.restype = None
         self._hash.argtypes = [array, array, ctypes.c_size_t, ctypes.c_size_t]
@@ -74,23 +73,22 @@ class NativeCopyHash:
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
         if size < LEAST_BYTES or size % STRIPE_BYTES:
             return self._plain.checksums(blocks, size)
-        sums = np.empty(len(blocks), np.uint64)
-        self._hash(sums, np.array(blocks, np.uint64), len(blocks), size)
-        return [int(found) for found in sums]
+        sums = _words(len(blocks))
+        self._hash(sums, _words(blocks), len(blocks), size)
+        return sums[:]
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
         if size < LEAST_BYTES or size % STRIPE_BYTES:
             return self._plain.copy(destinations, sources, size)
-        ends, starts = np.array(destinations, np.uint64), np.array(sources, np.uint64)
-        sums = np.empty(len(ends), np.uint64)
-        self._copy(sums, ends, starts, len(ends), size, size >= PAST_CACHE_BYTES)
-        return [int(found) for found in sums]
+        sums = _words(len(sources))
+        self._copy(sums, _words(destinations), _words(sources), len(sources), size, size >= PAST_CACHE_BYTES)
+        return sums[:]
 
     def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
         if size < PAST_CACHE_BYTES or size % STRIPE_BYTES:
             self._plain.move(destinations, sources, size)
         elif destinations:
-            self._move(np.array(destinations, np.uint64), np.array(sources, np.uint64), len(destinations), size)
+            self._move(_words(destinations), _words(sources), len(destinations), size)
 
 
 @functools.cache
@@ -103,6 +101,11 @@ def copy_hash() -> CopyHash:
             "blocks are copied and then hashed, which is slower: %s. Install g++ to build the library", error
         )
         return PlainCopyHash()
+
+
+def _words(values: Sequence[int] | int) -> "ctypes.Array[ctypes.c_uint64]":
+    """These, or so many zeros: quicker for few of them than an array of numpy's."""
+    return (ctypes.c_uint64 * values)() if isinstance(values, int) else (ctypes.c_uint64 * len(values))(*values)
 
 
 def _copied(destination: int, source: int, size: int) -> int:

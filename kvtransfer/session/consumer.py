@@ -309,7 +309,7 @@ class ConsumerSession:
         if self._copying or self._arrived_now < done.num_blocks:
             return []
         self._move(Trigger.COMPLETE)
-        return [self._release("received"), Succeed(done.payload, done.finished_at)]
+        return [Succeed(done.payload, done.finished_at), self._release("received")]
 
     def _retry(self, reason: str, now: float, demote: str | None = None) -> list[ConsumerStep]:
         self._move(Trigger.RETRY)

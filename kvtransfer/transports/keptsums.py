@@ -5,7 +5,7 @@ A prefix that many instances fetch is then hashed by each of them while it is co
 
 from collections.abc import Sequence
 
-from kvtransfer.memory import BlockMemory, Versioned
+from kvtransfer.memory import BlockMemory, version_of
 from kvtransfer.native.copyhash import copy_hash
 
 
@@ -19,9 +19,9 @@ class KeptSums:
     def of(self, memory: BlockMemory, blocks: Sequence[int], addresses: Sequence[int]) -> list[int]:
         """xxh3_64 of each. Its owner keeps all of them as they are meanwhile."""
         size = memory.block_bytes
-        if not blocks or not isinstance(memory, Versioned) or memory.version(blocks[0]) is None:
+        if not blocks or version_of(memory, blocks[0]) is None:
             return copy_hash().checksums(addresses, size)
-        versions = [memory.version(block) for block in blocks]
+        versions = [version_of(memory, block) for block in blocks]
         sums = [self._find(size, block, version) for block, version in zip(blocks, versions, strict=True)]
         lacking = [place for place, known in enumerate(sums) if known is None]
         if lacking:
@@ -35,11 +35,7 @@ class KeptSums:
 
     def knows(self, memory: BlockMemory, blocks: Sequence[int]) -> bool:
         """`of` would read none of them."""
-        if not blocks:
-            return True
-        if not isinstance(memory, Versioned):
-            return False
-        return all(self._find(memory.block_bytes, block, memory.version(block)) is not None for block in blocks)
+        return all(self._find(memory.block_bytes, block, version_of(memory, block)) is not None for block in blocks)
 
     def _find(self, size: int, block: int, version: int | None) -> int | None:
         kept = self._kept.get((size, block))

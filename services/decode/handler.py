@@ -7,20 +7,17 @@ import asyncio
 import logging
 from typing import Literal
 
-from contracts.identity import BlockName
-from contracts.messages import Decode, Generate, HandoffReport, Ticket, Work
+from contracts.messages import Decode, Generate, Ticket, Work
 from contracts.naming import block_names
-from contracts.wire import WireError
 from kvtransfer import Translation
 from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
 from services.common.tracing import Attributes
+from services.decode.admission import Admission, Arrivals
 from services.decode.reservations import Reservations
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
-from services.instance.first_tokens import FirstTokens, decode_first_tokens
 from services.instance.generation import Writing, generate
 from services.instance.ports import (
-    EnginePort,
     EngineStats,
     FetchResult,
     HandoffCounter,
@@ -37,9 +34,6 @@ logger = logging.getLogger(__name__)
 BLAMED = (PeerLost, TransferTimeout, Corrupt)
 """The source is dead, frozen or broken. One that refuses, or gives a request up, is alive and told its router why."""
 
-BLOCKS_PER_WORD = 64
-"""Only when so many more blocks of a prompt have arrived can others find them in the cache."""
-
 
 class DecodeHandler:
     """`services.instance.serving.RoleHandler`."""
@@ -53,7 +47,7 @@ class DecodeHandler:
         *,
         counter: HandoffCounter,
         fallback: Literal["fail", "local"],
-        max_waiting: int,
+        reservations: Reservations,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
@@ -61,7 +55,7 @@ class DecodeHandler:
         self._puller = puller
         self._counter = counter
         self._fallback = fallback
-        self._reservations = Reservations(engine, max_waiting=max_waiting)
+        self._reservations = reservations
 
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Decode | Generate)
@@ -73,7 +67,7 @@ class DecodeHandler:
             assert isinstance(message, Generate)
             await generate(self._engine, request, self._puller, message.pull)
 
-    def on_turn(self, stats: EngineStats) -> None:
+    def on_stats(self, stats: EngineStats) -> None:
         self._reservations.on_free_blocks(stats.free_blocks)
 
     def num_queued(self) -> int:
@@ -87,14 +81,15 @@ class DecodeHandler:
         try:
             with request.span.child("reserve"):
                 reservation = await self._reserve(request, ticket)
-            fetched = await self._fetch(request, ticket, reservation, arrivals)
+            admission = Admission(request, reservation, arrivals, self._engine)
+            fetched = await self._fetch(request, ticket, admission)
             if fetched is None:
                 logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
                 request.is_admitted = True
                 arrivals.tell()
                 await self._engine.call(lambda engine: engine.admit_locally(inner))
             else:
-                await self._admit(request, reservation, fetched, arrivals)
+                self._router.send(request.router, await admission.report(fetched))
             with request.span.child("write"):
                 await writing.wait()
         finally:
@@ -109,16 +104,16 @@ class DecodeHandler:
         except TimeoutError:
             raise RequestFailed("overloaded", f"no room for the prompt within {ticket.timeout_s:g} s") from None
 
-    async def _fetch(
-        self, request: Request, ticket: Ticket, reservation: Reservation, arrivals: "Arrivals"
-    ) -> FetchResult | None:
+    async def _fetch(self, request: Request, ticket: Ticket, admission: "Admission") -> FetchResult | None:
         """None: the handoff failed and this instance computes what is missing itself."""
+        reservation = admission.reservation
         try:
             with request.span.child("transfer") as transfer:
                 fetched = await self._transfer.fetch(
                     ticket,
                     reservation.missing,
-                    on_blocks=arrivals.add,
+                    on_blocks=admission.arrivals.add,
+                    on_end=admission.begin,
                     translation=translation_of(ticket, request.work, reservation),
                 )
                 transfer.set(_described(ticket, reservation, fetched))
@@ -134,33 +129,6 @@ class DecodeHandler:
             self._counter.handoff_failed(type(exc).__name__)
             raise RequestFailed("handoff_failed", _describe(exc)) from exc
 
-    async def _admit(
-        self, request: Request, reservation: Reservation, fetched: FetchResult, arrivals: "Arrivals"
-    ) -> None:
-        try:
-            first = decode_first_tokens(fetched.payload)
-        except WireError as exc:
-            raise RequestFailed("handoff_failed", f"first tokens: {exc}") from exc
-        inner = request.work.request_id
-        going = {token.sequence: token.token_id for token in first.tokens if not token.is_finished}
-        going = {sequence: token for sequence, token in going.items() if sequence in request.live}
-        for sequence in request.live - set(going):
-            request.end_sequence(sequence)
-        report = _report(request, reservation, fetched, first)
-        if not going:
-            self._router.send(request.router, report)
-            return
-        request.is_admitted = True
-        names = arrivals.take()
-
-        def admit(engine: EnginePort) -> None:
-            engine.mark_received(inner, names)
-            engine.admit(inner, going)
-
-        admitted = self._engine.call(admit)
-        self._router.send(request.router, report)  # while the engine begins
-        await admitted
-
 
 def translation_of(ticket: Ticket, work: Work, reservation: Reservation) -> Translation | None:
     """How the source names the blocks of the prompt, where its layout is another one."""
@@ -169,29 +137,6 @@ def translation_of(ticket: Ticket, work: Work, reservation: Reservation) -> Tran
         return None
     names = block_names(ticket.source_root, work.token_ids, layout.block_tokens)
     return Translation(layout, names, first_block=reservation.reused, num_tokens=len(work.token_ids))
-
-
-class Arrivals:
-    """Tells the engine of blocks that have arrived: many at once, since each word to it wakes its thread."""
-
-    def __init__(self, engine: EngineCalls, request: Request) -> None:
-        self._engine = engine
-        self._request_id = request.work.request_id
-        self._names: list[BlockName] = []
-
-    def add(self, names: list[BlockName]) -> None:
-        self._names += names
-        if len(self._names) >= BLOCKS_PER_WORD:
-            self.tell()
-
-    def take(self) -> list[BlockName]:
-        """Those that the engine does not know of yet."""
-        names, self._names = self._names, []
-        return names
-
-    def tell(self) -> None:
-        if names := self.take():
-            self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
 
 
 def _described(ticket: Ticket, reservation: Reservation, fetched: FetchResult) -> Attributes:
@@ -203,18 +148,6 @@ def _described(ticket: Ticket, reservation: Reservation, fetched: FetchResult) -
         "baton.transferred_blocks": fetched.num_blocks,
         "baton.reused_blocks": reservation.reused,
     }
-
-
-def _report(request: Request, reservation: Reservation, fetched: FetchResult, first: FirstTokens) -> HandoffReport:
-    return HandoffReport(
-        request_id=request.request_id,
-        transport=fetched.transport,
-        handoff_s=fetched.seconds,
-        exposed_s=min(fetched.seconds, fetched.exposed_s + first.since_end_s),
-        transferred_blocks=fetched.num_blocks,
-        reused_blocks=reservation.reused,
-        transferred_bytes=fetched.num_bytes,
-    )
 
 
 def _describe(error: Exception) -> str:

@@ -33,6 +33,8 @@ LOOK_AGAIN_S = 0.005
 """How soon a step that waits for its turn notices that it need not wait any more."""
 STATS_INTERVAL_S = 0.05
 """A step that only adds tokens changes little: numbers are taken anew only so often while nothing begins or ends."""
+STATS_DELAY_S = 0.002
+"""An engine that comes to rest lets the event loop act on its last step first: a handoff waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,6 @@ class Turn:
     """What one round of the engine's thread left: `at` is `time.monotonic()` when the step had ended."""
 
     result: StepResult
-    stats: EngineStats
     at: float
 
 
@@ -88,10 +89,18 @@ class EngineThread(Generic[E]):
             self._attached.set()
             raise
 
-    def attach(self, *, on_turn: Callable[[Turn], None], on_broken: Callable[[EngineBroken], None]) -> None:
-        """From now on steps run. Both callbacks are called on this event loop; after `on_broken` nothing else is."""
+    def attach(
+        self,
+        *,
+        on_turn: Callable[[Turn], None],
+        on_stats: Callable[[EngineStats], None],
+        on_broken: Callable[[EngineBroken], None],
+    ) -> None:
+        """From now on steps run. All callbacks are called on this event loop; after `on_broken` nothing else is.
+        Numbers come after the turns that changed them."""
         self._loop = asyncio.get_running_loop()
         self._on_turn = on_turn
+        self._on_stats = on_stats
         self._on_broken = on_broken
         self._attached.set()
 
@@ -149,12 +158,17 @@ class EngineThread(Generic[E]):
         engine.close()
 
     def _run(self, engine: E) -> None:
-        stats, stats_at, is_idle = engine.stats(), 0.0, True
+        stats, stats_at, is_due, is_idle = engine.stats(), 0.0, False, True
         while True:
-            wait_s = None if is_idle else min(self._turns.wait_s(), LOOK_AGAIN_S)
-            commands = self._take(wait_s)
+            rest_s = STATS_DELAY_S if is_due else None
+            commands = self._take(rest_s if is_idle else min(self._turns.wait_s(), LOOK_AGAIN_S))
             if commands is None:
                 return
+            if is_due:
+                stats, stats_at, is_due = engine.stats(), time.monotonic(), False
+                self.deliver(self._on_stats, stats)
+                if is_idle and not commands:
+                    continue
             must_wait = self._turns.wait_s() > 0
             if must_wait and not commands:
                 continue
@@ -169,9 +183,8 @@ class EngineThread(Generic[E]):
             is_idle = not engine.has_work()
             if is_idle:
                 self._turns.rest()
-            if is_idle or commands or _frees_something(result) or at - stats_at > STATS_INTERVAL_S:
-                stats, stats_at = engine.stats(), at
-            self.deliver(self._on_turn, Turn(result, stats, at))
+            self.deliver(self._on_turn, Turn(result, at))
+            is_due = is_idle or bool(commands) or _frees_something(result) or at - stats_at > STATS_INTERVAL_S
 
     def _step(self, engine: E) -> StepResult:
         self._turns.begin()

@@ -41,8 +41,8 @@ class ObservedRole:
                 seconds = round(time.monotonic() - began_at, 6)
                 logger.info("request ended", extra={"kind": kind, "outcome": outcome, "seconds": seconds})
 
-    def on_turn(self, stats: EngineStats) -> None:
-        self._role.on_turn(stats)
+    def on_stats(self, stats: EngineStats) -> None:
+        self._role.on_stats(stats)
 
     def num_queued(self) -> int:
         return self._role.num_queued()

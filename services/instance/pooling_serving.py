@@ -100,8 +100,10 @@ class PoolingServing(Leaving):
         for request in [r for r in self._requests.values() if r.router == router]:
             self._end(request, None)
 
+    def on_stats(self, stats: EngineStats) -> None:
+        self.stats = stats
+
     def on_turn(self, turn: Turn) -> None:
-        self.stats = turn.stats
         answers: dict[RouterId, list[Pooled]] = {}
         for output in turn.result.pooled:
             request = self._requests.get(output.request_id)

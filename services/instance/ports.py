@@ -61,7 +61,8 @@ class EnginePort(SteppingPort, Protocol):
 
 
 class FetchResult(Protocol):
-    """What a finished fetch tells: `exposed_s` is the time from the producer's end to the fetch's end."""
+    """What a finished fetch tells: `exposed_s` is the time from the producer's end to the fetch's end, which was at
+    `ended_at` of `time.monotonic()`."""
 
     @property
     def payload(self) -> bytes: ...
@@ -71,6 +72,8 @@ class FetchResult(Protocol):
     def seconds(self) -> float: ...
     @property
     def exposed_s(self) -> float: ...
+    @property
+    def ended_at(self) -> float: ...
     @property
     def num_bytes(self) -> int: ...
     @property
@@ -98,6 +101,7 @@ class SinkPort(Protocol):
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
+        on_end: Callable[["FetchResult"], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
     ) -> Awaitable[FetchResult]: ...

@@ -115,14 +115,14 @@ class RequestTable:
 
         Blocks and ends of prompts come first: a handoff waits for them.
         """
+        for blocks in result.completed:
+            if progress := self._progress(blocks.request_id):
+                progress.completed(blocks)
         answers: dict[RouterId, list[Answer]] = {}
         for info in result.first:
             if (request := self._by_id.get(info.request_id)) is not None and request.live:
                 _trace_prompt(request.span, info, at)
                 answers.setdefault(request.router, []).append(prefill_report(request, info))
-        for blocks in result.completed:
-            if progress := self._progress(blocks.request_id):
-                progress.completed(blocks)
         for output in result.tokens:
             request = self._by_id.get(output.request_id)
             if request is not None and output.sequence in request.live:

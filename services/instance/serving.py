@@ -53,7 +53,7 @@ class RoleHandler(Protocol):
     async def serve(self, request: Request, message: Assignment) -> None:
         """The whole life of a request. Whether it returns, raises or is cancelled: when it is over, all is free."""
 
-    def on_turn(self, stats: EngineStats) -> None:
+    def on_stats(self, stats: EngineStats) -> None:
         """The engine has moved on; blocks may have become free."""
 
     def num_queued(self) -> int:
@@ -125,11 +125,13 @@ class Serving(Leaving):
             self._abort(request, None)
 
     def on_turn(self, turn: Turn) -> None:
-        self.stats = turn.stats
         for router, answers in self.table.apply(turn.result, turn.at).items():
             self._router.send(router, Batch(answers))
         self._events.publish(turn.result.events)
-        self._role.on_turn(turn.stats)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.stats = stats
+        self._role.on_stats(stats)
 
     def on_tail(self, tail: CompletedPart) -> None:
         self.table.apply_tail(tail)

@@ -48,7 +48,7 @@ class PrefillHandler:
         else:
             await self._hand_off(request, message.ticket, message.pull)
 
-    def on_turn(self, stats: EngineStats) -> None:
+    def on_stats(self, stats: EngineStats) -> None:
         """Nothing waits for it."""
 
     def num_queued(self) -> int:

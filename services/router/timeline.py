@@ -36,6 +36,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     transport: str | None = None
     handoff_s: float | None = None
     handoff_exposed_s: float | None = None
+    handoff_to_step_s: float | None = None
+    """From prefill's end to the first step of the decode instance."""
     transferred_blocks: int | None = None
     transferred_bytes: int | None = None
     reused_blocks: int | None = None
@@ -131,6 +133,7 @@ class Timeline:
             transport=handoff.transport,
             handoff_s=handoff.handoff_s,
             handoff_exposed_s=handoff.exposed_s,
+            handoff_to_step_s=handoff.to_step_s,
             transferred_blocks=handoff.transferred_blocks,
             transferred_bytes=handoff.transferred_bytes,
             reused_blocks=handoff.reused_blocks,

@@ -23,7 +23,7 @@ class UnifiedHandler:
         assert isinstance(message, Generate)
         await generate(self._engine, request, self._puller, message.pull)
 
-    def on_turn(self, stats: EngineStats) -> None:
+    def on_stats(self, stats: EngineStats) -> None:
         """Nothing waits outside the engine."""
 
     def num_queued(self) -> int:

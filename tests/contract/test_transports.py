@@ -25,6 +25,7 @@ from kvtransfer import (
     TransferTimeout,
     UnknownTicket,
 )
+from kvtransfer.fetching import FetchResult
 from kvtransfer.session.steps import Placement
 from tests.contract.transports_pair import LAYOUT, SETTINGS, THREE, Meddler, Pair, by_three, name, pair_of, running
 
@@ -81,6 +82,51 @@ def test_bytes_and_payload_arrive_and_the_blocks_are_released(transport: str) ->
             (link,) = pair.consumer.node.links()
             assert link.transport == transport
             assert link.reason.startswith(f"{transport}: in use")
+
+    run(test())
+
+
+def test_the_end_of_a_fetch_is_told_before_its_task_runs_again(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket, seen = pair.ticket(), list[object]()
+            pair.producer.fill(0, seed=1)
+            pair.producer.node.open(ticket)
+
+            async def fetch() -> None:
+                result = await pair.consumer.node.fetch(ticket, wanted((0, 5)), on_blocks=seen.append, on_end=end)
+                seen.append(result)
+
+            def end(result: FetchResult) -> None:
+                assert pair.consumer.holds(5, seed=1)
+                asyncio.get_running_loop().call_soon(seen.append, "turn")
+                seen.append(result.payload)
+
+            fetching = asyncio.create_task(fetch())
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            pair.producer.node.finish(ticket.ticket, b"first")
+            await fetching
+            assert seen[:3] == [[name(0)], b"first", "turn"]
+            assert await pair.producer.node.released(ticket.ticket) == "received"
+
+    run(test())
+
+
+def test_an_error_in_what_hears_of_the_end_is_the_fetchs(transport: str) -> None:
+    async def test() -> None:
+        async with pair_of(only(transport)) as pair:
+            ticket = pair.ticket()
+            pair.producer.fill(0, seed=1)
+            pair.producer.node.open(ticket)
+            pair.producer.node.publish(ticket.ticket, wanted((0, 0)))
+            pair.producer.node.finish(ticket.ticket, b"")
+
+            def broken(result: FetchResult) -> None:
+                raise RuntimeError("a bug")
+
+            with pytest.raises(LocalTransferError, match="on_end"):
+                await pair.consumer.node.fetch(ticket, wanted((0, 5)), on_end=broken)
+            assert await pair.producer.node.released(ticket.ticket) == "received"
 
     run(test())
 

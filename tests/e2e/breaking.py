@@ -51,8 +51,8 @@ class Breaking:
             raise RequestFailed("internal", "broken on purpose")
         serving.result()
 
-    def on_turn(self, stats: EngineStats) -> None:
-        self._handler.on_turn(stats)
+    def on_stats(self, stats: EngineStats) -> None:
+        self._handler.on_stats(stats)
 
     def num_queued(self) -> int:
         return self._handler.num_queued()

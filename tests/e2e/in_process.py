@@ -18,6 +18,7 @@ import torch
 from contracts.instance import Role
 from services.common.lifecycle import Lifecycle
 from services.decode.handler import DecodeHandler
+from services.decode.reservations import Reservations
 from services.instance.process import InstanceProcess, Parts
 from services.instance.serving import RoleHandler
 from services.instance.settings import InstanceSettings
@@ -44,7 +45,7 @@ def _decode(parts: Parts) -> RoleHandler:
         parts.puller,
         counter=parts.counter,
         fallback="fail",
-        max_waiting=16,
+        reservations=Reservations(parts.engine, max_waiting=16),
     )
 
 

@@ -231,6 +231,7 @@ class Fetched:
     exposed_s: float = 0.1
     num_bytes: int = 2048
     num_blocks: int = 2
+    ended_at: float = 20.0
 
 
 class NoPulls:
@@ -251,6 +252,7 @@ class FakeTransfer:
         self.on_blocks: Callable[[list[BlockName]], None] | None = None
         self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
+        self.ended: Callable[[], object] = lambda: None
 
     def on_fetch(self, handler: Callable[[Ticket, list[BlockName]], None]) -> None:
         self.ask = handler
@@ -282,6 +284,7 @@ class FakeTransfer:
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
+        on_end: Callable[[Fetched], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
     ) -> Fetched:
@@ -289,11 +292,15 @@ class FakeTransfer:
         self.translation = translation
         self.on_blocks = on_blocks
         try:
-            return await self.fetched
+            fetched = await self.fetched
         except asyncio.CancelledError:
             if self.stopping is not None:
                 await self.stopping
             raise
+        if on_end is not None:
+            on_end(fetched)
+        self.ended()
+        return fetched
 
     def links(self) -> list[LinkStatus]:
         return [LinkStatus(peer=InstanceId("prefill-0"), transport="usm", bytes_per_second=1e9)]
@@ -332,7 +339,8 @@ class Bench:
         return self.serving.table.all()[index].work.request_id
 
     def turn(self, **parts: Any) -> None:
-        self.serving.on_turn(Turn(StepResult(**parts), self.engine.stats(), at=1.0))
+        self.serving.on_turn(Turn(StepResult(**parts), at=1.0))
+        self.serving.on_stats(self.engine.stats())
 
     def check(self) -> None:
         self.serving.table.check_invariants()

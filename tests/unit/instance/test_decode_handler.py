@@ -2,6 +2,7 @@ import asyncio
 from typing import Literal
 
 import msgspec
+import pytest
 
 from contracts.identity import BlockName
 from contracts.layout import KVLayout
@@ -9,7 +10,9 @@ from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
 from contracts.naming import block_names
 from kvtransfer import Translation
 from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
+from services.decode.admission import Admission, Arrivals
 from services.decode.handler import DecodeHandler
+from services.decode.reservations import Reservations
 from services.instance.first_tokens import FirstToken, encode_first_tokens
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
 
@@ -17,7 +20,13 @@ from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, out
 def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) -> Bench:
     return Bench(
         lambda b: DecodeHandler(
-            b.calls, b.transfer, b.router, NoPulls(), counter=b.transfer, fallback=fallback, max_waiting=max_waiting
+            b.calls,
+            b.transfer,
+            b.router,
+            NoPulls(),
+            counter=b.transfer,
+            fallback=fallback,
+            reservations=Reservations(b.calls, max_waiting=max_waiting),
         ),
     )
 
@@ -43,7 +52,8 @@ def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_t
             ("admit", inner, {0: 42}),
         ]
         (report,) = b.router.answers()
-        assert report == HandoffReport(
+        assert report.to_step_s > report.exposed_s
+        assert msgspec.structs.replace(report, to_step_s=0.0) == HandoffReport(
             request_id=work().request_id,
             transport="usm",
             handoff_s=0.5,
@@ -55,6 +65,41 @@ def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_t
         b.turn(tokens=[output(inner, 43, position=1, finish="stop")])
         await settle()
         assert b.engine.verbs()[-1] == "admit"
+        b.check()
+
+    run(test())
+
+
+def test_the_engine_is_told_before_the_task_that_fetched_runs_again() -> None:
+    async def test() -> None:
+        b = bench()
+        request = b.serving.table.add(ROUTER, work())
+        reservation = b.engine.reserve(request.work)
+        assert reservation is not None
+        now = [20.25]
+        admission = Admission(request, reservation, Arrivals(b.calls, request), b.calls, lambda: now[0])
+        admission.arrivals.add([name(1), name(2)])
+        result = fetched(FirstToken(0, 42, False))
+        admission.begin(result)
+        assert b.engine.verbs() == ["reserve", "mark_received", "admit"]
+        assert request.is_admitted
+        now[0] = 30.0
+        report = await admission.report(result)
+        assert report.exposed_s == pytest.approx(0.15)
+        assert report.to_step_s == pytest.approx(0.15 + 0.25)  # `ended_at` is 20
+
+    run(test())
+
+
+def test_a_request_that_is_cancelled_between_the_fetch_and_its_report_is_freed() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.ended = lambda: b.serving.on_message(ROUTER, Cancel(work().request_id))
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
+        await settle()
+        assert b.engine.verbs()[-2:] == ["admit", "cancel"]
         b.check()
 
     run(test())

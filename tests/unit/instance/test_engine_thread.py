@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.errors import ModelError, RequestError
-from engine.outputs import StepResult
+from engine.outputs import EngineStats, StepResult
 from services.instance.core_turns import NoTurns
 from services.instance.engine_thread import EngineThread, Turn
 from services.instance.errors import EngineBroken
@@ -15,12 +15,13 @@ from tests.unit.instance.fakes import FakeEngine, output, run, work
 class Watcher:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.stats: list[EngineStats] = []
         self.num_tokens = 0
         self.three_tokens = asyncio.Event()
         self.broken: asyncio.Future[EngineBroken] = asyncio.get_running_loop().create_future()
 
     def attach(self, thread: EngineThread[FakeEngine]) -> None:
-        thread.attach(on_turn=self.on_turn, on_broken=self.broken.set_result)
+        thread.attach(on_turn=self.on_turn, on_stats=self.stats.append, on_broken=self.broken.set_result)
 
     def on_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -72,6 +73,35 @@ def test_every_step_leaves_by_one_turn() -> None:
         thread.post(lambda e: None)
         await watcher.three_tokens.wait()
         assert [t.result.tokens[0].token_ids for t in watcher.turns if t.result.tokens] == [[0], [1], [2]]
+        await thread.stop()
+
+    run(test())
+
+
+def test_numbers_follow_the_turn_that_changed_them() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.results = [StepResult(tokens=[output(work().request_id, n)]) for n in range(3)]
+        thread, seen = await started(engine), list[str]()
+        told = asyncio.Semaphore(0)
+
+        def on_turn(turn: Turn) -> None:
+            seen.append("turn")
+
+        def on_stats(stats: EngineStats) -> None:
+            seen.append("stats")
+            if seen.count("turn") >= 3:
+                told.release()
+
+        thread.attach(on_turn=on_turn, on_stats=on_stats, on_broken=lambda error: None)
+        thread.post(lambda e: None)
+        await told.acquire()
+        assert engine.num_steps == 3
+        assert seen[-2:] == ["turn", "stats"]
+        before = len(seen)
+        await thread.call(lambda e: None)
+        await told.acquire()
+        assert seen[before:] == ["turn", "stats"]
         await thread.stop()
 
     run(test())

@@ -92,7 +92,7 @@ class Bench:
         return inner
 
     def turn(self, *outputs: PooledOutput, failed: list[FailedRequest] | None = None) -> None:
-        self.serving.on_turn(Turn(StepResult(pooled=list(outputs), failed=failed or []), STATS, at=1.0))
+        self.serving.on_turn(Turn(StepResult(pooled=list(outputs), failed=failed or []), at=1.0))
 
 
 def vector(inner: RequestId, index: int) -> PooledOutput:
