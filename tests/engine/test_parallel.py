@@ -82,6 +82,7 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
     def lacks_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
+    monkeypatch.setattr("engine.parallel.ranks.END_TIMEOUT_S", 0.5)  # the other one waits for a step that never comes
     with make_engine(references("llama").folder, tensor_parallel_size=2, async_scheduling=True) as engine:
         (rank,) = engine._ranks._ranks
         assert isinstance(engine._executor, LeadingExecutor)
