@@ -14,7 +14,7 @@ FUZZ := .venv-fuzz
 FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 
-.PHONY: setup demo test test-engine-and-processes test-rest test-intel fuzz check format clean bench
+.PHONY: setup demo test test-computations test-processes test-intel fuzz check format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -38,17 +38,19 @@ setup: $(VENV)/.installed
 demo: setup
 	@$(BIN)/python -m services.local.demo
 
-# Half of the time the tests wait for processes, and much of the rest takes one core: two processes take two thirds as
-# long as one. Each says what it has to say when it has ended. In one: .venv/bin/python -m pytest
+# Processes, half of whose time is waiting, beside computations that take one core and have no deadlines. Each of the two
+# says what it has to say when it has ended. All in one process: .venv/bin/python -m pytest
+COMPUTATIONS := tests/engine tests/contract/kernels
+
 test: setup
 	@./tools/install_system_packages.sh
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engine-and-processes test-rest
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-computations
 
-test-engine-and-processes:
-	$(BIN)/python -m pytest -q tests/engine tests/e2e
+test-computations:
+	$(BIN)/python -m pytest -q $(COMPUTATIONS)
 
-test-rest:
-	$(BIN)/python -m pytest -q --ignore=tests/engine --ignore=tests/e2e
+test-processes:
+	$(BIN)/python -m pytest -q $(COMPUTATIONS:%=--ignore=%)
 
 $(INTEL)/.installed: Makefile
 	$(PYTHON) -m venv $(INTEL)

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from services.common.registry import RegistryClient, RegistryView, registry_clie
 from services.common.registry.memory import MemoryRegistryView
 from services.common.registry.redis_registry import RedisRegistryView
 from tests.contract.redis_server import RedisServer
+from tests.e2e.cluster import free_port
 from tests.unit.router.fakes import record as made_up
 
 TIMEOUT_S = 10.0
@@ -282,15 +283,17 @@ def test_a_view_started_without_redis_finds_it_later(tmp_path: Path) -> None:
 
 def test_instances_fill_a_restarted_router_s_registry_by_renewing() -> None:
     async def body() -> None:
-        first = Registry(lambda: registry_view("memory://127.0.0.1:0"), "")
+        port = free_port()  # nobody is given it between the two
+        first = Registry(lambda: registry_view(f"memory://127.0.0.1:{port}"), "")
         async with first.watched() as watched:
             client = registry_client(first.url)
             await client.register(record(), 30)
             await watched.until(lambda view: bool(view.records()))
         second = Registry(lambda: registry_view(first.url), "")
-        async with second.watched() as watched:
-            await client.register(record(), 30)
-            await watched.until(lambda view: bool(view.records()))
+        async with second.watched() as watched, asyncio.timeout(3 * TIMEOUT_S):
+            while not watched.view.records():
+                with suppress(RegistryUnavailable):  # sent before it was seen that the first has gone
+                    await client.register(record(), 30)
         await client.close()
 
     run(body())
