@@ -7,16 +7,17 @@ about a lost peer, is for the caller to know.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NewType
+from typing import NewType, Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from contracts.messages import Heartbeat, LoadReport, ToInstance, ToRouter
 from contracts.wire import Decoder, WireError, encode
 from services.common.cluster_key import ClusterKey
+from services.common.curve_dealer import CurveDealer
 from services.common.errors import PeerUnreachable
-from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
+from services.common.zeromq import Frames, LoopSocket, bind, new_socket
+from services.common.zmtp import ZmtpDealer
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,15 @@ class InstanceServer:
             asyncio.get_running_loop().call_soon(self._on_router_lost, router)
 
 
+class Dealer(Protocol):
+    """A connection that messages of one frame go over. Tells once when it is lost; `drain` hands on what has come."""
+
+    def start(self) -> None: ...
+    def send(self, message: bytes) -> None: ...
+    def drain(self) -> None: ...
+    def close(self, linger_ms: int = 0) -> None: ...
+
+
 class InstanceLink:
     """A router's end of the connection to one generation of an instance.
 
@@ -143,8 +153,7 @@ class InstanceLink:
         self._decoder = Decoder[ToRouter](ToRouter)
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
         self._owns_context = context is None
-        self._socket: LoopSocket | None = None
-        self._monitor: LoopSocket | None = None
+        self._dealer: Dealer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._heard = 0.0
         self.is_ready = False
@@ -152,24 +161,22 @@ class InstanceLink:
         self.is_lost = False
 
     async def start(self) -> None:
-        socket = new_socket(self._context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
-        events = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-        monitor = socket.get_monitor_socket(events)
-        self._socket = LoopSocket(socket, self._receive)
-        self._monitor = LoopSocket(monitor, self._on_event)
-        self._monitor.start()
-        self._socket.start()
-        self._raw = socket
-        connect(socket, self._address, self._key)
+        if self._key is None:
+            self._dealer = ZmtpDealer(self._address, on_message=self._receive, on_lost=self._lose)
+        else:
+            self._dealer = CurveDealer(
+                self._address, self._key, on_message=self._receive, on_lost=self._lose, context=self._context
+            )
+        self._dealer.start()
         self._heard = asyncio.get_running_loop().time()
         self._watch = asyncio.create_task(self._beat(), name="rpc-heartbeat")
 
     def send(self, message: ToInstance) -> None:
         """Never blocks. When the instance is lost it does nothing: `on_lost` has told, or is about to."""
-        if self._socket is None or self.is_lost:
+        if self._dealer is None or self.is_lost:
             return
         try:
-            self._socket.send([encode(message)])
+            self._dealer.send(encode(message))
         except PeerUnreachable as exc:
             self._lose(str(exc))
 
@@ -178,19 +185,17 @@ class InstanceLink:
         self.is_ready = False
         if self._watch is not None:
             self._watch.cancel()
-        if self._monitor is not None and self._socket is not None:
-            self._raw.disable_monitor()
-            self._monitor.close()
-            self._socket.close(_LINGER_MS)
-            self._monitor = self._socket = None
+        if self._dealer is not None:
+            self._dealer.close(_LINGER_MS)
+            self._dealer = None
         if self._owns_context:
             await asyncio.to_thread(self._context.term)
 
-    def _receive(self, frames: Frames) -> None:
+    def _receive(self, frame: bytes) -> None:
         if self.is_lost:
             return
         try:
-            message = self._decoder.decode(frames[-1])
+            message = self._decoder.decode(frame)
         except WireError as exc:
             logger.warning("message of the instance at %s refused: %s", self._address, exc)
             return
@@ -199,23 +204,16 @@ class InstanceLink:
             self.is_ready = True
         self._on_message(message)
 
-    def _on_event(self, frames: Frames) -> None:
-        event = zmq.Event(parse_monitor_message(frames)["event"])
-        if event != zmq.Event.MONITOR_STOPPED:
-            if self._socket is not None:
-                self._socket.drain()
-            self._lose("the connection broke" if event == zmq.Event.DISCONNECTED else "the handshake failed")
-
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        while not self.is_lost and self._socket is not None:
+        while not self.is_lost and self._dealer is not None:
             self.send(Heartbeat())
             due = loop.time() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
             # A stall of this process is no silence of the instance: read what has come, forgive what was slept over.
             self._heard += max(0.0, loop.time() - due)
-            if self._socket is not None:
-                self._socket.drain()
+            if self._dealer is not None:
+                self._dealer.drain()
             if loop.time() - self._heard > self._timeout_s:
                 self._lose(f"no message for {self._timeout_s:g} s")
 

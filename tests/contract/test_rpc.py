@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
 import zmq
 
 from contracts.identity import Generation, InstanceId, RequestId
 from contracts.instance import Load
 from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
-from services.common.cluster_key import cluster_key
+from services.common.cluster_key import ClusterKey, cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
@@ -17,8 +18,8 @@ REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), l
 class Instance:
     """A server that answers heartbeats unless it is told to be mute."""
 
-    def __init__(self, router_timeout_s: float) -> None:
-        self.server = InstanceServer(router_timeout_s=router_timeout_s)
+    def __init__(self, router_timeout_s: float, key: ClusterKey | None) -> None:
+        self.server = InstanceServer(router_timeout_s=router_timeout_s, key=key)
         self.received: asyncio.Queue[tuple[RouterId, ToInstance]] = asyncio.Queue()
         self.lost: asyncio.Queue[RouterId] = asyncio.Queue()
         self.is_mute = False
@@ -31,7 +32,9 @@ class Instance:
 
 
 class Router:
-    def __init__(self, address: str, *, heartbeat_s: float = 0.05, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, address: str, key: ClusterKey | None, *, heartbeat_s: float = 0.05, timeout_s: float = 5.0
+    ) -> None:
         self.received: asyncio.Queue[ToRouter] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.link = InstanceLink(
@@ -40,14 +43,22 @@ class Router:
             on_lost=self.lost.put_nowait,
             heartbeat_s=heartbeat_s,
             timeout_s=timeout_s,
+            key=key,
         )
 
 
-def run(body: Callable[[Instance, Router], Awaitable[None]], *, router_timeout_s: float = 5.0) -> None:
+@pytest.fixture(params=[None, cluster_key("k" * 32)], ids=["plain", "encrypted"])
+def key(request: pytest.FixtureRequest) -> ClusterKey | None:
+    """Without one the link speaks to the library of the other end, with one it is the library at both ends."""
+    found: ClusterKey | None = request.param
+    return found
+
+
+def run(body: Callable[[Instance, Router], Awaitable[None]], key: ClusterKey | None) -> None:
     async def whole() -> None:
-        instance = Instance(router_timeout_s)
+        instance = Instance(5.0, key)
         await instance.server.start(instance.on_message, instance.lost.put_nowait)
-        router = Router(instance.server.address)
+        router = Router(instance.server.address, key)
         await router.link.start()
         async with asyncio.timeout(10):
             await body(instance, router)
@@ -57,7 +68,7 @@ def run(body: Callable[[Instance, Router], Awaitable[None]], *, router_timeout_s
     asyncio.run(whole())
 
 
-def test_messages_go_both_ways_in_order() -> None:
+def test_messages_go_both_ways_in_order(key: ClusterKey | None) -> None:
     async def body(instance: Instance, router: Router) -> None:
         for number in range(2000):
             router.link.send(Cancel(RequestId(str(number))))
@@ -74,19 +85,19 @@ def test_messages_go_both_ways_in_order() -> None:
                 positions.append(answer.position)
         assert positions == list(range(2000))
 
-    run(body)
+    run(body, key)
 
 
-def test_a_link_is_ready_with_the_first_load_report() -> None:
+def test_a_link_is_ready_with_the_first_load_report(key: ClusterKey | None) -> None:
     async def body(instance: Instance, router: Router) -> None:
         assert not router.link.is_ready
         assert await router.received.get() == REPORT
         assert router.link.is_ready
 
-    run(body)
+    run(body, key)
 
 
-def test_an_instance_that_ends_is_lost_at_once_and_once() -> None:
+def test_an_instance_that_ends_is_lost_at_once_and_once(key: ClusterKey | None) -> None:
     async def body(instance: Instance, router: Router) -> None:
         await router.received.get()
         await instance.server.close()
@@ -94,15 +105,15 @@ def test_an_instance_that_ends_is_lost_at_once_and_once() -> None:
         router.link.send(Cancel(RequestId("r")))
         assert router.lost.empty() and router.link.is_lost and not router.link.is_ready
 
-    run(body)
+    run(body, key)
 
 
-def test_an_instance_that_falls_silent_is_lost() -> None:
+def test_an_instance_that_falls_silent_is_lost(key: ClusterKey | None) -> None:
     async def whole() -> None:
-        instance = Instance(5.0)
+        instance = Instance(5.0, key)
         instance.is_mute = True
         await instance.server.start(instance.on_message, instance.lost.put_nowait)
-        router = Router(instance.server.address, timeout_s=0.2)
+        router = Router(instance.server.address, key, timeout_s=0.2)
         await router.link.start()
         async with asyncio.timeout(10):
             assert await router.lost.get() == "no message for 0.2 s"
@@ -112,11 +123,11 @@ def test_an_instance_that_falls_silent_is_lost() -> None:
     asyncio.run(whole())
 
 
-def test_a_router_that_falls_silent_is_lost() -> None:
+def test_a_router_that_falls_silent_is_lost(key: ClusterKey | None) -> None:
     async def whole() -> None:
-        instance = Instance(0.2)
+        instance = Instance(0.2, key)
         await instance.server.start(instance.on_message, instance.lost.put_nowait)
-        router = Router(instance.server.address, heartbeat_s=60)
+        router = Router(instance.server.address, key, heartbeat_s=60)
         await router.link.start()
         async with asyncio.timeout(10):
             lost = await instance.lost.get()
@@ -127,7 +138,7 @@ def test_a_router_that_falls_silent_is_lost() -> None:
     asyncio.run(whole())
 
 
-def test_a_message_to_a_router_that_is_gone_tells_so() -> None:
+def test_a_message_to_a_router_that_is_gone_tells_so(key: ClusterKey | None) -> None:
     async def body(instance: Instance, router: Router) -> None:
         router.link.send(Cancel(RequestId("r")))
         sender, _ = await instance.received.get()
@@ -137,18 +148,18 @@ def test_a_message_to_a_router_that_is_gone_tells_so() -> None:
             await asyncio.sleep(0)
         assert await instance.lost.get() == sender
 
-    run(body)
+    run(body, key)
 
 
 def test_a_frame_that_is_no_message_is_refused_and_the_next_one_read() -> None:
     async def whole() -> None:
-        instance = Instance(5.0)
+        instance = Instance(5.0, None)
         await instance.server.start(instance.on_message, instance.lost.put_nowait)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.connect(instance.server.address)
             stranger.send(b"\xc1 no MessagePack")
             stranger.send_multipart([b"one", b"too many"])
-            router = Router(instance.server.address)
+            router = Router(instance.server.address, None)
             await router.link.start()
             router.link.send(Cancel(RequestId("good")))
             async with asyncio.timeout(10):

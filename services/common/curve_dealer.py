@@ -1,0 +1,56 @@
+"""ZeroMQ's own DEALER, for connections that are encrypted (CURVE): it lives in the library's thread."""
+
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from services.common.cluster_key import ClusterKey
+from services.common.zeromq import Frames, LoopSocket, connect, new_socket
+
+_QUEUE_LENGTH = 100_000
+
+
+class CurveDealer:
+    """`services.common.rpc.Dealer`."""
+
+    def __init__(
+        self,
+        address: str,
+        key: ClusterKey,
+        *,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        context: "zmq.Context[zmq.Socket[bytes]]",
+    ) -> None:
+        self._address = address
+        self._key = key
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._raw = new_socket(context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
+        events = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        self._socket = LoopSocket(self._raw, lambda frames: self._on_message(frames[-1]))
+        self._monitor = LoopSocket(self._raw.get_monitor_socket(events), self._on_event)
+
+    def start(self) -> None:
+        self._monitor.start()
+        self._socket.start()
+        connect(self._raw, self._address, self._key)
+
+    def send(self, message: bytes) -> None:
+        """Raises `PeerUnreachable`."""
+        self._socket.send([message])
+
+    def drain(self) -> None:
+        self._socket.drain()
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._raw.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger_ms)
+
+    def _on_event(self, frames: Frames) -> None:
+        event = zmq.Event(parse_monitor_message(frames)["event"])
+        if event != zmq.Event.MONITOR_STOPPED:
+            self._socket.drain()
+            self._on_lost("the connection broke" if event == zmq.Event.DISCONNECTED else "the handshake failed")
