@@ -1,11 +1,10 @@
 """uvicorn's HTTP/1.1 protocol with what a server on an open network needs: heads of requests are bounded in size and
-time; and with what a busy one wants: what one turn of the event loop writes to a connection leaves in one system call.
+time. (What one turn of the loop writes to a connection leaves in one system call: uvloop sees to that.)
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -28,7 +27,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._too_slow: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, GatheringTransport(transport, self.loop)))
+        super().connection_made(transport)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,32 +69,3 @@ class GuardedProtocol(HttpToolsProtocol):
         if not is_answering and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
-
-
-class GatheringTransport:
-    """A transport whose writes leave together at the end of the loop's turn. Everything else is the real one's."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._parts: list[bytes] = []
-        self.is_closing: Callable[[], bool] = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        if self._parts:
-            data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
-            self._parts = []
-            if not self._transport.is_closing():
-                self._transport.write(data)

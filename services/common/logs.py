@@ -6,6 +6,8 @@ gives all of them as `extra={"fields": {...}}`, which takes half the time.
 Never log a prompt, an answer or a key.
 """
 
+import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -29,7 +31,7 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     # What no line of ours shows need not be found out for each.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _TurnHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     handler.addFilter(_add_request_id)
     root = logging.getLogger()
@@ -41,6 +43,32 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
+
+
+class _TurnHandler(logging.StreamHandler[TextIO]):
+    """Lines of one turn of the event loop leave in one write; a warning leaves at once, with those before it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # noqa: BLE001 - as in logging: a line that cannot be written ends no request
+            self.handleError(record)
+            return
+        if record.levelno >= logging.WARNING or (loop := asyncio._get_running_loop()) is None:
+            self.flush()
+        elif len(self._lines) == 1:
+            loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("\n".join(lines) + "\n")
+                self.stream.flush()
 
 
 class request_logs:  # noqa: N801 - read as a verb: `with request_logs(request_id):`

@@ -14,10 +14,9 @@ import zmq
 from contracts.messages import Heartbeat, LoadReport, ToInstance, ToRouter
 from contracts.wire import Decoder, WireError, encode
 from services.common.cluster_key import ClusterKey
-from services.common.curve_dealer import CurveDealer
+from services.common.curve_sockets import CurveDealer, CurveRouter
 from services.common.errors import PeerUnreachable
-from services.common.zeromq import Frames, LoopSocket, bind, new_socket
-from services.common.zmtp import ZmtpDealer
+from services.common.zmtp_sockets import ZmtpDealer, ZmtpRouter
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ RouterId = NewType("RouterId", bytes)
 HEARTBEAT_S = 1.0
 ROUTER_TIMEOUT_S = 10.0
 INSTANCE_TIMEOUT_S = 3.0
-_QUEUE_LENGTH = 100_000
 _LINGER_MS = 300
 
 
@@ -46,8 +44,7 @@ class InstanceServer:
         self._router_timeout_s = router_timeout_s
         self._decoder = Decoder[ToInstance](ToInstance)
         self._heard: dict[RouterId, float] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: LoopSocket | None = None
+        self._router: Router | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(
@@ -55,15 +52,15 @@ class InstanceServer:
         on_message: Callable[[RouterId, ToInstance], None],
         on_router_lost: Callable[[RouterId], None],
     ) -> None:
-        """Binds; `address` is then the one to connect to. Raises `zmq.ZMQError` when it is in use."""
+        """Binds; `address` is then the one to connect to. Raises `OSError` or `zmq.ZMQError` when it is in use."""
         self._on_message = on_message
         self._on_router_lost = on_router_lost
-        socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
-        # Without this a message to a router that is gone vanishes silently.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.address = bind(socket, self.address, self._key)
-        self._socket = LoopSocket(socket, self._receive)
-        self._socket.start()
+        self._loop = asyncio.get_running_loop()
+        if self._key is None:
+            self._router = ZmtpRouter(on_message=self._receive, on_lost=self._lose)
+        else:
+            self._router = CurveRouter(self._key, on_message=self._receive)
+        self.address = await self._router.start(self.address)
         self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
 
     def routers(self) -> list[RouterId]:
@@ -71,49 +68,53 @@ class InstanceServer:
 
     def send(self, router: RouterId, message: ToRouter) -> None:
         """Never blocks. To a router that is lost it does nothing."""
-        if router not in self._heard or self._socket is None:
+        if router not in self._heard or self._router is None:
             return
         try:
-            self._socket.send([router, encode(message)])
+            self._router.send(router, encode(message))
         except PeerUnreachable as exc:
             self._lose(router, str(exc))
 
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        if self._socket is not None:
-            self._socket.close(_LINGER_MS)
-            self._socket = None
-        await asyncio.to_thread(self._context.term)
+        if self._router is not None:
+            router, self._router = self._router, None
+            await router.close(_LINGER_MS)
 
-    def _receive(self, frames: Frames) -> None:
-        if len(frames) != 2:
-            logger.warning("message refused: %d frames", len(frames))
-            return
-        router = RouterId(frames[0])
+    def _receive(self, peer: bytes, frame: bytes) -> None:
+        router = RouterId(peer)
         try:
-            message = self._decoder.decode(frames[1])
+            message = self._decoder.decode(frame)
         except WireError as exc:
             logger.warning("message of router %s refused: %s", router.hex(), exc)
             return
-        self._heard[router] = asyncio.get_running_loop().time()
+        self._heard[router] = self._loop.time()
         self._on_message(router, message)
 
     async def _watch_routers(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._socket is not None:
+        while self._router is not None:
+            due = self._loop.time() + self._router_timeout_s / 10
             await asyncio.sleep(self._router_timeout_s / 10)
-            # Whatever arrived while this process was busy counts before anyone is declared lost.
-            self._socket.drain()
-            oldest = loop.time() - self._router_timeout_s
+            # As of when this should have looked: what came while this process was busy may not have been read yet.
+            oldest = due - self._router_timeout_s
             for router in [router for router, heard in self._heard.items() if heard < oldest]:
                 self._lose(router, f"no heartbeat for {self._router_timeout_s:g} s")
 
-    def _lose(self, router: RouterId, reason: str) -> None:
+    def _lose(self, peer: bytes, reason: str) -> None:
+        router = RouterId(peer)
         if self._heard.pop(router, None) is not None:
             logger.info("router %s is lost: %s", router.hex(), reason)
             # Later, since the caller may be in the middle of a loop over this router's requests.
-            asyncio.get_running_loop().call_soon(self._on_router_lost, router)
+            self._loop.call_soon(self._on_router_lost, router)
+
+
+class Router(Protocol):
+    """A bound address with a connection for each peer, which it names. Messages have one frame."""
+
+    async def start(self, address: str) -> str: ...
+    def send(self, peer: bytes, message: bytes) -> None: ...
+    async def close(self, linger_ms: int = 0) -> None: ...
 
 
 class Dealer(Protocol):
@@ -151,8 +152,8 @@ class InstanceLink:
         self._timeout_s = timeout_s
         self._key = key
         self._decoder = Decoder[ToRouter](ToRouter)
-        self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
-        self._owns_context = context is None
+        self._context = context
+        self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._dealer: Dealer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._heard = 0.0
@@ -164,11 +165,14 @@ class InstanceLink:
         if self._key is None:
             self._dealer = ZmtpDealer(self._address, on_message=self._receive, on_lost=self._lose)
         else:
+            if self._context is None:
+                self._context = self._own_context = zmq.Context()
             self._dealer = CurveDealer(
                 self._address, self._key, on_message=self._receive, on_lost=self._lose, context=self._context
             )
         self._dealer.start()
-        self._heard = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
         self._watch = asyncio.create_task(self._beat(), name="rpc-heartbeat")
 
     def send(self, message: ToInstance) -> None:
@@ -188,8 +192,8 @@ class InstanceLink:
         if self._dealer is not None:
             self._dealer.close(_LINGER_MS)
             self._dealer = None
-        if self._owns_context:
-            await asyncio.to_thread(self._context.term)
+        if self._own_context is not None:
+            await asyncio.to_thread(self._own_context.term)
 
     def _receive(self, frame: bytes) -> None:
         if self.is_lost:
@@ -199,13 +203,13 @@ class InstanceLink:
         except WireError as exc:
             logger.warning("message of the instance at %s refused: %s", self._address, exc)
             return
-        self._heard = asyncio.get_running_loop().time()
+        self._heard = self._loop.time()
         if isinstance(message, LoadReport):
             self.is_ready = True
         self._on_message(message)
 
     async def _beat(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while not self.is_lost and self._dealer is not None:
             self.send(Heartbeat())
             due = loop.time() + self._heartbeat_s
@@ -221,4 +225,4 @@ class InstanceLink:
         if not self.is_lost:
             self.is_lost = True
             self.is_ready = False
-            asyncio.get_running_loop().call_soon(self._on_lost, reason)
+            self._loop.call_soon(self._on_lost, reason)

@@ -1,30 +1,15 @@
-"""ZeroMQ's wire protocol on a connection of the event loop: the end of a DEALER that sends and gets messages of one
-frame each, without encryption.
+"""ZeroMQ's wire protocol as bytes, without I/O: ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) with the NULL mechanism.
 
-The library gives its sockets to a thread of its own: each message then wakes two threads on its way. Here a message is
-written and read by the loop itself. Speaks ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) with the NULL mechanism, so the
-other end is any ZeroMQ socket. `ZmtpReader` does no I/O.
+Messages of one frame go out; of messages that come the last frame is read.
 """
 
-import asyncio
-import logging
-from collections.abc import Callable, Iterator
-from typing import cast
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 from contracts.wire import MAX_FRAME_BYTES
-from services.common.errors import PeerUnreachable
-
-logger = logging.getLogger(__name__)
 
 _MORE, _LONG, _COMMAND = 0x01, 0x02, 0x04
 _MECHANISM = b"NULL".ljust(20, b"\0")
-_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-GREETING = _SIGNATURE + b"\x03\x00" + _MECHANISM + bytes(32)
-READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-
-_RECONNECT_S = 0.1
-_MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + _MECHANISM + bytes(32)
 
 
 class ZmtpError(Exception):
@@ -40,6 +25,13 @@ def framed(message: bytes) -> bytes:
 
 def command(body: bytes) -> bytes:
     return bytes((_COMMAND, len(body))) + body
+
+
+def handshake(socket_type: bytes) -> bytes:
+    """All that an end says before its messages; it need not wait for the other's part of it."""
+    properties = ((b"Socket-Type", socket_type), (b"Identity", b""))
+    said = [bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value for name, value in properties]
+    return GREETING + command(b"\x05READY" + b"".join(said))
 
 
 class ZmtpReader:
@@ -104,88 +96,3 @@ class ZmtpReader:
             self.is_ready = True
         elif body.startswith(b"\x05ERROR"):
             raise ZmtpError(f"refused: {body[7:]!r}")
-
-
-class ZmtpDealer(asyncio.Protocol):
-    """`services.common.rpc.Dealer`. Connects, again and again until somebody listens; is lost with its connection."""
-
-    def __init__(self, address: str, *, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """`address` is `tcp://HOST:PORT`."""
-        parts = urlsplit(address)
-        self._host, self._port = parts.hostname or "", parts.port or 0
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._reader = ZmtpReader()
-        self._transport: asyncio.Transport | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._early: list[bytes] = []
-        """Framed messages that wait for the end of the handshake: sooner, the library would take them for an error."""
-        self._is_closed = False
-
-    def start(self) -> None:
-        self._connecting = asyncio.create_task(self._connect(), name="zmtp-connect")
-
-    def send(self, message: bytes) -> None:
-        """Raises `PeerUnreachable` when the peer takes nothing of what it is sent."""
-        if self._transport is None or not self._reader.is_ready:
-            self._early.append(framed(message))
-            return
-        if self._transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
-            raise PeerUnreachable("the receiver does not read: its queue is full")
-        self._transport.write(framed(message))
-
-    def drain(self) -> None:
-        """What has come was handed on as it came."""
-
-    def close(self, linger_ms: int = 0) -> None:
-        """Unsent messages get `linger_ms` to leave."""
-        self._is_closed = True
-        if self._connecting is not None:
-            self._connecting.cancel()
-        if self._transport is not None:
-            self._transport.close()
-            asyncio.get_running_loop().call_later(linger_ms / 1e3, self._transport.abort)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if self._is_closed:
-            self._transport.abort()
-            return
-        self._transport.write(GREETING + command(READY))
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._reader.feed(data):
-                if self._is_closed:
-                    return
-                self._hand_on(message)
-        except ZmtpError as exc:
-            logger.warning("the connection to %s:%d ends: %s", self._host, self._port, exc)
-            self._lose("the handshake failed")
-        if self._early and self._transport is not None and self._reader.is_ready:
-            self._transport.write(b"".join(self._early))
-            self._early.clear()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lose("the connection broke")
-
-    async def _connect(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                await loop.create_connection(lambda: self, self._host, self._port)
-            except OSError:  # nobody listens yet: whoever waits for an answer gives up, not this
-                await asyncio.sleep(_RECONNECT_S)
-            else:
-                return
-
-    def _hand_on(self, message: bytes) -> None:
-        try:
-            self._on_message(message)
-        except Exception:
-            logger.exception("a received message could not be handled")
-
-    def _lose(self, reason: str) -> None:
-        if not self._is_closed:
-            self.close()
-            self._on_lost(reason)

@@ -1,6 +1,7 @@
 """Both ends of the connection between a router and an instance, over real sockets on loopback."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -9,6 +10,7 @@ import zmq
 from contracts.identity import Generation, InstanceId, RequestId
 from contracts.instance import Load
 from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
+from contracts.wire import encode
 from services.common.cluster_key import ClusterKey, cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
 
@@ -151,21 +153,52 @@ def test_a_message_to_a_router_that_is_gone_tells_so(key: ClusterKey | None) -> 
     run(body, key)
 
 
-def test_a_frame_that_is_no_message_is_refused_and_the_next_one_read() -> None:
+def test_frames_of_the_library_are_read_and_those_that_are_no_message_refused() -> None:
     async def whole() -> None:
         instance = Instance(5.0, None)
         await instance.server.start(instance.on_message, instance.lost.put_nowait)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(instance.server.address)
             stranger.send(b"\xc1 no MessagePack")
             stranger.send_multipart([b"one", b"too many"])
-            router = Router(instance.server.address, None)
-            await router.link.start()
-            router.link.send(Cancel(RequestId("good")))
+            stranger.send(encode(Cancel(RequestId("good"))))
             async with asyncio.timeout(10):
-                assert (await instance.received.get())[1] == Cancel(RequestId("good"))
-            await router.link.close()
+                router, message = await instance.received.get()
+                assert message == Cancel(RequestId("good"))
+                instance.server.send(router, REPORT)
+                while not stranger.poll(0):  # noqa: ASYNC110 - the library's socket knows no event of this loop
+                    await asyncio.sleep(0.01)
+            assert stranger.recv() == encode(REPORT)
+            stranger.close()
+            async with asyncio.timeout(10):
+                assert await instance.lost.get() == router
         await instance.server.close()
+
+    asyncio.run(whole())
+
+
+def test_a_link_speaks_to_the_librarys_router_once_that_listens() -> None:
+    async def whole() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as library:
+            library.setsockopt(zmq.LINGER, 0)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            router = Router(f"tcp://127.0.0.1:{port}", None)
+            await router.link.start()
+            router.link.send(Cancel(RequestId("early")))
+            await asyncio.sleep(0.05)
+            library.bind(f"tcp://127.0.0.1:{port}")
+            frames: list[bytes] = []
+            async with asyncio.timeout(10):
+                while encode(Cancel(RequestId("early"))) not in frames:
+                    await asyncio.sleep(0.01)
+                    if library.poll(0):
+                        frames = library.recv_multipart()
+                library.send_multipart([frames[0], encode(REPORT)])
+                assert await router.received.get() == REPORT
+            await router.link.close()
 
     asyncio.run(whole())
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.wire import MAX_FRAME_BYTES
-from services.common.zmtp import GREETING, READY, ZmtpError, ZmtpReader, command, framed
+from services.common.zmtp import GREETING, ZmtpError, ZmtpReader, command, framed, handshake
 
-HANDSHAKE = GREETING + command(READY)
+HANDSHAKE = handshake(b"ROUTER")
 
 
 @given(messages=st.lists(st.binary(max_size=600), max_size=8), cuts=st.lists(st.integers(1, 700), max_size=40))

@@ -1,12 +1,16 @@
-"""ZeroMQ's own DEALER, for connections that are encrypted (CURVE): it lives in the library's thread."""
+"""ZeroMQ's own DEALER and ROUTER, for connections that are encrypted (CURVE): they live in the library's thread."""
 
+import asyncio
+import logging
 from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from services.common.cluster_key import ClusterKey
-from services.common.zeromq import Frames, LoopSocket, connect, new_socket
+from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
+
+logger = logging.getLogger(__name__)
 
 _QUEUE_LENGTH = 100_000
 
@@ -54,3 +58,40 @@ class CurveDealer:
         if event != zmq.Event.MONITOR_STOPPED:
             self._socket.drain()
             self._on_lost("the connection broke" if event == zmq.Event.DISCONNECTED else "the handshake failed")
+
+
+class CurveRouter:
+    """`services.common.rpc.Router`. That a peer is gone it notices when it sends."""
+
+    def __init__(self, key: ClusterKey, *, on_message: Callable[[bytes, bytes], None]) -> None:
+        self._key = key
+        self._on_message = on_message
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: LoopSocket | None = None
+
+    async def start(self, address: str) -> str:
+        """Raises `zmq.ZMQError` when the address is in use."""
+        raw = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
+        # Without this a message to a router that is gone vanishes silently.
+        raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        address = bind(raw, address, self._key)
+        self._socket = LoopSocket(raw, self._on_frames)
+        self._socket.start()
+        return address
+
+    def send(self, peer: bytes, message: bytes) -> None:
+        """Raises `PeerUnreachable`."""
+        if self._socket is not None:
+            self._socket.send([peer, message])
+
+    async def close(self, linger_ms: int = 0) -> None:
+        if self._socket is not None:
+            self._socket.close(linger_ms)
+            self._socket = None
+        await asyncio.to_thread(self._context.term)
+
+    def _on_frames(self, frames: Frames) -> None:
+        if len(frames) != 2:
+            logger.warning("message refused: %d frames", len(frames))
+            return
+        self._on_message(frames[0], frames[1])

@@ -1,0 +1,163 @@
+"""DEALER and ROUTER on connections of the event loop, for what is not encrypted.
+
+The library gives its sockets to a thread of its own: each message then wakes two threads on its way. Here a message is
+written and read by the loop itself. Either end may have the library at its other end.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import urlsplit
+
+from contracts.wire import MAX_FRAME_BYTES
+from services.common.errors import PeerUnreachable
+from services.common.zmtp import ZmtpError, ZmtpReader, framed, handshake
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_S = 0.1
+_MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+
+
+class ZmtpDealer:
+    """`services.common.rpc.Dealer`. Connects, again and again until somebody listens; is lost with its connection."""
+
+    def __init__(self, address: str, *, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
+        """`address` is `tcp://HOST:PORT`."""
+        self._address = address
+        self._connection = _Connection(b"DEALER", on_message, on_lost)
+        self._connecting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._connecting = asyncio.create_task(self._connect(), name="zmtp-connect")
+
+    def send(self, message: bytes) -> None:
+        """Raises `PeerUnreachable` when the peer takes nothing of what it is sent."""
+        self._connection.send(message)
+
+    def drain(self) -> None:
+        """What has come was handed on as it came."""
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Unsent messages get `linger_ms` to leave."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._connection.close(linger_ms)
+
+    async def _connect(self) -> None:
+        loop, parts = asyncio.get_running_loop(), urlsplit(self._address)
+        host, port = parts.hostname or "", parts.port or 0
+        while True:
+            try:
+                await loop.create_connection(lambda: self._connection, host, port)
+            except OSError:  # nobody listens yet: whoever waits for an answer gives up, not this
+                await asyncio.sleep(_RECONNECT_S)
+            else:
+                return
+
+
+class ZmtpRouter:
+    """`services.common.rpc.Router`."""
+
+    def __init__(self, *, on_message: Callable[[bytes, bytes], None], on_lost: Callable[[bytes, str], None]) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._connections: dict[bytes, _Connection] = {}
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self, address: str) -> str:
+        """Raises `OSError` when the address is in use."""
+        parts = urlsplit(address)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._accept, parts.hostname, parts.port or 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return f"tcp://{parts.netloc.rpartition(':')[0]}:{port}"
+
+    def send(self, peer: bytes, message: bytes) -> None:
+        """Raises `PeerUnreachable`."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise PeerUnreachable("the receiver is gone")
+        connection.send(message)
+
+    async def close(self, linger_ms: int = 0) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections.values():
+            connection.close(linger_ms)
+        self._connections.clear()
+
+    def _accept(self) -> "_Connection":
+        peer = secrets.token_bytes(8)
+
+        def on_lost(reason: str) -> None:
+            del self._connections[peer]
+            self._on_lost(peer, reason)
+
+        connection = _Connection(b"ROUTER", lambda message: self._on_message(peer, message), on_lost)
+        self._connections[peer] = connection
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One end of one connection; `on_lost` is called once, unless it is closed here."""
+
+    def __init__(self, socket_type: bytes, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
+        self._socket_type = socket_type
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._reader = ZmtpReader()
+        self._transport: asyncio.Transport | None = None
+        self._early: list[bytes] = []
+        """Framed messages that wait for the end of the handshake: sooner, the library would take them for an error."""
+        self._is_closed = False
+
+    def send(self, message: bytes) -> None:
+        if self._transport is None or not self._reader.is_ready:
+            self._early.append(framed(message))
+            return
+        if self._transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+            raise PeerUnreachable("the receiver does not read: its queue is full")
+        self._transport.write(framed(message))
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._is_closed = True
+        if self._transport is not None:
+            self._transport.close()
+            asyncio.get_running_loop().call_later(linger_ms / 1e3, self._transport.abort)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._is_closed:
+            self._transport.abort()
+        else:
+            self._transport.write(handshake(self._socket_type))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                if self._is_closed:
+                    return
+                self._hand_on(message)
+        except ZmtpError as exc:
+            logger.warning("a connection ends: %s", exc)
+            self._lose("the handshake failed")
+        if self._early and self._transport is not None and self._reader.is_ready:
+            self._transport.write(b"".join(self._early))
+            self._early.clear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("the connection broke")
+
+    def _hand_on(self, message: bytes) -> None:
+        try:
+            self._on_message(message)
+        except Exception:
+            logger.exception("a received message could not be handled")
+
+    def _lose(self, reason: str) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_lost(reason)
