@@ -1,12 +1,14 @@
 """uvicorn's HTTP/1.1 protocol with what a server on an open network needs: heads of requests are bounded in size and
-time. (What one turn of the loop writes to a connection leaves in one system call: uvloop sees to that.)
+time; and with what a busy one wants: what one turn of the event loop writes to a connection leaves in one system call.
 """
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.common.gathering import GatheringTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._too_slow: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, GatheringTransport(transport, self.loop)))
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -7,6 +7,7 @@ written and read by the loop itself. Either end may have the library at its othe
 import asyncio
 import logging
 import secrets
+import socket
 from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
@@ -70,10 +71,16 @@ class ZmtpRouter:
     async def start(self, address: str) -> str:
         """Raises `OSError` when the address is in use."""
         parts = urlsplit(address)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, parts.hostname, parts.port or 0)
-        port = self._server.sockets[0].getsockname()[1]
-        return f"tcp://{parts.netloc.rpartition(':')[0]}:{port}"
+        host = parts.hostname or ""
+        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, parts.port or 0))
+            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=bound)
+        except OSError:
+            bound.close()
+            raise
+        return f"tcp://{parts.netloc.rpartition(':')[0]}:{bound.getsockname()[1]}"
 
     def send(self, peer: bytes, message: bytes) -> None:
         """Raises `PeerUnreachable`."""
