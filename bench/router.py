@@ -181,7 +181,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each case and target")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens-per-s", type=float, default=30_000.0, help="of all streams; 0: as fast as it goes")
-    parser.add_argument("--long-words", type=int, default=3970, help="words of a long prompt")
+    parser.add_argument("--long-words", type=int, default=2850, help="words of a long prompt: 4,000 tokens")
     parser.add_argument("--rounds", type=int, default=2, help="of the short and streamed cases: the best one counts")
     parser.add_argument("--workers", type=int, default=1, help="processes of Baton's router that share its port")
     parser.add_argument(
