@@ -14,6 +14,7 @@ from engine.forward import Forward
 from engine.graphs import Capture, DecodeArrays, DecodeGraphs, DecodeResult
 from engine.inputs import StepArrays
 from engine.kv_cache import KVCache
+from engine.prompt_graphs import PromptGraphs
 from engine.roster import Limits
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ class Executor(Protocol):
     def has_graphs(self) -> bool: ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        """Logits [num_logits, vocab_size]. `after_layer`: as in `StepInputs`."""
+        """Logits [num_logits, vocab_size], from a captured graph where one fits. `after_layer`: as in `StepInputs`; not
+        called for a graph, which is a short step."""
         ...
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
@@ -45,7 +47,8 @@ class Executor(Protocol):
         ...
 
     def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
-        """From now on decode steps are replayed. If that cannot be, they are computed as before."""
+        """From now on decode steps and small steps with prompts are replayed. If that cannot be, they are computed as
+        before."""
         ...
 
     def close(self) -> None:
@@ -61,6 +64,7 @@ class LocalExecutor:
         self._device = cache.device
         self._layers = cache.layers()
         self._graphs = DecodeGraphs(forward, self._layers, limits)
+        self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens)
 
     @property
     def has_graphs(self) -> bool:
@@ -68,8 +72,11 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        inputs = arrays.upload(self._device, self._graphs.last_tokens)
-        return self._forward(replace(inputs, after_layer=after_layer), self._layers)
+        logits = self._prompts.replay(arrays)
+        if logits is None:
+            inputs = arrays.upload(self._device, self._graphs.last_tokens)
+            logits = self._forward(replace(inputs, after_layer=after_layer), self._layers)
+        return logits
 
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
@@ -85,10 +92,17 @@ class LocalExecutor:
         self._graphs.last_tokens.index_copy_(0, where, tokens)
 
     def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
+        capture = capturing()
         try:
-            self._graphs.capture(capturing())
+            self._graphs.capture(capture)
         except RuntimeError as error:
             logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
+            return
+        try:
+            self._prompts.capture(capture)
+        except RuntimeError as error:
+            logger.warning("prompts are computed without captured graphs, short ones slower: %s", error)
 
     def close(self) -> None:
         self._graphs.release()
+        self._prompts.release()

@@ -26,6 +26,8 @@ class AttentionMetadata:
     slots: Tensor  # int64 [num_tokens], block * block_tokens + offset of each new token; < 0: not stored
     max_query_len: int
     max_context_len: int
+    has_singles: bool = True
+    """Beside longer ones there may be sequences with exactly one new token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class TritonAttention:
         decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]
-        has_singles = meta.max_query_len == 1 or num_tokens != num_seqs * meta.max_query_len
+        are_equal = num_tokens == num_seqs * meta.max_query_len
+        has_singles = meta.max_query_len == 1 or (meta.has_singles and not are_equal)
         if meta.max_query_len > 1:
             prefill(output, query, cache, meta, spec, prefilling, skip_singles=has_singles)
         if has_singles:

@@ -114,7 +114,7 @@ class Ranks:
         self.tell(Capture())
         captured = [int(capture_here()), *self._collect(ANSWER_TIMEOUT_S)]
         if len(set(captured)) > 1:
-            raise EngineError("only some ranks could capture graphs of decode steps; start with --enforce-eager")
+            raise EngineError("only some ranks could capture graphs; start with --enforce-eager")
 
     def close(self) -> None:
         """They end when their channel does, and otherwise are ended."""

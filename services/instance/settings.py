@@ -135,7 +135,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "dummy", "gguf"],
         Meta(description="dummy takes random weights, without files; gguf the folder's GGUF file"),
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="never capture graphs of decode steps")] = False
+    enforce_eager: Annotated[bool, Meta(description="never capture graphs")] = False
     async_scheduling: Annotated[
         bool | None,
         Meta(description="launch a step before the tokens of the one before it are known (default: on accelerators)"),

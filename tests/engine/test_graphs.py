@@ -1,4 +1,4 @@
-"""Decode steps through the static inputs of captured graphs give the tokens of transformers.generate.
+"""Decode steps, and prompts, through the static inputs of captured graphs give the tokens of transformers.generate.
 
 On the CPU a graph is stood in for by calling the recorded function again; on a device the real ones are captured when
 an engine starts, so every other test of this folder goes through them too.
@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from engine import Engine, device
+from engine import Engine, device, prompt_graphs
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 
@@ -57,10 +57,25 @@ def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list
 def test_padded_batches_give_the_right_tokens(family: str, references: References, captured: FakeCapture) -> None:
     reference = references(family)
     with make_engine(reference.folder, max_num_seqs=16) as engine:
-        assert len(captured.graphs) == 5  # 16, 8, 4, 2, 1
+        decodes, prompts = captured.graphs[:5], captured.graphs[5:]  # of 16, 8, 4, 2 and 1; of 512 to 16 tokens
+        assert len(prompts) == 2 * len(prompt_graphs.buckets(512))
         assert ask(engine, reference.prompts) == reference.answers
         assert ask(engine, reference.prompts[:3], 1) == reference.answers[:3]
-        assert sum(graph.replays for graph in captured.graphs) > 10
+        assert sum(graph.replays for graph in decodes) > 10
+        assert sum(graph.replays for graph in prompts) > 1
+
+
+def test_prompts_in_chunks_beside_sequences_that_write(
+    family: str, references: References, captured: FakeCapture
+) -> None:
+    """Some tokens of a step are then known to the device alone."""
+    reference = references(family)
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "async_scheduling": True}
+    with make_engine(reference.folder, **settings) as engine:
+        prompts = captured.graphs[4:]  # after the decodes of 8, 4, 2 and 1; of 24 and 16 tokens
+        beside, alone = prompts[::2], prompts[1::2]
+        assert ask(engine, reference.prompts) == reference.answers
+        assert sum(graph.replays for graph in alone) > 0 and sum(graph.replays for graph in beside) > 5
 
 
 def test_a_sequence_that_outgrows_its_block_and_a_slot_used_again(

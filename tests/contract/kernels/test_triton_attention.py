@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.kernels import AttentionSpec
 from engine.kernels.reference import ReferenceAttention
@@ -142,6 +143,25 @@ def test_alibi_lowers_what_is_far() -> None:
     output = attention().attend(batch.query, batch.cache, batch.meta, replace(PLAIN, alibi=slopes))
     torch.testing.assert_close(output, twin(batch, replace(PLAIN, alibi=slopes)))
     assert not torch.allclose(output, twin(batch, PLAIN))
+
+
+@pytest.mark.parametrize("has_singles", [False, True])
+def test_a_captured_step_has_tokens_and_sequences_beyond_its_own(has_singles: bool) -> None:
+    queries, contexts = ([3, 1, 7], [3, 20, 40]) if has_singles else ([3, 11], [3, 43])
+    batch = random_batch(queries, contexts)
+    padding, num_tokens = 4, len(batch.query) + 5
+    meta = replace(
+        batch.meta,
+        query_starts=functional.pad(batch.meta.query_starts, (0, padding), value=len(batch.query)),
+        context_lens=functional.pad(batch.meta.context_lens, (0, padding)),
+        block_tables=functional.pad(batch.meta.block_tables, (0, 0, 0, padding)),
+        max_query_len=num_tokens,
+        max_context_len=64,
+        has_singles=has_singles,
+    )
+    query = functional.pad(batch.query, (0, 0, 0, 0, 0, 5))
+    output = attention().attend(query, batch.cache, meta, PLAIN)
+    torch.testing.assert_close(output[: len(batch.query)], twin(batch, PLAIN))
 
 
 def attention() -> TritonAttention:
