@@ -7,7 +7,6 @@ accelerators the next step is scheduled and launched while the device computes t
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -23,9 +22,10 @@ from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
 from engine.engine_stats import stats_of
 from engine.errors import RequestError, UsageError
-from engine.executor import LocalExecutor
+from engine.executor import AfterLayer, LocalExecutor
 from engine.grammar import Grammars
 from engine.imports import Imports
+from engine.launched import Launched, hands_on, outlasts_a_launch
 from engine.loading import load
 from engine.masks import Masking
 from engine.meter import Meter
@@ -35,7 +35,7 @@ from engine.parallel.leading import lead, lead_copies
 from engine.parallel.ranks import OnLost, Ranks
 from engine.reservations import Reservations
 from engine.roster import Roster
-from engine.runner import Chosen, Runner, Started
+from engine.runner import Runner
 from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, Request, State
@@ -119,7 +119,7 @@ class Engine:
         self._tail_plan = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
         self.tail_parts = self._tail_plan.parts
         self._tail: Tail | None = None
-        self._ahead: _Launched | None = None
+        self._ahead: Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
 
@@ -227,23 +227,24 @@ class Engine:
         result.events = self._pool.take_events()
         return result
 
-    def _begin(self, result: StepResult) -> "_Launched | None":
+    def _begin(self, result: StepResult) -> Launched | None:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
         plan = self._schedule(now)
-        after_layer = self._tail.follow(self._scheduler.tails(plan)) if self._tail is not None else None
         try:
-            launched = _Launched(plan, self._runner.start(plan, after_layer=after_layer), now)
+            launched = Launched(plan, self._runner.start(plan, after_layer=self._tail_of(plan)), now)
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
         launched.advanced = self._scheduler.advance(plan)
         return self._choose(launched, result)
 
-    def _begin_ahead(self, plan: Plan) -> "_Launched | None":
+    def _begin_ahead(self, plan: Plan) -> Launched | None:
         """Launches what follows `plan` up to its logits, where that can be known."""
-        # The blocks of `prefill` requests go on their way as soon as they are computed: no other work comes between.
-        if not self._is_async or any(chunk.sequence.request.mode == "prefill" for chunk in plan.chunks):
+        if not self._is_async:
+            return None
+        # A mirror of several ranks' blocks is filled by the device in between.
+        if hands_on(plan) and (self.kv.is_mirrored or not outlasts_a_launch(plan, self.limits)):
             return None
         following = self._scheduler.schedule_ahead(time.monotonic())
         self._host.move()
@@ -251,23 +252,28 @@ class Engine:
             return None
         self._host.before(following.blocks(self.limits.block_tokens))
         try:
-            launched = _Launched(following, self._runner.start(following, ahead=True), None)
+            started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
+            launched = Launched(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again, alone
         launched.advanced = self._scheduler.advance(following)
         return launched
 
-    def _choose(self, launched: "_Launched", result: StepResult) -> "_Launched | None":
+    def _tail_of(self, plan: Plan) -> AfterLayer | None:
+        return self._tail.follow(self._scheduler.tails(plan)) if self._tail is not None else None
+
+    def _choose(self, launched: Launched, result: StepResult) -> Launched | None:
         try:
             launched.chosen = self._runner.choose(launched.started)
             launched.over = self._host.end_of_step()
+            launched.computed = self.kv.reached() if hands_on(launched.plan) else None
         except torch.OutOfMemoryError:
             self._give_up(launched.plan, result)
             self._scheduler.abandon(launched.plan)
             return None
         return launched
 
-    def _finish(self, launched: "_Launched", result: StepResult) -> None:
+    def _finish(self, launched: Launched, result: StepResult) -> None:
         """Waits for the step's tokens and takes them into the state."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
@@ -285,7 +291,8 @@ class Engine:
         for row, message in failed:
             self._fail(row.sequence.request, message, result)
         self._copy_blocks()
-        self.kv.mark(block for completed in result.completed for _, block in completed.blocks)
+        done = (block for completed in result.completed for _, block in completed.blocks)
+        self.kv.mark(done, after=launched.computed)
         self._travel.publish(result.completed)
         self._meter.record(launched.plan, now - started, len(result.tokens))
 
@@ -378,18 +385,6 @@ class Engine:
         if copies:
             self._host.before(block for copy in copies for block in copy)
             self._blocks.copy_blocks([c.source for c in copies], [c.target for c in copies])
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step that the device is computing. `begun`: when, unless it followed another one at once."""
-
-    plan: Plan
-    started: Started
-    begun: float | None
-    over: device.DeviceEvent | None = None
-    advanced: StepResult | None = None
-    chosen: Chosen | None = None
 
 
 def _say_no_more(why: str) -> None:

@@ -100,14 +100,16 @@ class KVCache:
         blocks = self.tensor.view(torch.uint8)
         blocks[target] = blocks[source]
 
-    def mark(self, blocks: Iterable[int]) -> None:
-        """What this thread has given the device so far must be done before a transport touches these blocks: it
-        computes them, or still uses them for the request that had them before."""
-        if devices.is_host(self.device) or self.is_mirrored:
-            return
-        event = devices.record(self.device)
-        for block in blocks:
-            self._ready[block] = event
+    def reached(self) -> devices.DeviceEvent | None:
+        """Done when what this thread has given the device so far is; None where transports need not wait for it."""
+        return None if devices.is_host(self.device) or self.is_mirrored else devices.record(self.device)
+
+    def mark(self, blocks: Iterable[int], *, after: devices.DeviceEvent | None = None) -> None:
+        """What this thread has given the device so far, or until `after` was `reached`, must be done before a transport
+        touches these blocks: it computes them, or still uses them for the request that had them before."""
+        event = after or self.reached()
+        if event is not None:
+            self._ready.update(dict.fromkeys(blocks, event))
 
     def version(self, block: int) -> int:
         return self.versions[block]

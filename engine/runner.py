@@ -19,6 +19,7 @@ from engine.masks import Masking
 from engine.roster import Limits
 from engine.sampler import Sampler
 from engine.scheduler import Plan, Sampled
+from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Runner:
         self._sampler = Sampler(device)
         self._masking = masking
         self._landing = devices.Landing(device)
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
         self._device = device
 
     def run(self, plan: Plan) -> Sampled:
@@ -85,8 +87,9 @@ class Runner:
         sampled = Sampled([])
         if logits is None:
             return Chosen(None, sampled)
-        arrival = None
-        if plan.rows:
+        if not plan.rows:  # waited for all the same: prompts that come meanwhile may be computed before the next chunk
+            arrival = self._landing.start(self._nothing)
+        else:
             is_whole = inputs is None or len(inputs.sample_at) == len(logits)
             rows = logits if inputs is None or is_whole else logits[inputs.sample_at]
             constraints = started.constraints or self._masking.begin(plan.rows)
@@ -118,11 +121,16 @@ class Runner:
         if started.inputs is None:
             self._executor.put(tokens)
             return
-        going = [(i, row.sequence.slot) for i, row in enumerate(plan.rows) if row.sequence.slot >= 0]
+        going = [(i, row.sequence.slot) for i, row in enumerate(plan.rows) if _goes_on(row.sequence)]
         if going:
             which, slots = np.array(going).T.copy()
             picked = torch.from_numpy(which).to(self._device, non_blocking=True)
             self._executor.keep(tokens[picked], slots)
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Here, and has a place in the batch."""
+    return sequence.slot >= 0 and sequence.request.mode != "prefill"
 
 
 def _prompt_logprobs(plan: Plan, number: int, logits: Tensor) -> list[TokenLogprobs]:

@@ -145,7 +145,8 @@ class Scheduler:
 
     def apply(self, plan: Plan, sampled: Sampled, now: float, *, advanced: StepResult | None = None) -> StepResult:
         """Takes the step's results into the state. Everything in `plan` was computed. `advanced`: what `advance`
-        returned, if it was called already. Sequences that have ended since get no token."""
+        returned, if it was called already. Sequences that have ended since get no token, and nobody is told
+        of their blocks."""
         result = self.advance(plan) if advanced is None else advanced
         by_chunk: dict[int, list[int]] = {}
         for position, row in enumerate(plan.rows):
@@ -156,6 +157,8 @@ class Scheduler:
             sequence.num_pending -= chunk.is_last
             if sequence.state is State.ENDED:
                 self._roster.settle(sequence)
+                ended = sequence.request.work.request_id
+                result.completed = [done for done in result.completed if done.request_id != ended]
                 continue
             if sequence.request.wants_prompt_logprobs:
                 sequence.request.prompt_logprobs += sampled.prompt_logprobs.get(number, [])

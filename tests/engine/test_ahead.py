@@ -1,7 +1,7 @@
 """Steps that are launched before the tokens of those before them are known change no answer and leak nothing."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -117,15 +117,41 @@ def test_the_blocks_of_an_ended_sequence_stay_until_the_step_that_writes_to_them
     assert engine.stats().free_blocks == engine.stats().total_blocks
 
 
-def test_handoffs_are_published_before_anything_else_is_launched(
+def test_prompts_for_another_instance_follow_each_other_and_their_blocks_wait_for_their_own_step_alone(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ahead_engine(reference.folder, max_num_batched_tokens=24) as source, ahead_engine(reference.folder) as sink:
-        ahead = Ahead(source, monkeypatch)
+        ahead, starts, waited = Ahead(source, monkeypatch), list[Plan](), list[tuple[int, int]]()
+        start = source._runner.start
+
+        def count(plan: Plan, **kwargs: Any) -> Any:
+            starts.append(plan)
+            return start(plan, **kwargs)
+
+        def mark(blocks: Iterable[int], *, after: Any = None) -> None:
+            if list(blocks):
+                waited.append((after, len(starts)))
+
+        monkeypatch.setattr(source._runner, "start", count)
+        monkeypatch.setattr(source.kv, "reached", lambda: len(starts))
+        monkeypatch.setattr(source.kv, "mark", mark)
         for number, prompt in enumerate(reference.prompts):
             answers = hand_over(source, sink, make_work(source, str(number), prompt))
             assert answers[str(number), 0] == reference.answers[number]
-        assert not ahead.plans
+        assert ahead.plans
+        assert {launched - after for after, launched in waited} == {0, 1}
+
+
+def test_nothing_is_told_of_a_prompt_that_was_cancelled_while_it_was_launched_on(reference: Reference) -> None:
+    with ahead_engine(reference.folder, max_num_batched_tokens=16, block_size=8) as source:
+        source.add(make_work(source, "a", PROMPT), mode="prefill")
+        assert [len(done.blocks) for done in source.step().completed] == [2]
+        assert source._ahead is not None
+        source.cancel(RequestId("a"))
+        source.check_invariants()
+        result = source.step()
+        assert not (result.completed or result.tokens or result.first or result.held)
+        assert source.stats().free_blocks == source.stats().total_blocks
 
 
 def letter(character: str) -> int:
