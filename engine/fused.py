@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.inputs import StepInputs
-from engine.kernels import Activations, AttentionBackend, LayerKernels, Linear, Norm, Weight
+from engine.kernels import Activations, AttentionBackend, LayerKernels, Linear, Norm, Weight, row_kernel
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
 from engine.parallel.collectives import Collectives
@@ -82,12 +82,18 @@ class FusedForward:
         self._is_head_whole = model.is_whole or module.lm_head.weight.shape[0] == model.vocab_size
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         collectives.prepare(self._final_norm.weight)
+        self._row = None
+        if model.is_whole:
+            self._row = row_kernel(self._like.device, self._layers, self._specs, self._head_dim, self._num_kv_heads)
         # A module of transformers may read values back, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
         rotation = self._rotation(inputs)
+        if self._compute_row(residual, rotation, layers, inputs):
+            hidden = self._kernels.norm_for(residual, self._final_norm, self._head.weight)
+            return self._kernels.linear(hidden, self._head.weight, self._head.bias)
         first = self._layers[0]
         hidden = self._kernels.norm_for(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
@@ -111,6 +117,14 @@ class FusedForward:
                 hidden = self._norm_of_sum(self._mlp(layer, hidden), residual, norm)
         logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+
+    def _compute_row(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], layers: list[Tensor], inputs: StepInputs
+    ) -> bool:
+        """Whether `residual` has gone through all layers at once."""
+        if self._row is None or inputs.logit_rows is not None or inputs.after_layer is not None:
+            return False
+        return self._row(residual, rotation, layers, inputs.meta)
 
     def _rotation(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """In float32, whatever the model's dtype: the kernels compute in it."""

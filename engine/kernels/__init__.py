@@ -12,7 +12,7 @@ from engine.kernels.metadata import (
     Weight,
 )
 from engine.kernels.quantized import QuantizedWeight, StackedWeight
-from engine.kernels.selection import argmax_kernel, attention_backend, layer_kernels
+from engine.kernels.selection import argmax_kernel, attention_backend, layer_kernels, row_kernel
 
 __all__ = [
     "Activations",
@@ -29,4 +29,5 @@ __all__ = [
     "argmax_kernel",
     "attention_backend",
     "layer_kernels",
+    "row_kernel",
 ]

@@ -185,3 +185,33 @@ class LayerKernels(Protocol):
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """x [num_tokens, hidden] -> the weighted sum of the experts that each token chose, same shape."""
         ...
+
+
+class RowLayer(Protocol):
+    """What is read of a decoder layer."""
+
+    @property
+    def input_norm(self) -> Norm: ...
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def query_norm(self) -> Norm | None: ...
+    @property
+    def output(self) -> Linear: ...
+    @property
+    def mlp_norm(self) -> Norm: ...
+    @property
+    def gate_up(self) -> Linear | None: ...
+    @property
+    def down(self) -> Linear | None: ...
+
+
+class RowKernel(Protocol):
+    """All layers of a decoder for one row."""
+
+    def __call__(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
+    ) -> bool:
+        """Whether `residual` [1, hidden] has gone through all layers, and its K and V to `meta.slots`; if not, nothing
+        was touched. `rotation`: cos and sin, float32 [1, head_dim]. `caches`: each layer's view."""
+        ...

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from engine.kernels import reference_layers
 from engine.kernels.cpu_attention import CpuAttention
 from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
 from engine.kernels.cpu_layers import DTYPE_CODES, CpuLayers
-from engine.kernels.metadata import AttentionBackend, LayerKernels
+from engine.kernels.metadata import AttentionBackend, AttentionSpec, LayerKernels, RowKernel, RowLayer
 from engine.kernels.reference import ReferenceAttention
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,18 @@ def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
         return CpuLayers(load_kernels(), dtype)
     except KernelsUnavailableError:
         return reference_layers
+
+
+def row_kernel(
+    device: torch.device, layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
+) -> RowKernel | None:
+    """All of a decoder's layers at once for one row; None: nothing here is faster than its steps apart, or not known to
+    be safe."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return None
+    module = importlib.import_module("engine.kernels.triton_row_layers")
+    made: RowKernel | None = module.row_layers(layers, specs, head_dim, kv_heads)
+    return made
 
 
 def argmax_kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:

@@ -190,7 +190,7 @@ def _decode_kernel(  # noqa: PLR0913
         mask = (row < group)[:, None] & (dim < head_dim)[None, :]
         reader = query + token * query_stride + head[:, None] * head_stride
         if kind < 0:
-            acc, total, peak = _attend_split(
+            acc, total, peak = attend_split(
                 tl.load(reader + dim[None, :], mask, other=0.0),
                 cache,
                 block_tables + seq.to(tl.int64) * table_stride,
@@ -250,7 +250,7 @@ def _decode_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _attend_split(  # noqa: PLR0913
+def attend_split(  # noqa: PLR0913
     asked,
     cache,
     table,

@@ -127,7 +127,7 @@ def _parts(digits: Digits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def _store_digits(  # noqa: PLR0913
+def store_digits(  # noqa: PLR0913
     codes,
     scales,
     low_sums,
@@ -178,7 +178,7 @@ def _split_kernel(  # noqa: PLR0913
     group = tl.program_id(1) * per + tl.arange(0, per)
     at = x + token * stride + group[:, None] * 128 + tl.arange(0, 128)[None, :]
     values = tl.load(at, (group < groups)[:, None], other=0.0).to(tl.float32)
-    _store_digits(codes, scales, low_sums, sums, values, token, group, inputs, groups, nibbles)
+    store_digits(codes, scales, low_sums, sums, values, token, group, inputs, groups, nibbles)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _norm_split_kernel(  # noqa: PLR0913
     normed = values * tl.rsqrt(tl.sum(tl.sum(values * values, 1), 0) / hidden + eps)
     normed = normed.to(dtype).to(tl.float32) * tl.load(weight + dim, known, other=0.0).to(tl.float32)
     values = normed.to(dtype).to(tl.float32)
-    _store_digits(codes, scales, low_sums, sums, values, token, group, hidden, groups, nibbles)
+    store_digits(codes, scales, low_sums, sums, values, token, group, hidden, groups, nibbles)
 
 
 @triton.jit
@@ -247,4 +247,4 @@ def _silu_split_kernel(  # noqa: PLR0913
     # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
     activated = (wide / (1.0 + tl.exp(tl.minimum(-wide, 80.0)))).to(gate.dtype)
     values = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    _store_digits(codes, scales, low_sums, sums, values, token, group, inputs, groups, nibbles)
+    store_digits(codes, scales, low_sums, sums, values, token, group, inputs, groups, nibbles)

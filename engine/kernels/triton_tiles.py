@@ -93,8 +93,8 @@ def decode_tiles(
     limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False, num_heads: int = 0
 ) -> DecodeTiles:
     """`head_bytes`: one token's K of one head, padded, as multiplied. A lone sequence is cut finely enough to fill the
-    device. `is_coded`: K and V in one byte, whose decoding takes registers; `num_heads` KV heads of all sequences
-    together then say how."""
+    device. `num_heads` KV heads of all sequences together say how finely. `is_coded`: K and V in one byte,
+    whose decoding takes registers."""
     room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
     tile, stages = next(
@@ -112,6 +112,8 @@ def decode_tiles(
         return replace(tiles, tile=min(tile, 32), warps=1)
     if is_coded and num_heads <= limits.processors // 4:
         return replace(tiles, min_split=max(128, block_tokens), max_splits=64, stages=min(stages, 2))
+    if not is_coded and 0 < num_heads <= limits.processors // 16:  # a lone sequence has the device to itself
+        return replace(tiles, min_split=max(64, block_tokens), max_splits=max(tiles.max_splits, 32))
     return tiles
 
 

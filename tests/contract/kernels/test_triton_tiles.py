@@ -31,3 +31,11 @@ def test_products_of_few_rows_are_cut_until_every_processor_reads() -> None:
     found = split_tiles(small, outputs=2560, inputs=8192)
     assert (found.tile, found.splits) == (32, 2)
     assert found.stages * 2 * found.step * (found.tile + 16) <= small.shared_bytes
+
+
+def test_a_lone_sequence_is_cut_more_finely_than_two() -> None:
+    limits = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
+    lone, two = (decode_tiles(limits, head_bytes=256, block_tokens=16, num_heads=8 * count) for count in (1, 2))
+    assert (lone.min_split, lone.max_splits) == (64, 32)
+    assert (two.min_split, two.max_splits) == (256, 16)
+    assert decode_tiles(limits, head_bytes=256, block_tokens=128, num_heads=8).min_split == 128

@@ -1,0 +1,77 @@
+"""A model's decode step through all layers in one kernel: the logits of its steps apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine import fused
+from engine.inputs import StepInputs
+from engine.kernels import AttentionSpec, triton_layers
+from engine.kernels.metadata import RowLayer
+from engine.kernels.reference import ReferenceAttention
+from engine.kernels.triton_row_layers import RowLayers, RowPlan, shape_of
+from engine.model import LoadedModel
+from engine.parallel.collectives import Alone
+from engine.quantization.formats import scheme
+from engine.quantization.online import Plan, linear_names, quantize_layer
+from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
+
+CONTEXT, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 64
+
+
+def model_of() -> LoadedModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).half().eval().to(DEVICE)
+    plan = Plan(scheme("sym_int4", fp8_dtype="e4m3", group_size=128))
+    for name in linear_names(module):
+        assert quantize_layer(module, name, module.get_submodule(name).weight.data, plan)
+    specs = [AttentionSpec(HEAD_DIM**-0.5)] * 2
+    return LoadedModel(
+        module, "tiny", torch.float16, 64, 64, KV_HEADS, HEAD_DIM, 2, specs, eos_ids=frozenset(), fingerprint=""
+    )
+
+
+def inputs_of(batch: Batch) -> StepInputs:
+    ids = torch.full((1,), 3, device=DEVICE)
+    return StepInputs(ids, torch.full((1,), CONTEXT - 1, device=DEVICE), None, batch.meta)
+
+
+@torch.inference_mode()
+def test_a_decode_step_of_one_row_goes_through_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def made(
+        device: torch.device,
+        layers: Sequence[RowLayer],
+        specs: Sequence[AttentionSpec],
+        head_dim: int,
+        kv_heads: int,
+    ) -> RowLayers:
+        shape = shape_of(layers, specs, head_dim, kv_heads)
+        assert shape is not None
+        return RowLayers(layers, shape, specs[0].scale, RowPlan(1, 256, token_tile=16, max_splits=4))
+
+    call = RowLayers.__call__
+
+    def counted(row: RowLayers, *given: Any) -> bool:
+        calls.append(1)
+        return call(row, *given)
+
+    monkeypatch.setattr(RowLayers, "__call__", counted)
+    batch = random_batch([1], [CONTEXT], heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float16)
+    results = []
+    for kernel in (None, made):
+        monkeypatch.setattr(fused, "row_kernel", kernel or (lambda *given: None))
+        forward = fused.FusedForward(model_of(), ReferenceAttention(), triton_layers, Alone())
+        caches = [batch.cache.clone() for _ in range(2)]
+        logits = forward(inputs_of(batch), caches)
+        results.append((logits.float(), torch.stack(caches).float()))
+    assert calls == [1]
+    (apart, apart_kv), (found, found_kv) = results
+    torch.testing.assert_close(found, apart, rtol=2e-2, atol=1e-2 * float(apart.abs().max()))
+    torch.testing.assert_close(found_kv, apart_kv, rtol=1e-2, atol=1e-2, equal_nan=True)
