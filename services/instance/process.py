@@ -9,16 +9,15 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import zmq
 from prometheus_client import CollectorRegistry
 
 from contracts.identity import new_generation
-from contracts.instance import InstanceRecord, LinkStatus, Load, Role
+from contracts.instance import InstanceRecord, LinkStatus, Role
 from contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
-from engine import Engine, EngineError, EngineStats
+from engine import Engine, EngineError
 from engine.kernels.cpu_turns import give_way_to
 from engine.pooling.engine import PoolingEngine
 from kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
@@ -36,16 +35,17 @@ from services.instance.addresses import advertised, advertised_http, check_ports
 from services.instance.core_turns import core_turns
 from services.instance.draining import Draining
 from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
-from services.instance.engine_thread import EngineThread, Turn
+from services.instance.engine_thread import EngineThread
 from services.instance.errors import EngineBroken, InstanceError, StartFailed
 from services.instance.handover import Handover
 from services.instance.health import Health, create_app
 from services.instance.membership import Membership
 from services.instance.metrics import EngineCollector, TransferMetrics
 from services.instance.observed import ObservedRole
+from services.instance.parts import MakeHandler, Parts, Service
 from services.instance.pooling_serving import PoolingServing
 from services.instance.pulling import Puller
-from services.instance.serving import Identity, RoleHandler, Serving
+from services.instance.serving import Identity, Serving
 from services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
 from services.instance.sharing import Sharing
 
@@ -53,39 +53,6 @@ logger = logging.getLogger(__name__)
 
 EXPECTED = (StartFailed, EngineError, TransferError, zmq.ZMQError)
 """What can stop a start without a bug of ours: told in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a role's handler is made of."""
-
-    engine: EngineThread[Engine]
-    transfer: TransferNode
-    router: InstanceServer
-    counter: TransferMetrics
-    puller: Puller
-
-
-MakeHandler = Callable[[Parts], RoleHandler]
-
-
-class Service(Protocol):
-    """What this process does with its engine: `Serving`, or `PoolingServing`."""
-
-    stats: EngineStats
-    is_draining: bool
-
-    @property
-    def num_requests(self) -> int: ...
-    def load(self) -> Load: ...
-    def on_message(self, router: RouterId, message: ToInstance) -> None: ...
-    def on_router_lost(self, router: RouterId) -> None: ...
-    def on_turn(self, turn: Turn) -> None: ...
-    def on_stats(self, stats: EngineStats) -> None: ...
-    def fail_all(self, reason: str) -> None: ...
-    def refuse_new(self) -> None: ...
-    def tell_routers(self) -> None: ...
-    async def drain(self, timeout_s: float) -> None: ...
 
 
 def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> int:

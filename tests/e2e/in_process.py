@@ -19,7 +19,8 @@ from contracts.instance import Role
 from services.common.lifecycle import Lifecycle
 from services.decode.handler import DecodeHandler
 from services.decode.reservations import Reservations
-from services.instance.process import InstanceProcess, Parts
+from services.instance.parts import Parts
+from services.instance.process import InstanceProcess
 from services.instance.serving import RoleHandler
 from services.instance.settings import InstanceSettings
 from services.prefill.handler import PrefillHandler
