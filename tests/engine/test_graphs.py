@@ -56,7 +56,7 @@ def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list
 
 def test_padded_batches_give_the_right_tokens(family: str, references: References, captured: FakeCapture) -> None:
     reference = references(family)
-    with make_engine(reference.folder, max_num_seqs=16) as engine:
+    with make_engine(reference.folder, max_num_seqs=16, max_num_batched_tokens=512) as engine:
         decodes, prompts = captured.graphs[:5], captured.graphs[5:]  # of 16, 8, 4, 2 and 1; of 512 to 16 tokens
         assert len(prompts) == 2 * len(prompt_graphs.buckets(512))
         assert ask(engine, reference.prompts) == reference.answers
