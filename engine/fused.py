@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.inputs import StepInputs
-from engine.kernels import Activations, AttentionBackend, LayerKernels, Linear, Norm, Weight, row_kernel
+from engine.kernels import Activations, AttentionBackend, LayerKernels, Linear, NewHeads, Norm, Weight, row_kernel
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
 from engine.parallel.collectives import Collectives
@@ -69,9 +69,9 @@ class FusedForward:
         this together."""
         module = cast(Any, model.module)
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
-        self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
-        # gpt-oss names each pair's angle once; everybody else twice, for both halves
-        self._has_half_rotations = type(module.model.rotary_emb).__name__ == "GptOssRotaryEmbedding"
+        # What would change them with the length of a step is fixed (engine/rotary.py).
+        self._frequencies: Tensor = module.model.rotary_emb.inv_freq.float()
+        self._rotation_scaling = float(getattr(module.model.rotary_emb, "attention_scaling", 1.0))
         self._head = _linear(module.lm_head, kernels)
         self._layers = [pack_layer(layer, kernels) for layer in module.model.layers]
         self._final_norm = norm_of(module.model.norm)
@@ -90,7 +90,7 @@ class FusedForward:
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
-        rotation = self._rotation(inputs)
+        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
         if self._compute_row(residual, rotation, layers, inputs):
             hidden = self._kernels.norm_for(residual, self._final_norm, self._head.weight)
             return self._kernels.linear(hidden, self._head.weight, self._head.bias)
@@ -126,13 +126,6 @@ class FusedForward:
             return False
         return self._row(residual, rotation, layers, inputs.meta)
 
-    def _rotation(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """In float32, whatever the model's dtype: the kernels compute in it."""
-        cos, sin = self._rotary(self._like, inputs.position_ids[None])
-        if self._has_half_rotations:
-            return torch.cat([cos[0], cos[0]], dim=-1), torch.cat([sin[0], sin[0]], dim=-1)
-        return cos[0], sin[0]
-
     def _linear_norm(
         self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None
     ) -> Activations:
@@ -159,6 +152,10 @@ class FusedForward:
         inputs: StepInputs,
     ) -> Tensor:
         heads = heads.view(len(heads), -1, self._head_dim)
+        new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
+        attended = self._backend.attend_new(new, cache, inputs.meta, self._specs[number])
+        if attended is not None:
+            return attended.flatten(1)
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:

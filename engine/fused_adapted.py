@@ -55,7 +55,7 @@ class AdaptedForward(FusedForward):
         if not step:
             return super().__call__(inputs, layers)
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
-        rotation = self._rotation(inputs)
+        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
         hidden = self._norm(residual, self._layers[0].input_norm)
         for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
             heads = self._product(hidden, layer.qkv, parts.qkv, step)

@@ -1,9 +1,10 @@
 """Steps with prompts as captured graphs, for numbers of tokens in a few buckets: where few tokens are computed,
 launching hundreds of kernels takes the host longer than their work takes the device, and keeps Python's lock meanwhile.
 
-One kind of graph is for prompts alone, one for prompts beside sequences that write. A graph's inputs lie in one array
-and one table that the host fills and the device copies. Tokens beyond the step's belong to no sequence and are stored
-nowhere; sequences beyond its own have no token and no context. Steps that fit no graph are computed without.
+One kind of graph is for prompts alone, two are for prompts beside sequences that write, few or many. A graph's inputs
+lie in one array and one table that the host fills and the device copies. Tokens beyond the step's belong to no sequence
+and are stored nowhere; sequences beyond its own have no token and no context. Steps that fit no graph are computed
+without.
 """
 
 from dataclasses import dataclass
@@ -21,11 +22,9 @@ from engine.forward import Forward
 from engine.graphs import Capture, Graph
 from engine.inputs import StepArrays, StepInputs
 from engine.kernels import AttentionMetadata
+from engine.pace import SIZES
 from engine.roster import Limits
 
-SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
-"""Tokens, fine where padding would cost most. Products of 448 rows take longer than those of 512:
-docs/experiments.md."""
 LARGEST = SIZES[-1]
 """Beyond, the device takes longer than the host anyway."""
 TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
@@ -38,9 +37,11 @@ class Kind:
     """At most."""
     has_singles: bool
     """Sequences may have one new token."""
+    beyond: int = 0
+    """For more sequences than these, and so for more tokens."""
 
 
-KINDS = (Kind(16, has_singles=False), Kind(64, has_singles=True))
+KINDS = (Kind(16, has_singles=False), Kind(64, has_singles=True), Kind(128, has_singles=True, beyond=64))
 """The first that fits is taken."""
 
 
@@ -48,6 +49,13 @@ def buckets(max_num_batched_tokens: int) -> list[int]:
     """Numbers of tokens to capture."""
     largest = min(max_num_batched_tokens, LARGEST)
     return [size for size in SIZES if size < largest] + [largest]
+
+
+def variants(limits: Limits) -> list[tuple[Kind, int]]:
+    """What to capture, the largest first."""
+    kinds = [kind for kind in reversed(KINDS) if limits.max_num_seqs > kind.beyond]
+    sizes = reversed(buckets(limits.max_num_batched_tokens))
+    return [(kind, size) for size, kind in product(sizes, kinds) if size > kind.beyond]
 
 
 def kind_for(arrays: StepArrays) -> Kind | None:
@@ -83,7 +91,7 @@ class PromptGraphs:
         """The largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
         self._fill_nothing()
         graphs: dict[tuple[Kind, int], Graph] = {}
-        for size, kind in product(reversed(self._sizes), reversed(KINDS)):
+        for kind, size in variants(self._limits):
             self._compute(kind, size)  # compiles kernels and allocates what libraries keep
             graphs[kind, size] = capture(partial(self._compute, kind, size))
         self._graphs = graphs

@@ -8,6 +8,7 @@ from engine.kernels.metadata import (
     Experts,
     LayerKernels,
     Linear,
+    NewHeads,
     Norm,
     Weight,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Experts",
     "LayerKernels",
     "Linear",
+    "NewHeads",
     "Norm",
     "QuantizedWeight",
     "StackedWeight",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu_layers import DTYPE_CODES, KV_CODES, KvStore, reads_cache
-from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 from engine.kernels.reference import ReferenceAttention
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -89,3 +89,6 @@ class CpuAttention:
         if status == 2:
             raise MemoryError("attention ran out of memory for its scratch space")
         return output
+
+    def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
+        return None

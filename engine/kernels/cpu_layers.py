@@ -215,6 +215,9 @@ class CpuLayers:
     def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
         return self.silu_mul(self.linear(x, gate_up.weight, gate_up.bias))
 
+    def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        return twin.rotation(positions, frequencies, scaling)
+
     def rotary_store(
         self,
         query: Tensor,

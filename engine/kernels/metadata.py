@@ -61,6 +61,24 @@ class Experts:
         return self.down.count if isinstance(self.down, StackedWeight) else self.down.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewHeads:
+    """A layer's new queries, keys and values as their product left them: `heads` [num_tokens, num_heads + 2 *
+    num_kv_heads, head_dim]. Queries and keys are yet to be normed, where there are norms, and then to be rotated by cos
+    and sin [num_tokens, rotary_dim], of which the first half of the columns is read."""
+
+    heads: Tensor
+    rotation: tuple[Tensor, Tensor]
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+
+
 class AttentionBackend(Protocol):
     """`cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens, head_dim] of the
     block-major tensor. Nothing here keeps a tensor after it returns."""
@@ -71,6 +89,12 @@ class AttentionBackend(Protocol):
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         """query [num_tokens, num_heads, head_dim] -> the same shape and dtype; causal over the stored K/V."""
+        ...
+
+    def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
+        """Norms and rotates heads, writes K and V to `meta.slots` and attends, for sequences with one new token each:
+        [num_tokens, num_heads, head_dim]. `new` stays as it is. None, and nothing is done, where no kernel does all of
+        it at once faster than one after the other."""
         ...
 
 
@@ -100,12 +124,6 @@ class PreparedActivations(Protocol):
 
 Activations: TypeAlias = Tensor | PreparedActivations
 """The left operand of a product, [num_tokens, inputs] or what stands for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    weight: Tensor
-    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +177,11 @@ class LayerKernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[..., 2 * width] (gate, then up) -> silu(gate) * up [..., width]."""
+        ...
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """positions int64 [num_tokens], frequencies float32 [half] in radians a token -> cos and sin times `scaling`,
+        float32 [num_tokens, 2 * half], both halves alike."""
         ...
 
     def rotary_store(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import kv_codes
-from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 
 _MAX_SCORES = 1 << 24  # score elements alive at once: 64 MiB of float32
 
@@ -45,6 +45,9 @@ class ReferenceAttention:
             tokens = meta.query_starts[rows].long()
             output[tokens] = _decode(query[tokens], cache, contexts[rows], tables[rows], spec)
         return output
+
+    def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
+        return None
 
 
 def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec: AttentionSpec) -> Tensor:

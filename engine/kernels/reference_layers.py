@@ -20,6 +20,7 @@ __all__ = [
     "pack",
     "rms_norm",
     "rotary_store",
+    "rotation",
     "route",
     "silu_mul",
 ]
@@ -85,6 +86,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """See triton_layers.silu_mul."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """See triton_rotation.rotation."""
+    halves = positions[:, None].float() * frequencies
+    angles = torch.cat((halves, halves), dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def rotary_store(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.kv_codes import is_coded
-from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 from engine.kernels.reference import ReferenceAttention
 from engine.kernels.triton_decode import decode
+from engine.kernels.triton_decode_new import decode_new, fits
 from engine.kernels.triton_prefill import prefill
 from engine.kernels.triton_store import store
 from engine.kernels.triton_tiles import (
@@ -58,6 +59,14 @@ class TritonAttention:
         if has_singles:
             decode(output, query, cache, meta, spec, decoding)
         return output
+
+    def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
+        if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_HEAD_DIM:
+            return None
+        # Its programs take more registers, so fewer of them share a processor: large batches would wait for that.
+        if not fits(new, cache, meta) or len(new.heads) * cache.shape[2] > self._limits.processors:
+            return None
+        return decode_new(new, cache, meta, spec, self.tiles(new.heads, cache, len(new.heads))[0])
 
     def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
         """What this device gets for these shapes."""

@@ -43,8 +43,7 @@ def decode(
     scaled = is_coded(cache)
     tile = min(tiles.tile, tiles.min_split)
     align = max(tile, block_tokens)
-    context = meta.max_context_len if spec.sliding_window is None else spec.sliding_window + tiles.min_split
-    num_splits = min(tiles.max_splits, -(-min(meta.max_context_len, context) // tiles.min_split))
+    num_splits = most_splits(meta, spec, tiles)
     partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
     stats = query.new_empty((num_seqs, num_heads, num_splits, 2), dtype=torch.float32)
     items = num_seqs * num_kv_heads * num_splits
@@ -90,30 +89,54 @@ def decode(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if num_splits > 1:
-        _combine_kernel[(num_seqs, num_heads)](
-            output,
-            partial,
-            stats,
-            meta.query_starts,
-            meta.context_lens,
-            output if spec.sinks is None else spec.sinks,
-            num_splits,
-            heads=num_heads,
-            head_dim=head_dim,
-            dims=padded(head_dim),
-            min_split=tiles.min_split,
-            max_splits=padded(tiles.max_splits),
-            split_limit=tiles.max_splits,
-            align=align,
-            window=window,
-            sunk=spec.sinks is not None,
-            num_warps=1,
-        )
+    combine(output, partial, stats, meta, spec, tiles, align)
+
+
+def most_splits(meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles) -> int:
+    """Of any sequence in the batch."""
+    longest = meta.max_context_len
+    if spec.sliding_window is not None:
+        longest = min(longest, spec.sliding_window + tiles.min_split)
+    return min(tiles.max_splits, -(-longest // tiles.min_split))
+
+
+def combine(
+    output: Tensor,
+    partial: Tensor,
+    stats: Tensor,
+    meta: AttentionMetadata,
+    spec: AttentionSpec,
+    tiles: DecodeTiles,
+    align: int,
+) -> None:
+    """Merges splits into `output`: `partial` [num_seqs, num_heads, num_splits, head_dim], `stats` [..., 2]. `align` is
+    that of the cut."""
+    num_seqs, num_heads, num_splits, head_dim = partial.shape
+    if num_splits == 1:
+        return
+    _combine_kernel[(num_seqs, num_heads)](
+        output,
+        partial,
+        stats,
+        meta.query_starts,
+        meta.context_lens,
+        output if spec.sinks is None else spec.sinks,
+        num_splits,
+        heads=num_heads,
+        head_dim=head_dim,
+        dims=padded(head_dim),
+        min_split=tiles.min_split,
+        max_splits=padded(tiles.max_splits),
+        split_limit=tiles.max_splits,
+        align=align,
+        window=spec.sliding_window or 0,
+        sunk=spec.sinks is not None,
+        num_warps=1,
+    )
 
 
 @triton.jit
-def _cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, align: tl.constexpr, window: tl.constexpr):
+def cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, align: tl.constexpr, window: tl.constexpr):
     """(first position, tokens per split, number of splits) of a context: at most `split_limit` equal splits of about
     `min_split` tokens or more, each of whole `align`."""
     first = context * 0
@@ -170,7 +193,7 @@ def _decode_kernel(  # noqa: PLR0913
     starts = tl.load(query_starts + ids, mask=ids < num_seqs, other=0)
     ends = tl.load(query_starts + ids + 1, mask=ids < num_seqs, other=0)
     contexts = tl.where(ends - starts == 1, contexts, 0)
-    _, _, splits_of = _cut(contexts, min_split, split_limit, align, window)
+    _, _, splits_of = cut(contexts, min_split, split_limit, align, window)
     item_ends = tl.cumsum(splits_of, 0)
     num_items = tl.sum(splits_of, 0) * kv_heads
     row, dim = tl.arange(0, rows), tl.arange(0, dims)
@@ -181,7 +204,7 @@ def _decode_kernel(  # noqa: PLR0913
         split = pair - tl.sum(tl.where(before, splits_of, 0), 0)
         context = tl.load(context_lens + seq)
         token = tl.load(query_starts + seq).to(tl.int64)
-        first, size, splits = _cut(context, min_split, split_limit, align, window)
+        first, size, splits = cut(context, min_split, split_limit, align, window)
         begin = first + split * size
         end = tl.minimum(begin + size, context)
         lowest = tl.maximum(context - window, 0) if window > 0 else 0
@@ -323,7 +346,7 @@ def _combine_kernel(  # noqa: PLR0913
     """Merges the splits of one head of one sequence, in their order."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
-    _, _, splits = _cut(tl.load(context_lens + seq), min_split, split_limit, align, window)
+    _, _, splits = cut(tl.load(context_lens + seq), min_split, split_limit, align, window)
     if (splits <= 1) | (tl.load(query_starts + seq + 1) - token != 1):
         return  # written already, or not ours
     split, dim = tl.arange(0, max_splits), tl.arange(0, dims)

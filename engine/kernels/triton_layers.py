@@ -18,9 +18,10 @@ from engine.kernels.reference_layers import embed
 from engine.kernels.triton_digits import norm_split, silu_split
 from engine.kernels.triton_experts import route
 from engine.kernels.triton_experts_codes import mix
-from engine.kernels.triton_linear import linear, pack
+from engine.kernels.triton_linear import gated_row, is_row, linear, pack
 from engine.kernels.triton_quant_digits import has_nibbles, takes_digits
 from engine.kernels.triton_quant_row import row_product
+from engine.kernels.triton_rotation import rotation
 from engine.kernels.triton_store import coded, largest_of, scale_of
 from engine.kernels.triton_tiles import padded
 
@@ -34,6 +35,7 @@ __all__ = [
     "pack",
     "rms_norm",
     "rotary_store",
+    "rotation",
     "route",
     "silu_mul",
 ]
@@ -107,6 +109,8 @@ def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
     """`silu_mul` of `linear`, in the product itself where each output is one program's, and in two bytes where the
     product with `then` goes over integers."""
     weight = gate_up.weight
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and is_row(x, weight):
+        return gated_row(x, weight, gate_up.bias)
     if isinstance(x, Tensor) and isinstance(weight, QuantizedWeight) and triton_quant.is_row(x, weight):
         is_split = isinstance(then, QuantizedWeight) and takes_digits(then, 1, x.dtype)
         if not is_split and x.stride(-1) == 1:

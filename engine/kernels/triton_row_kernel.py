@@ -1,12 +1,23 @@
-"""One kernel for all layers of one row over four-bit weights: nine steps a layer, and a meeting of all programs after
-each. Device code only; see triton_row_layers for who may launch it."""
+"""One kernel for all layers of one row over four-bit weights: five steps a layer, and a meeting of all programs between
+each two. What does not depend on the step before is asked for before a program waits for it. Device code only; see
+triton_row_layers for who may launch it."""
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_row_attention import attend, merge
-from engine.kernels.triton_row_steps import add_norm, gate, meet, norm_factor, number_of, product, tensor_of
+from engine.kernels.triton_row_attention import attend, merged_product
+from engine.kernels.triton_row_steps import (
+    arrive,
+    clear,
+    gated_product,
+    normed_product,
+    number_of,
+    place_of,
+    sum_of,
+    tensor_of,
+    wait,
+)
 
 
 @triton.jit
@@ -14,17 +25,15 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
     counter,
     failed,
     residual,
+    other,
     anchor,
     table,
-    parts,
-    gate_parts,
+    heads_sums,
+    hidden_sums,
+    gate_sums,
     partial,
     stats,
     squares,
-    digits,
-    floats,
-    gated_digits,
-    gated_floats,
     cos,
     sin,
     block_table,
@@ -52,89 +61,84 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
     columns: tl.constexpr,
     programs: tl.constexpr,
     stages: tl.constexpr,
+    down_runs: tl.constexpr,
     patience: tl.constexpr,
 ):
-    """`table`: see triton_row_layers. `parts` are of whichever narrow product was computed last."""
+    """`table`: see triton_row_layers. `heads_sums` are zero, and left so; `hidden_sums` are two products'. What a step
+    adds to was cleared two meetings before, and is not read by the step that clears it."""
     qkv: tl.constexpr = (heads + 2 * kv_heads) * head_dim
     attended: tl.constexpr = heads * head_dim
-    groups: tl.constexpr = hidden // 128
-    head_groups: tl.constexpr = attended // 128
-    gate_groups: tl.constexpr = width // 128
     dtype: tl.constexpr = residual.dtype.element_ty
+    down_sums = hidden_sums + hidden
     context, slot = tl.load(contexts), tl.load(slots)
     left = tl.where(tl.load(failed) == 0, patience, 0)
-    target = programs
-    me = number_of(left)
-    norm = tensor_of(anchor, table, 0, 0, entries, dtype)
-    add_norm(me, digits, floats, squares, parts, residual, norm, hidden, 0, programs)
-    left = meet(counter, failed, target, left)
+    target = 0
+    norm_at, codes_at = place_of(table, 0, 0, entries), place_of(table, 0, 1, entries)
+    scales_at = place_of(table, 0, 2, entries)
     for layer in range(layers):
         me = number_of(left)
-        codes = tensor_of(anchor, table, layer, 1, entries, tl.int8)
-        scales = tensor_of(anchor, table, layer, 2, entries, scale_dtype)
-        factor = norm_factor(squares, failed, eps, hidden)
-        product(
-            me, parts, digits, floats, floats + groups, codes, scales, factor, qkv, hidden, tile, depth, columns,
-            programs, stages,
+        cache_at = place_of(table, layer, 10, entries)
+        left = normed_product(
+            me, counter, failed, target, left, heads_sums, tensor_of(anchor, codes_at, tl.int8),
+            tensor_of(anchor, scales_at, scale_dtype), down_sums, layer > 0, residual, other,
+            tensor_of(anchor, norm_at, dtype), squares, qkv, hidden, tile, depth, columns, programs, stages, True,
         )  # fmt: skip
+        arrive(counter)
         target += programs
-        left = meet(counter, failed, target, left)
         me = number_of(left)
-        cache = tensor_of(anchor, table, layer, 10, entries, dtype)
-        attend(
-            me, partial, stats, parts, cos, sin, cache, block_table, context, slot, scale, block_stride, heads,
-            kv_heads, head_dim, hidden // depth, rows, few, token_tile, max_splits, block_tokens, head_rows, programs,
+        codes_at, scales_at = place_of(table, layer, 3, entries), place_of(table, layer, 4, entries)
+        clear(me, gate_sums, 2 * width, programs)
+        clear(me, hidden_sums, hidden, programs)
+        left = attend(
+            me, counter, failed, target, left, partial, stats, heads_sums, squares, cos, sin,
+            tensor_of(anchor, cache_at, dtype), block_table, context, slot, scale, eps, block_stride, hidden, heads,
+            kv_heads, head_dim, rows, few, token_tile, max_splits, block_tokens, head_rows, programs,
         )  # fmt: skip
+        arrive(counter)
         target += programs
-        left = meet(counter, failed, target, left)
         me = number_of(left)
-        merge(me, digits, floats, partial, stats, context, dtype, heads, head_dim, token_tile, max_splits, programs)
-        output_codes = tensor_of(anchor, table, layer, 3, entries, tl.int8)
-        output_scales = tensor_of(anchor, table, layer, 4, entries, scale_dtype)
-        target += programs
-        left = meet(counter, failed, target, left)
-        me = number_of(left)
-        product(
-            me, parts, digits, floats, floats + head_groups, output_codes, output_scales, 1.0, hidden, attended,
-            tile, depth, columns, programs, stages,
+        norm_at = place_of(table, layer, 5, entries)
+        gate_codes_at, gate_scales_at = place_of(table, layer, 6, entries), place_of(table, layer, 7, entries)
+        clear(me, down_sums, hidden, programs)
+        left = merged_product(
+            me, counter, failed, target, left, hidden_sums, tensor_of(anchor, codes_at, tl.int8),
+            tensor_of(anchor, scales_at, scale_dtype), partial, stats, context, dtype, head_dim, token_tile,
+            max_splits, hidden, attended, tile, depth, columns, programs, stages, True,
         )  # fmt: skip
+        arrive(counter)
         target += programs
-        left = meet(counter, failed, target, left)
         me = number_of(left)
-        norm = tensor_of(anchor, table, layer, 5, entries, dtype)
-        add_norm(me, digits, floats, squares, parts, residual, norm, hidden, attended // depth, programs)
-        gate_codes = tensor_of(anchor, table, layer, 6, entries, tl.int8)
-        gate_scales = tensor_of(anchor, table, layer, 7, entries, scale_dtype)
-        target += programs
-        left = meet(counter, failed, target, left)
-        me = number_of(left)
-        factor = norm_factor(squares, failed, eps, hidden)
-        product(
-            me, gate_parts, digits, floats, floats + groups, gate_codes, gate_scales, factor, 2 * width, hidden,
-            tile, depth, columns, programs, stages,
+        codes_at, scales_at = place_of(table, layer, 8, entries), place_of(table, layer, 9, entries)
+        clear(me, heads_sums, qkv, programs)
+        left = normed_product(
+            me, counter, failed, target, left, gate_sums, tensor_of(anchor, gate_codes_at, tl.int8),
+            tensor_of(anchor, gate_scales_at, scale_dtype), hidden_sums, True, other, residual,
+            tensor_of(anchor, norm_at, dtype), squares, 2 * width, hidden, tile, depth, columns, programs, stages, True,
         )  # fmt: skip
+        arrive(counter)
         target += programs
-        left = meet(counter, failed, target, left)
         me = number_of(left)
-        gate(me, gated_digits, gated_floats, gate_parts, dtype, width, hidden // depth, programs)
-        down_codes = tensor_of(anchor, table, layer, 8, entries, tl.int8)
-        down_scales = tensor_of(anchor, table, layer, 9, entries, scale_dtype)
-        target += programs
-        left = meet(counter, failed, target, left)
-        me = number_of(left)
-        product(
-            me, parts, gated_digits, gated_floats, gated_floats + gate_groups, down_codes, down_scales, 1.0, hidden,
-            width, tile, depth, columns, programs, stages,
+        after = tl.minimum(layer + 1, layers - 1)
+        down_codes_at, down_scales_at = codes_at, scales_at
+        norm_at, codes_at = place_of(table, after, 0, entries), place_of(table, after, 1, entries)
+        scales_at = place_of(table, after, 2, entries)
+        left = gated_product(
+            me, counter, failed, target, left, down_sums, tensor_of(anchor, down_codes_at, tl.int8),
+            tensor_of(anchor, down_scales_at, scale_dtype), gate_sums, squares, eps, dtype, hidden, hidden, width,
+            tile, depth, columns, programs, stages, down_runs,
         )  # fmt: skip
+        arrive(counter)
         target += programs
-        left = meet(counter, failed, target, left)
-        me = number_of(left)
-        after = tl.minimum(layer + 1, layers - 1)  # nobody reads the last one's norm
-        norm = tensor_of(anchor, table, after, 0, entries, dtype)
-        add_norm(me, digits, floats, squares, parts, residual, norm, hidden, width // depth, programs)
-        target += programs
-        if layer + 1 < layers:
-            left = meet(counter, failed, target, left)
+    left = wait(counter, failed, target, left)
+    me = number_of(left)
+    lost = tl.load(failed, cache_modifier=".cg")
+    for start in range(me * 128, hidden, programs * 128):
+        index = start + tl.arange(0, 128)
+        more = sum_of(down_sums, index, index < hidden).to(dtype).to(tl.float32)
+        value = tl.load(residual + index, cache_modifier=".cg").to(tl.float32)
+        tl.debug_barrier()  # threads may hold the same number: all have loaded it before one stores
+        tl.store(residual + index, (value + more + lost).to(dtype))
     tl.debug_barrier()
+    target += programs
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)

@@ -1,6 +1,6 @@
 """All layers of one row over four-bit weights in one kernel, whose programs meet after each step of a layer.
 
-A launch costs more than the small steps do; a meeting costs a microsecond. All programs must run at once: how many can
+A launch costs more than a meeting, which takes a microsecond. All programs must run at once: how many can
 is computed from what the compiler and the device say, and where one of them does not say, nothing here is used. Who
 waits some seconds in vain goes on, and all results are NaN from then on. Twin: the steps apart (engine.fused).
 """
@@ -30,12 +30,14 @@ class RowPlan:
     """Measured (docs/experiments.md, "All layers of one row in one kernel")."""
 
     programs: int
-    depth: int  # inputs per part of a product: 256 or 512
+    depth: int  # inputs of a tile: 256 or 512
     tile: int = 64  # outputs
     warps: int = 4
     stages: int = 3
-    token_tile: int = 32
-    max_splits: int = 32
+    token_tile: int = 64
+    max_splits: int = 32  # the new token is one
+    down_runs: bool = False
+    """Whether the tiles of down are dealt as those of all other products: see triton_row_steps.share_of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +68,18 @@ class RowLayers:
         self._safe: dict[tuple[int, int], bool] = {}
         like = layers[0].input_norm.weight
         self._dtype, self._device = like.dtype, like.device
-        attended, parts = shape.heads * shape.head_dim, shape.hidden // plan.depth
-        qkv = attended + 2 * shape.kv_heads * shape.head_dim
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         splits = shape.heads * plan.max_splits
-        widest = max(shape.hidden, attended)
-        narrow = max(parts * qkv, attended // plan.depth * shape.hidden, shape.width // plan.depth * shape.hidden)
-        # The counter of the programs that have come, and what a meeting that failed leaves: see `meet`.
+        # The counter of the programs that have come, and what a meeting that failed leaves: see `wait`.
         self.state = torch.zeros(2, dtype=torch.int32, device=self._device)
+        self._other = torch.empty(shape.hidden, dtype=self._dtype, device=self._device)
+        self._sums = [
+            torch.zeros(size, dtype=torch.int64, device=self._device)
+            for size in (qkv, 2 * shape.hidden, 2 * shape.width)
+        ]
         self._floats = [
             torch.empty(size, dtype=torch.float32, device=self._device)
-            for size in (narrow, parts * 2 * shape.width, splits * shape.head_dim, splits * 2, shape.hidden // 128)
-        ]
-        self._digits = [
-            torch.empty(size, dtype=dtype, device=self._device)
-            for inputs in (widest, shape.width)
-            for size, dtype in ((2 * inputs, torch.int8), (3 * inputs // 128, torch.float32))
+            for size in (splits * shape.head_dim, splits, shape.hidden // 128)
         ]
         self._anchor = _weight(layers[0].qkv).codes.view(torch.int8)
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -136,10 +135,11 @@ class RowLayers:
             self.state,
             self.state[1:].view(torch.float32),
             residual,
+            self._other,
             self._anchor,
             self._table(caches),
+            *self._sums,
             *self._floats,
-            *self._digits,
             *rotation,
             meta.block_tables,
             meta.context_lens,
@@ -171,6 +171,7 @@ class RowLayers:
             "columns": narrowest_columns(self._device),
             "programs": plan.programs,
             "stages": plan.stages,
+            "down_runs": plan.down_runs,
             "patience": PATIENCE,
             "num_warps": plan.warps,
         }
@@ -188,7 +189,7 @@ def row_layers(
     if not {"max_num_regs", "max_shared_mem", "multiprocessor_count", "warpSize"} <= limits.keys():
         return None
     plan = RowPlan(PER_PROCESSOR * limits["multiprocessor_count"], depth_of(shape))
-    if plan.programs < max(shape.hidden, shape.width, shape.heads * shape.head_dim) // plan.depth:
+    if plan.programs < shape.width // plan.depth:
         return None
     return RowLayers(layers, shape, specs[0].scale, plan, limits)
 
@@ -223,7 +224,7 @@ def shape_of(
     wanted = [attended + 2 * kv_heads * head_dim, hidden, 2 * width, hidden] * len(layers)
     is_even = all(size % 256 == 0 for size in (hidden, attended, width)) and wanted[0] % 128 == 0
     has_shapes = [_weight(cast(Linear, part)).outputs for part in products] == wanted
-    is_padded = padded(head_dim) == head_dim >= 16 and attended // head_dim // kv_heads <= 16
+    is_padded = padded(head_dim) == head_dim and 16 <= head_dim <= 256 and attended // head_dim // kv_heads <= 16
     if not (is_even and has_shapes and is_padded) or first.input_norm.weight.dtype not in SCALE_DTYPES:
         return None
     return RowShape(hidden, width, attended // head_dim, kv_heads, head_dim)

@@ -1,21 +1,29 @@
-"""What programs of one kernel do for one row between their meetings: products, norms and gates.
+"""What programs of one kernel do for one row between their meetings: products of inputs that each program makes itself.
 
-Device code only. A product's inputs are cut into runs, and whoever reads it adds up the runs' parts, in order.
+Device code only. A product's inputs are cut into stretches of `depth`, and what they add to an output is added up in
+fixed point, whose sum no order changes. A program waits within its loop over tiles, once the first ones' codes are
+asked for: Triton asks for them several tiles ahead.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_digits import store_digits
+UNIT: tl.constexpr = tl.constexpr(2.0**32)
+"""One, in a sum: fixed point, to 2 ** -32 and up to 2 ** 31."""
 
 
 @triton.jit
-def meet(counter, failed, target, left):
-    """Returns once `target` programs have come, with what is left of the patience. Who runs out of it says so in
-    `failed`, and waits no more."""
+def arrive(counter):
+    """Says that this program has done its step."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(counter, failed, target, left):
+    """Returns once `target` programs have come, with what is left of the patience. Who runs out of it says so in
+    `failed`, and waits no more."""
     seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     while (seen < target) & (left > 0):
         seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
@@ -33,21 +41,32 @@ def number_of(left):
 
 
 @triton.jit
-def tensor_of(anchor, table, layer, entry: tl.constexpr, entries: tl.constexpr, dtype: tl.constexpr):
-    """A pointer to `dtype` out of the table of a layer's tensors, which counts 16 bytes from `anchor`."""
-    return (anchor + tl.load(table + layer * entries + entry) * 16).to(tl.pointer_type(dtype), bitcast=True)
+def place_of(table, layer, entry: tl.constexpr, entries: tl.constexpr):
+    return tl.load(table + layer * entries + entry)
 
 
 @triton.jit
-def product(  # noqa: PLR0913
+def tensor_of(anchor, place, dtype: tl.constexpr):
+    """A pointer to `dtype` at a place out of the table of a layer's tensors, which counts 16 bytes from `anchor`."""
+    return (anchor + place * 16).to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def normed_product(  # noqa: PLR0913
     me,
-    parts,
-    digits,
-    digit_scales,
-    low_sums,
+    counter,
+    failed,
+    target,
+    left,
+    sums,
     codes,
     scales,
-    factor,
+    added,
+    has_added,
+    residual,
+    to,
+    weight,
+    squares,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
     tile: tl.constexpr,
@@ -55,114 +74,213 @@ def product(  # noqa: PLR0913
     columns: tl.constexpr,
     programs: tl.constexpr,
     stages: tl.constexpr,
+    runs: tl.constexpr,
 ):
-    """The parts of `factor` * the weight * the digits over `depth` inputs each, float32 [parts, outputs]. A program has
-    the same inputs of many tiles, and neighbours have neighbouring inputs: together they read the weight in order."""
-    steps: tl.constexpr = inputs // depth
-    teams: tl.constexpr = programs // steps
+    """After a meeting: `to` = `residual` + `added`, its `squares`, and the product of it, normed but for
+    `norm_factor`, which whoever reads `sums` applies."""
     tiles: tl.constexpr = outputs // tile
-    step, team = me % steps, me // steps
-    last = tl.where(team < teams, tiles, 0)
-    column = tl.arange(0, columns)
-    place = tl.arange(0, 64)
-    seen = column < 2
-    reader = digits + step * depth + tl.where(seen, column, 0)[None, :] * inputs + place[:, None]
-    stretch = step * (depth // 128) + tl.where(seen, 0, 0)
-    sums, worths = low_sums + stretch, digit_scales + stretch
-    worth = tl.where(column == 0, 16.0, 0.0625) * factor
-    low_0, high_0, base_0, worth_0 = _stretch(reader, sums, worths, worth, 0)
-    low_1, high_1, base_1, worth_1 = _stretch(reader, sums, worths, worth, 1)
-    if depth > 256:
-        low_2, high_2, base_2, worth_2 = _stretch(reader, sums, worths, worth, 2)
-        low_3, high_3, base_3, worth_3 = _stretch(reader, sums, worths, worth, 3)
-    pairs = scales.to(tl.pointer_type(tl.int32), bitcast=True) + step * (depth // 256)
-    dtype: tl.constexpr = scales.dtype.element_ty
-    for number in tl.range(team, last, teams, num_stages=stages):
-        row = number * tile + tl.arange(0, tile)
-        code = codes + row[:, None] * (inputs // 2) + step * (depth // 2) + place[None, :]
-        pair = tl.load(pairs + row * (inputs // 256))  # the scales of two stretches
-        acc = _times(tl.load(code), low_0, high_0, base_0) * (_scale_of(pair, 0, dtype)[:, None] * worth_0[None, :])
-        acc += _times(tl.load(code + 64), low_1, high_1, base_1) * (
-            _scale_of(pair, 1, dtype)[:, None] * worth_1[None, :]
-        )
-        if depth > 256:
-            pair = tl.load(pairs + row * (inputs // 256) + 1)
-            acc += _times(tl.load(code + 128), low_2, high_2, base_2) * (
-                _scale_of(pair, 0, dtype)[:, None] * worth_2[None, :]
-            )
-            acc += _times(tl.load(code + 192), low_3, high_3, base_3) * (
-                _scale_of(pair, 1, dtype)[:, None] * worth_3[None, :]
-            )
-        tl.store(parts + step * outputs + row, tl.sum(acc, 1))
+    steps: tl.constexpr = inputs // depth
+    wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
+    first, last, stride = share_of(me, steps, tiles, programs, runs)
+    low, high, base, worth = no_digits(depth, wide)
+    for item in tl.range(first, last, stride, num_stages=stages):
+        step, number = place_in(item, me, steps, tiles, runs)
+        if (item == first) | (runs and number == 0):
+            if item == first:
+                left = wait(counter, failed, target, left)
+            values = _normed(step, number == 0, added, has_added, residual, to, weight, squares, depth)
+            low, high, base, worth = digits_of(values, depth, wide)
+        add_tile(sums, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
+    if first >= last:
+        left = wait(counter, failed, target, left)
+    return left
 
 
 @triton.jit
-def _stretch(reader, low_sums, digit_scales, worth, ahead: tl.constexpr):
-    """A stretch's digits and what they count: inputs of low nibbles, of high ones, what is taken off, scales."""
-    column = tl.arange(0, reader.shape[1])
-    seen = column < 2
-    low = tl.load(reader + ahead * 128, seen[None, :], other=0)
-    high = tl.load(reader + ahead * 128 + 64, seen[None, :], other=0)
-    base = 128.0 * tl.load(low_sums + ahead, column == 0, other=0.0)
-    return low, high, base, worth * tl.load(digit_scales + ahead, seen, other=0.0)
-
-
-@triton.jit
-def _times(both, low, high, base):
-    """Sixteen times a stretch's sums [outputs, columns]."""
-    low_part = tl.dot(both & 15, low, out_dtype=tl.int32)
-    high_part = tl.dot((both & -16) ^ -128, high, out_dtype=tl.int32)  # sixteen times (code - 8)
-    return (low_part * 16 + high_part).to(tl.float32) - base[None, :]
-
-
-@triton.jit
-def _scale_of(pair, half: tl.constexpr, dtype: tl.constexpr):
-    bits = ((pair >> 16 * half) & 0xFFFF).to(tl.int16)
-    return bits.to(dtype, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def sum_parts(parts, index, known, outputs: tl.constexpr, count: tl.constexpr):
-    """Outputs `index` of a product of `count` parts, float32."""
-    total = tl.zeros(index.shape, tl.float32)
-    for slot in tl.static_range(count):
-        total += tl.load(parts + slot * outputs + index, known, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def rounded_sum(parts, index, dtype: tl.constexpr, outputs: tl.constexpr, count: tl.constexpr):
-    """As the product by itself would have rounded it."""
-    return sum_parts(parts, index, index >= 0, outputs, count).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def add_norm(  # noqa: PLR0913
+def gated_product(  # noqa: PLR0913
     me,
-    digits,
-    floats,
+    counter,
+    failed,
+    target,
+    left,
+    sums,
+    codes,
+    scales,
+    gates,
     squares,
-    parts,
-    residual,
-    weight,
+    eps,
+    dtype: tl.constexpr,
+    hidden: tl.constexpr,
     outputs: tl.constexpr,
-    count: tl.constexpr,
+    inputs: tl.constexpr,
+    tile: tl.constexpr,
+    depth: tl.constexpr,
+    columns: tl.constexpr,
     programs: tl.constexpr,
+    stages: tl.constexpr,
+    runs: tl.constexpr,
 ):
-    """A product of `count` parts joins `residual`; weight * residual as digits, which lack `norm_factor`."""
-    groups: tl.constexpr = outputs // 128
+    """After a meeting: the product of SiLU(gate) * up."""
+    tiles: tl.constexpr = outputs // tile
+    steps: tl.constexpr = inputs // depth
+    wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
+    first, last, stride = share_of(me, steps, tiles, programs, runs)
+    low, high, base, worth = no_digits(depth, wide)
+    for item in tl.range(first, last, stride, num_stages=stages):
+        step, number = place_in(item, me, steps, tiles, runs)
+        if (item == first) | (runs and number == 0):
+            if item == first:
+                left = wait(counter, failed, target, left)
+            values = _gated(step, gates, squares, failed, eps, dtype, hidden, inputs, depth)
+            low, high, base, worth = digits_of(values, depth, wide)
+        add_tile(sums, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
+    if first >= last:
+        left = wait(counter, failed, target, left)
+    return left
+
+
+@triton.jit
+def share_of(me, steps: tl.constexpr, tiles: tl.constexpr, programs: tl.constexpr, runs: tl.constexpr):
+    """(first, last, stride) of a program's items, each a tile of a step. With `runs` all have as many, one after the
+    other, and may come to a second step; else a program stays at a step, whose tiles a team of programs takes in turn.
+    """
+    teams: tl.constexpr = programs // steps
+    if runs:
+        first, last, stride = me * (steps * tiles) // programs, (me + 1) * (steps * tiles) // programs, 1
+    else:
+        first, last, stride = me // steps, tl.where(me // steps < teams, tiles, 0), teams
+    return first, last, stride
+
+
+@triton.jit
+def place_in(item, me, steps: tl.constexpr, tiles: tl.constexpr, runs: tl.constexpr):
+    """(step, tile) of an item."""
+    if runs:
+        step, number = item // tiles, item % tiles
+    else:
+        step, number = me % steps, item
+    return step, number
+
+
+@triton.jit
+def no_digits(depth: tl.constexpr, columns: tl.constexpr):
+    none = tl.zeros([columns, depth // 8], tl.int32)
+    return none, none, tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
+
+
+@triton.jit
+def digits_of(values, depth: tl.constexpr, columns: tl.constexpr):
+    """float32 [groups, 128] as right operands: inputs of low nibbles and of high ones, four bytes to a word [columns,
+    words], what is taken off the sums and what they count [columns]. A group has columns of its own, so that one sum
+    serves all."""
+    groups: tl.constexpr = depth // 128
+    per: tl.constexpr = columns // groups
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-20) * (1.0 / 32512.0)
+    # To the nearest integer, by the last bit of floats from 2 ** 23; half a step up keeps the low byte below 128.
+    number = (values * (1.0 / scale)[:, None] + 12582912.0) - 12582912.0
+    is_low = (tl.arange(0, 128) // 16) % 2 == 0
+    low_sum = tl.sum(tl.where(is_low[None, :], number, 0.0), 1)
+    first = ((number + 0.5) * 0.00390625 + 12582912.0) - 12582912.0
+    second = (number - first * 256.0).to(tl.int32) & 255
+    both = (first.to(tl.int32) & 255).to(tl.int64) | (second.to(tl.int64) << 32)
+    byte = tl.arange(0, 128) // 32  # of its word
+    words = tl.sum(tl.reshape(both << (byte * 8).to(tl.int64)[None, :], [groups, 4, 2, 16]), 1)
+    low, high = tl.split(tl.permute(words, (0, 2, 1)))
+    kind = tl.arange(0, columns) % per
+    base = tl.where(kind == 0, _spread(low_sum, columns) * 0.5, 0.0)
+    worth = _spread(scale, columns) * tl.where(kind == 0, 16.0, 0.0625)
+    return _columns_of(low, depth, columns), _columns_of(high, depth, columns), base, worth
+
+
+@triton.jit
+def _spread(values, columns: tl.constexpr):
+    groups: tl.constexpr = values.shape[0]
+    return tl.reshape(tl.broadcast_to(values[:, None], [groups, columns // groups]), [columns])
+
+
+@triton.jit
+def _columns_of(words, depth: tl.constexpr, columns: tl.constexpr):
+    """Words [groups, 16] of first bytes, and above them of second ones, each where its column is."""
+    per: tl.constexpr = columns // (depth // 128)
+    words = tl.reshape(words, [depth // 8])
+    column, word = tl.arange(0, columns), tl.arange(0, depth // 8)
+    kind = (column % per)[:, None]
+    chosen = tl.where(kind == 0, words.to(tl.int32)[None, :], (words >> 32).to(tl.int32)[None, :])
+    return tl.where(((column // per)[:, None] == (word // 16)[None, :]) & (kind < 2), chosen, 0)
+
+
+@triton.jit
+def _bytes_of(words):
+    """[columns, words] of four bytes as int8 [bytes, columns]."""
+    even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
+    odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
+    return tl.trans(tl.reshape(tl.join(even, odd), [words.shape[0], 4 * words.shape[1]]))
+
+
+@triton.jit
+def add_tile(  # noqa: PLR0913
+    sums,
+    codes,
+    scales,
+    low,
+    high,
+    base,
+    worth,
+    number,
+    step,
+    inputs: tl.constexpr,
+    tile: tl.constexpr,
+    depth: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Adds what `depth` inputs, as `digits_of` them, add to the sums of `tile` outputs."""
+    group = tl.arange(0, columns) // (columns // (depth // 128))
+    row = number * tile + tl.arange(0, tile)
+    code = codes + row[:, None] * (inputs // 2) + step * (depth // 2) + tl.arange(0, depth // 2)[None, :]
+    both = tl.load(code)
+    # The scales of a run's groups are read as one word, so that they come through the pipeline too.
+    kind: tl.constexpr = tl.int32 if depth == 256 else tl.int64
+    word = tl.load(scales.to(tl.pointer_type(kind), bitcast=True) + row * (inputs // depth) + step)
+    bits = (word[:, None] >> (16 * group).to(kind)[None, :]).to(tl.int16)
+    scale = bits.to(scales.dtype.element_ty, bitcast=True).to(tl.float32)
+    low_part = tl.dot(both & 15, _bytes_of(low), out_dtype=tl.int32)
+    high_part = tl.dot((both & -16) ^ -128, _bytes_of(high), out_dtype=tl.int32)  # sixteen times (code - 8)
+    shares = ((low_part * 16 + high_part).to(tl.float32) - base[None, :]) * (scale * worth[None, :])
+    tl.atomic_add(sums + row, (tl.sum(shares, 1) * UNIT).to(tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def sum_of(sums, index, known):
+    """Outputs `index` of a product, float32."""
+    return tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32) * (1.0 / UNIT)
+
+
+@triton.jit
+def clear(me, sums, count: tl.constexpr, programs: tl.constexpr):
+    for start in range(me * 128, count, programs * 128):
+        index = start + tl.arange(0, 128)
+        tl.store(sums + index, tl.zeros([128], tl.int64), index < count)
+
+
+@triton.jit
+def _inputs(step, depth: tl.constexpr):
+    return step * depth + tl.arange(0, depth // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+
+
+@triton.jit
+def _normed(  # noqa: PLR0913
+    step, is_first, added, has_added, residual, to, weight, squares, depth: tl.constexpr
+):
+    """Who computes a step's first tile stores what all of the step have."""
     dtype: tl.constexpr = residual.dtype.element_ty
-    for number in range(me, groups, programs):
-        index = number * 128 + tl.arange(0, 128)
-        summed = tl.load(residual + index)
-        if count > 0:
-            added = rounded_sum(parts, index, dtype, outputs, count)
-            summed = (summed.to(tl.float32) + added).to(dtype)
-            tl.debug_barrier()  # threads may hold the same number: all have loaded it before one stores
-            tl.store(residual + index, summed)
-        values = summed.to(tl.float32)
-        tl.store(squares + number, tl.sum(values * values, 0))
-        store_group(digits, floats, values * tl.load(weight + index).to(tl.float32), number, groups)
+    index = _inputs(step, depth)
+    more = sum_of(added, index, (index >= 0) & has_added).to(dtype).to(tl.float32)
+    summed = (tl.load(residual + index, cache_modifier=".cg").to(tl.float32) + more).to(dtype)
+    values = summed.to(tl.float32)
+    tl.store(to + index, summed, (index >= 0) & is_first)
+    group = step * (depth // 128) + tl.arange(0, depth // 128)
+    tl.store(squares + group, tl.sum(values * values, 1), (group >= 0) & is_first)
+    return values * tl.load(weight + index).to(tl.float32)
 
 
 @triton.jit
@@ -177,40 +295,21 @@ def norm_factor(squares, failed, eps, hidden: tl.constexpr):
 
 
 @triton.jit
-def gate(  # noqa: PLR0913
-    me,
-    digits,
-    floats,
-    parts,
+def _gated(  # noqa: PLR0913
+    step,
+    gates,
+    squares,
+    failed,
+    eps,
     dtype: tl.constexpr,
+    hidden: tl.constexpr,
     width: tl.constexpr,
-    count: tl.constexpr,
-    programs: tl.constexpr,
+    depth: tl.constexpr,
 ):
-    """SiLU(gate) * up of a product of `count` parts, as digits."""
-    groups: tl.constexpr = width // 128
-    for number in range(me, groups, programs):
-        index = number * 128 + tl.arange(0, 128)
-        wide = rounded_sum(parts, index, dtype, 2 * width, count)
-        up = rounded_sum(parts, index + width, dtype, 2 * width, count)
-        # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
-        activated = (wide / (1.0 + tl.exp(tl.minimum(-wide, 80.0)))).to(dtype).to(tl.float32)
-        store_group(digits, floats, (activated * up).to(dtype).to(tl.float32), number, groups)
-
-
-@triton.jit
-def store_group(digits, floats, values, number, groups: tl.constexpr):
-    """float32 [128] as the digits of group `number`."""
-    group = number + tl.arange(0, 1)
-    store_digits(
-        digits,
-        floats,
-        floats + groups,
-        floats + 2 * groups,
-        tl.reshape(values, [1, 128]),
-        0,
-        group,
-        groups * 128,
-        groups,
-        True,
-    )
+    index = _inputs(step, depth)
+    wide, up = sum_of(gates, index, index >= 0), sum_of(gates, index + width, index >= 0)
+    factor = norm_factor(squares, failed, eps, hidden)
+    wide, up = (wide * factor).to(dtype).to(tl.float32), (up * factor).to(dtype).to(tl.float32)
+    # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
+    activated = (wide / (1.0 + tl.exp(tl.minimum(-wide, 80.0)))).to(dtype).to(tl.float32)
+    return (activated * up).to(dtype).to(tl.float32)

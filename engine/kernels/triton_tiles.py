@@ -49,6 +49,23 @@ class SplitTiles:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    rows: int  # of the weight, one output each
+    chunk: int  # inputs
+    warps: int
+    stages: int
+
+
+def row_tiles(inputs: int) -> RowTiles:
+    """Of a product with one row: measured for 2,048 to 14,336 inputs. Small programs, many at a time."""
+    if inputs % 2048 == 0:
+        return RowTiles(rows=2 if inputs == 2048 else 1, chunk=2048, warps=8 if inputs <= 8192 else 4, stages=2)
+    if inputs % 1024 == 0:
+        return RowTiles(rows=1, chunk=1024, warps=2, stages=3)
+    return RowTiles(rows=4, chunk=512, warps=4, stages=3)
+
+
 def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTiles:
     """Of a product of up to 16 rows whose parts somebody else adds up: two parts of the inputs, and more where that
     leaves processors idle."""
@@ -92,8 +109,8 @@ def narrowest_columns(device: torch.device) -> int:
 def decode_tiles(
     limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False, num_heads: int = 0
 ) -> DecodeTiles:
-    """`head_bytes`: one token's K of one head, padded, as multiplied. A lone sequence is cut finely enough to fill the
-    device. `num_heads` KV heads of all sequences together say how finely. `is_coded`: K and V in one byte,
+    """`head_bytes`: one token's K of one head, padded, as multiplied. One or two sequences are cut finely enough to
+    fill the device. `num_heads` KV heads of all sequences together say how finely. `is_coded`: K and V in one byte,
     whose decoding takes registers."""
     room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
@@ -112,8 +129,9 @@ def decode_tiles(
         return replace(tiles, tile=min(tile, 32), warps=1)
     if is_coded and num_heads <= limits.processors // 4:
         return replace(tiles, min_split=max(128, block_tokens), max_splits=64, stages=min(stages, 2))
-    if not is_coded and 0 < num_heads <= limits.processors // 16:  # a lone sequence has the device to itself
-        return replace(tiles, min_split=max(64, block_tokens), max_splits=max(tiles.max_splits, 32))
+    if not is_coded and 0 < num_heads <= limits.processors // 8:  # one or two sequences have the device to themselves
+        min_split = 64 if num_heads <= limits.processors // 16 else 128
+        return replace(tiles, min_split=max(min_split, block_tokens), max_splits=max(tiles.max_splits, 32))
     return tiles
 
 

@@ -38,3 +38,16 @@ def test_rotary_store_rotates_the_query_in_place_and_writes_the_cache(is_interle
     triton_layers.rotary_store(query, key, value, turn, cache, slots, interleaved=is_interleaved)
     torch.testing.assert_close(query, twin_query)
     torch.testing.assert_close(cache, twin_cache)
+
+
+@pytest.mark.parametrize("half", [8, 24])
+def test_rotation_equals_its_twin_far_into_a_text(half: int) -> None:
+    positions = torch.tensor([0, 1, 4097, 131071], device=DEVICE)
+    frequencies = 10000.0 ** -(torch.arange(half, device=DEVICE) / half)
+    for result, wanted in zip(
+        triton_layers.rotation(positions, frequencies, 1.25),
+        reference_layers.rotation(positions, frequencies, 1.25),
+        strict=True,
+    ):
+        assert result.shape == (4, 2 * half)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-6)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from engine.kernels.triton_tiles import DeviceLimits, decode_tiles, prefill_tiles, split_tiles
+from engine.kernels.triton_tiles import DeviceLimits, decode_tiles, prefill_tiles, row_tiles, split_tiles
 
 
 def test_tiles_fit_the_fast_memory_of_every_device() -> None:
@@ -33,9 +33,16 @@ def test_products_of_few_rows_are_cut_until_every_processor_reads() -> None:
     assert found.stages * 2 * found.step * (found.tile + 16) <= small.shared_bytes
 
 
-def test_a_lone_sequence_is_cut_more_finely_than_two() -> None:
+def test_the_fewer_sequences_the_more_finely_they_are_cut() -> None:
     limits = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
-    lone, two = (decode_tiles(limits, head_bytes=256, block_tokens=16, num_heads=8 * count) for count in (1, 2))
-    assert (lone.min_split, lone.max_splits) == (64, 32)
-    assert (two.min_split, two.max_splits) == (256, 16)
+    found = [decode_tiles(limits, head_bytes=256, block_tokens=16, num_heads=8 * count) for count in (1, 2, 3)]
+    assert [(tiles.min_split, tiles.max_splits) for tiles in found] == [(64, 32), (128, 32), (256, 16)]
     assert decode_tiles(limits, head_bytes=256, block_tokens=128, num_heads=8).min_split == 128
+
+
+def test_a_row_is_read_in_pieces_that_divide_it_where_any_do() -> None:
+    for inputs in (512, 2048, 2560, 3072, 4096, 7168, 9728, 14336):
+        tiles = row_tiles(inputs)
+        assert inputs % tiles.chunk == 0
+        assert tiles.rows * tiles.chunk >= 8 * 32 * tiles.warps, "16 bytes for every thread"
+    assert row_tiles(100).chunk == 512
