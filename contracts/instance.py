@@ -22,6 +22,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens admitted and not yet computed."""
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    spare_tokens_per_s: float = 0.0
+    """Of prompts, computed beside those who write, within the time between tokens that each of them was promised; 0:
+    not at all, for one was promised nothing or there is no such time."""
     held_blocks: int = 0
     """Blocks kept under a lease for a handoff."""
     host_used_blocks: int = 0

@@ -57,6 +57,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     lora: str = ""
     """Fingerprint of the adapter that is added to the model; empty: none. `root` mixes it."""
     timeout_s: float = 600.0
+    itl_s: float | None = None
+    """The longest time between its tokens that was promised: what is computed beside it keeps it."""
     trace_headers: dict[str, str] = {}
     """The W3C trace context (`traceparent`, `tracestate`) under which an instance's spans belong; may be empty."""
 

@@ -1,6 +1,7 @@
 """The settings of one engine, checked before any weight is read. Names are vLLM's."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from engine.errors import ConfigError
@@ -45,6 +46,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"
     enforce_eager: bool = False
+    max_step_stretch: float = inf
+    """So many times as long as a step without prompts may one with prompts be beside sequences that were promised no
+    time between tokens."""
     async_scheduling: bool | None = None
     """Launch a step before the tokens of the one before it are known. `None`: on accelerators."""
     trust_remote_code: bool = False

@@ -104,13 +104,12 @@ class Engine:
         if maker.captures_graphs:
             report("capturing graphs", 0.0)
             self._executor.capture_graphs(lambda: device.Capturing(self._device))
-        self._meter = Meter()
         measured = measure(self._runner, num_blocks, self.limits, may_be_short=device.is_host(self._device))
-        self._meter.prefill_tokens_per_s = measured.prefill_tokens_per_s
-        self._meter.decode_step_s = measured.decode_step_s
+        measured.pace.stretch = config.max_step_stretch
+        self._meter = Meter(measured.pace)
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
-        self._scheduler = Scheduler(self._roster)
+        self._scheduler = Scheduler(self._roster, self._meter.pace)
         self.adapters = Adapters(self._store, self._roster.requests)
         self._reservations = Reservations(self._roster)
         self._imports = Imports(self._roster)

@@ -24,8 +24,8 @@ def stats_of(roster: Roster, scheduler: Scheduler, meter: Meter) -> EngineStats:
         held=len(held),
         reserved=sum(s.state is State.RESERVED for s in sequences),
         queued_tokens=sum(s.num_remaining for s in [*waiting, *roster.running] if s.num_remaining > 1),
-        prefill_tokens_per_s=meter.prefill_tokens_per_s,
-        decode_step_s=meter.decode_step_s,
+        prefill_tokens_per_s=meter.pace.prefill_tokens_per_s,
+        decode_step_s=meter.pace.decode_step_s,
         preemptions=roster.num_preemptions,
         prompt_tokens=meter.prompt_tokens,
         generated_tokens=meter.generated_tokens,
@@ -37,4 +37,5 @@ def stats_of(roster: Roster, scheduler: Scheduler, meter: Meter) -> EngineStats:
         host_hit_tokens=scheduler.num_host_hit_tokens,
         host_stored_blocks=host.num_stored,
         host_loaded_blocks=host.num_loaded,
+        spare_tokens_per_s=scheduler.spare_tokens_per_s(),
     )

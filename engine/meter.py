@@ -1,15 +1,12 @@
-"""How fast the engine is, from its own steps. Reads no clock: durations are passed in."""
+"""What the engine has done, and how fast it is, from its own steps. Reads no clock: durations are passed in."""
 
+from engine.pace import Pace
 from engine.scheduler import Plan
-
-WEIGHT = 0.1
-"""Of the newest step in the moving averages."""
 
 
 class Meter:
-    def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
-        self.decode_step_s = 0.0
+    def __init__(self, pace: Pace | None = None) -> None:
+        self.pace = pace or Pace()
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.steps = 0
@@ -18,15 +15,14 @@ class Meter:
         """`num_generated`: tokens that came of it."""
         if not plan.chunks:
             return
-        prompt = sum(chunk.length for chunk in plan.chunks if chunk.length > 1)
+        prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
+        num_writers, num_prompt_tokens = len(plan.chunks) - len(prompts), sum(prompts)
         self.steps += 1
-        self.prompt_tokens += prompt
+        self.prompt_tokens += num_prompt_tokens
         self.generated_tokens += num_generated
-        if prompt == 0:
-            self.decode_step_s = _blend(self.decode_step_s, seconds)
-        elif prompt >= 32:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prompt / max(seconds, 1e-9))
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else (1 - WEIGHT) * old + WEIGHT * new
+        if not prompts:
+            self.pace.decoded(seconds)
+            return
+        self.pace.computed(num_prompt_tokens, seconds)
+        if num_writers:
+            self.pace.mixed(num_prompt_tokens, num_writers, seconds)

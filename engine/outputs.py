@@ -125,3 +125,5 @@ class EngineStats:
     host_hit_tokens: int = 0
     host_stored_blocks: int = 0
     host_loaded_blocks: int = 0
+    spare_tokens_per_s: float = 0.0
+    """Of prompts, beside those who write and within what each of them was promised; 0: not at all."""

@@ -1,6 +1,7 @@
 """What the next step computes, and what its results change. Pure: `now` is passed in.
 
-Decodes come first, one token each; the rest of the token budget goes to prompts, in chunks. When a
+Decodes come first, one token each; the rest of the token budget goes to prompts, in chunks that let those who write
+have their next tokens in the time that they were promised (`engine.pace`). When a
 decode needs a block and none is free, the least important sequence gives up its memory and is recomputed later.
 A prompt enters only when all its blocks are there, so it never stops halfway.
 """
@@ -14,6 +15,7 @@ from msgspec import Struct
 from contracts.messages import TokenLogprobs
 from contracts.naming import block_names
 from engine.outputs import CompletedBlocks, FirstTokenInfo, NamedBlock, SequenceOutput, StepResult
+from engine.pace import Pace
 from engine.roster import Roster
 from engine.sequence import Request, Sequence, State
 
@@ -71,8 +73,10 @@ class _Blocked(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, pace: Pace | None = None) -> None:
+        """`pace` learns from who runs the plans; without it steps are as long as the limits allow."""
         self._roster = roster
+        self._pace = pace or Pace()
         self._blocked: _Blocked | None = None
         self._mixed: set[str] = set()  # adapters of the step that is being planned
         self.num_prefix_query_tokens = 0
@@ -109,6 +113,8 @@ class Scheduler:
             elif sequence.state is State.RUNNING and self._grow(sequence):
                 chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
         budget -= len(chunks)
+        if chunks and (prompts or roster.head() is not None):
+            budget = min(budget, self._room([chunk.sequence for chunk in chunks], budget))
         for sequence in prompts:
             if budget > 0 and sequence.state is State.RUNNING:
                 budget -= self._append_chunk(chunks, sequence, budget)
@@ -176,6 +182,23 @@ class Scheduler:
             sequence.num_pending -= chunk.is_last
             if sequence.state is State.ENDED:
                 self._roster.settle(sequence)
+
+    def spare_tokens_per_s(self) -> float:
+        """Of prompts, beside those who write and as fast as all of them were promised; 0: not at all."""
+        pace = self._pace
+        writers = [s for s in self._roster.running if s.num_remaining == 1]
+        if not writers:
+            return pace.prefill_tokens_per_s
+        promises_s = [s.request.work.itl_s for s in writers]
+        if None in promises_s or not pace.keeps(promises_s):
+            return 0.0
+        room = self._room(writers, self._roster.limits.max_num_batched_tokens - len(writers))
+        return pace.tokens_per_s(room, len(writers))
+
+    def _room(self, writers: list[Sequence], budget: int) -> int:
+        """Of prompts beside `writers`, at most `budget`."""
+        room = self._pace.room([s.request.work.itl_s for s in writers])
+        return budget if room is None else min(room, budget)
 
     def _mixes(self, sequence: Sequence) -> bool:
         """Whether its adapter has a place in this step. If not, it waits for those before it."""

@@ -64,6 +64,12 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         return self.work.sampling.prompt_logprobs is not None and not self.is_first_reported
 
+    @property
+    def must_start_first(self) -> bool:
+        """Nothing follows the prompt before its first tokens are known: they decide who goes on, or end it."""
+        to_start = self.to_start
+        return len(to_start) > 1 or (bool(to_start) and (self.mode == "prefill" or self.wants_prompt_logprobs))
+
     def verdict(self, num_generated: int, token_id: int) -> Verdict | None:
         """Judges the `num_generated`-th generated token of a sequence; None: it goes on."""
         sampling = self.work.sampling
@@ -106,7 +112,7 @@ class Sequence:
         """What this sequence computes next depends on which tokens the steps being computed give."""
         if not self.num_pending:
             return False
-        return bool(self.request.to_start) or self.request.is_longest(self.num_generated + self.num_pending)
+        return self.request.must_start_first or self.request.is_longest(self.num_generated + self.num_pending)
 
     @property
     def num_generated(self) -> int:

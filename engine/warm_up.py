@@ -22,7 +22,7 @@ def measure(runner: Runner, num_blocks: int, limits: Limits, *, may_be_short: bo
     """How fast an engine is that has been exercised. `may_be_short`: its speed hardly depends on a prompt's length."""
     if may_be_short:
         short = exercise(runner, num_blocks, limits, min(FEW_TOKENS, limits.max_num_batched_tokens))
-        if not is_worth_more(short.prefill_tokens_per_s):
+        if not is_worth_more(short.pace.prefill_tokens_per_s):
             return short
     return exercise(runner, num_blocks, limits, min(MANY_TOKENS, limits.max_num_batched_tokens))
 

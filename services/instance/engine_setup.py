@@ -3,12 +3,15 @@
 import logging
 import sys
 from collections.abc import Callable
+from math import inf
 
 import torch
 from tqdm import tqdm
 
+from contracts.instance import Role
 from contracts.model_path import model_folder
 from engine import Engine, EngineConfig
+from engine.pace import DECODE_STRETCH
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.kind import Kind, kind_of
 from services.common.configuration import environment
@@ -20,7 +23,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_NUM_SEQS = 256
 
 
-def engine_config(settings: InstanceSettings) -> EngineConfig:
+def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
     num_seqs = settings.max_num_seqs
     if num_seqs is None:
         num_seqs = min(DEFAULT_NUM_SEQS, settings.max_num_batched_tokens or DEFAULT_NUM_SEQS)
@@ -48,6 +51,7 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         quantization_skip=tuple(name.strip() for name in settings.quantization_skip.split(",") if name.strip()),
         kv_cache_dtype=settings.kv_cache_dtype,
         tail_parts=settings.kv_tail_parts,
+        max_step_stretch=DECODE_STRETCH if role == "decode" else inf,
         async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,
         max_logprobs=settings.max_logprobs,
@@ -66,21 +70,21 @@ def model_kind(settings: InstanceSettings) -> Kind:
     return kind_of(model_folder(settings.model), runner=settings.runner, task=settings.task)
 
 
-def build_engine(settings: InstanceSettings, on_lost: Callable[[str], None]) -> Engine:
+def build_engine(settings: InstanceSettings, role: Role, on_lost: Callable[[str], None]) -> Engine:
     """Called in the engine's thread. `on_lost` is told, in another one, why the engine cannot go on. Raises
     `engine.errors.EngineError`."""
     _set_threads(settings)
     with ProgressBar() as progress:
-        engine = Engine(engine_config(settings), progress=progress, on_lost=on_lost)
+        engine = Engine(engine_config(settings, role), progress=progress, on_lost=on_lost)
     stand_back(settings)
     return engine
 
 
-def build_pooling_engine(settings: InstanceSettings, kind: Kind) -> PoolingEngine:
+def build_pooling_engine(settings: InstanceSettings, role: Role, kind: Kind) -> PoolingEngine:
     """As `build_engine`, for a model that answers with vectors."""
     _set_threads(settings)
     with ProgressBar() as progress:
-        engine = PoolingEngine(engine_config(settings), kind, progress=progress)
+        engine = PoolingEngine(engine_config(settings, role), kind, progress=progress)
     stand_back(settings)
     return engine
 

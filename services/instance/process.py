@@ -331,7 +331,7 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
     """For what the model is made for. Raises `StartFailed` for a role that has nothing to do with it."""
     kind, turns = model_kind(settings), core_turns(settings, role, give_way_to)
     if kind == "generate":
-        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, thread.give_up), turns)
+        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, role, thread.give_up), turns)
         return thread
     if settings.tensor_parallel_size > 1:
         raise StartFailed(
@@ -347,7 +347,7 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
             f"{settings.model} answers with vectors (--task {kind}), which prefill and unified instances compute:"
             " start no decode instance, or give --runner generate"
         )
-    return EngineThread(lambda: build_pooling_engine(settings, kind), turns)
+    return EngineThread(lambda: build_pooling_engine(settings, role, kind), turns)
 
 
 def transfer_settings(

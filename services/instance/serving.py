@@ -251,6 +251,7 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
         queued_tokens=stats.queued_tokens,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
+        spare_tokens_per_s=stats.spare_tokens_per_s,
         held_blocks=stats.held_blocks,
         host_used_blocks=stats.host_used_blocks,
         host_total_blocks=stats.host_total_blocks,

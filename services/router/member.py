@@ -36,8 +36,7 @@ class Assignment(Protocol):
     def on_lost(self, member: "Member", reason: str) -> None: ...
 
 
-@dataclass(slots=True)
-class Share:
+class Share(msgspec.Struct):
     """What one placed request is expected to use of an instance. `is_reported`: a load report already counts it."""
 
     assignment: Assignment
@@ -119,9 +118,12 @@ class Member:
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0) -> Candidate:
         """`held_blocks`: of the same prompt, as far as they are known to be there."""
         record, load = self.record, self.record.load
-        done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
         block_tokens = record.layout.block_tokens
         active_sequences = self.own_sequences + self.foreign_sequences
+        queued_tokens: float = self.own_tokens
+        if self.foreign_tokens:
+            done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
+            queued_tokens += max(0.0, self.foreign_tokens - done)
         if self.recent_tokens:
             self.recent_tokens *= exp((self.recent_at - now) / RECENT_S)
         self.recent_at = now
@@ -132,7 +134,7 @@ class Member:
             free_blocks=max(0, load.free_blocks - self.unreported_blocks),
             total_blocks=load.total_blocks,
             active_sequences=active_sequences,
-            queued_tokens=self.own_tokens + max(0.0, self.foreign_tokens - done),
+            queued_tokens=queued_tokens,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
@@ -140,6 +142,7 @@ class Member:
             machine=record.host,
             held_tokens=held_blocks * block_tokens,
             link_speeds=self.link_speeds,
+            spare_tokens_per_s=load.spare_tokens_per_s,
             next_step_s=self.steps.predict(active_sequences + 1),
         )
 

@@ -10,7 +10,7 @@ That is the policy `prefix`; the others are there to compare with.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 import msgspec
@@ -46,7 +46,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     keep_decode: InstanceId | None = None
     """Where blocks of this request have arrived already."""
     itl_s: float | None = None
-    """The longest time between tokens that was promised; those who write beside it are taken to want the same."""
+    """The longest time between tokens that was promised."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,16 +75,19 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """What it fetches before it computes."""
     next_step_s: float = 0.0
     """Predicted time of a decode step with one sequence more; 0: not measured."""
+    spare_tokens_per_s: float = 0.0
+    """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""
-        cached = self.cached_tokens + HOST_TIER_CREDIT * self.host_cached_tokens
-        pulled = self.pull.brings if self.pull is not None else 0
-        return max(1.0, num_tokens - cached - pulled)
+        missing = num_tokens - self.cached_tokens - HOST_TIER_CREDIT * self.host_cached_tokens
+        if self.pull is not None:
+            missing -= self.pull.brings
+        return max(1.0, missing)
 
     @property
     def queue_s(self) -> float:
-        return self.queued_tokens / self.tokens_per_s
+        return self.queued_tokens / self.tokens_per_s if self.queued_tokens else 0.0
 
     @property
     def own_tokens(self) -> int:
@@ -96,8 +99,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     def time_to_first_token_s(self, num_tokens: int, *, harm: float = 0.0) -> float:
         """With `harm`: plus what later prompts lose, in times that this one takes."""
-        pull_s = self.pull.seconds if self.pull is not None else 0.0  # while those before it are computed
-        return max(pull_s, self.queue_s) + (1.0 + harm) * self.uncached(num_tokens) / self.tokens_per_s
+        rate = self.tokens_per_s
+        wait_s = self.queued_tokens / rate
+        if self.pull is not None:
+            wait_s = max(wait_s, self.pull.seconds)  # while those before it are computed
+        return wait_s + (1.0 + harm) * self.uncached(num_tokens) / rate
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -126,6 +132,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Candidate | None = None
     decode: Candidate | None = None
     predicted_ttft_s: float
+    other_ttft_s: float = 0.0
+    """Where a prefill and a decode instance could each have read the prompt: of the one that does not."""
     shortest_queue_s: float = 0.0
     """Of all instances that could have read the prompt: 0 means that one is idle."""
 
@@ -148,6 +156,9 @@ class NoCapacity(msgspec.Struct, frozen=True):
     message: str
 
 
+_Pools = dict[Role, list[Candidate]]
+
+
 def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
     """`cluster` is a snapshot for this demand at one moment; loads in it have been aged to that moment."""
     if demand.avoid:
@@ -161,21 +172,21 @@ def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Plac
 
 def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
     candidates = cluster.candidates
-    fitting = [c for c in candidates if ceil((demand.num_tokens + 1) / c.layout.block_tokens) <= c.total_blocks]
+    fitting = [c for c in candidates if demand.num_tokens < c.total_blocks * c.layout.block_tokens]
     if candidates and not fitting:
         largest = max(c.total_blocks * c.layout.block_tokens for c in candidates)
         return NoCapacity(
             "never_fits",
             f"the request needs {demand.num_tokens + 1} tokens of KV cache; the largest instance has {largest}",
         )
-    options = [
-        option
-        for layout in dict.fromkeys(c.layout for c in fitting)
-        if (option := _place_in_group(demand, _group(fitting, layout), policy, cluster.turn)) is not None
-    ]
-    if not options:
-        return NoCapacity("empty_pool", _missing(candidates))
-    return min(options, key=lambda option: option.predicted_ttft_s)
+    layouts = dict.fromkeys([c.layout for c in fitting])
+    groups = [fitting] if len(layouts) == 1 else [_group(fitting, layout) for layout in layouts]
+    best: Placement | None = None
+    for group in groups:
+        option = _place_in_group(demand, group, policy, cluster.turn)
+        if option is not None and (best is None or option.predicted_ttft_s < best.predicted_ttft_s):
+            best = option
+    return best or NoCapacity("empty_pool", _missing(candidates))
 
 
 def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:
@@ -186,21 +197,19 @@ def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]
 def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
     """Of instances that may exchange blocks."""
     pick_reader, pick_writer = _PICKS[policy.name]
-    group = _with_pulls(demand, group, policy)
-    prefill = pick_reader(demand, [c for c in group if c.role == "prefill"], turn)
-    writers = [c for c in group if c.role == "decode"]
-    decode = next((c for c in writers if c.instance == demand.keep_decode), None) or pick_writer(demand, writers, turn)
-    unified = pick_reader(demand, [c for c in group if c.role == "unified"], turn)
-    option = _split(demand, prefill, decode, policy)
-    if unified is not None:
-        alone = _alone("unified", unified, demand)
-        if option is None or alone.predicted_ttft_s < option.predicted_ttft_s:
-            option = alone
-    if option is None:
-        return None
-    role = option.computing.role
-    shortest_s = min([c.queue_s for c in group if c.role == role])
-    return msgspec.structs.replace(option, shortest_queue_s=shortest_s)
+    pools: _Pools = {"prefill": [], "decode": [], "unified": []}
+    for candidate in _with_pulls(demand, group, policy):
+        pools[candidate.role].append(candidate)
+    prefill, unified = pick_reader(demand, pools["prefill"], turn), pick_reader(demand, pools["unified"], turn)
+    decode = None
+    if demand.keep_decode is not None:
+        decode = next((c for c in pools["decode"] if c.instance == demand.keep_decode), None)
+    decode = decode or pick_writer(demand, pools["decode"], turn)
+    option = _split(demand, prefill, decode, policy, pools)
+    if unified is None:
+        return option
+    alone = _alone("unified", unified, demand, pools)
+    return alone if option is None or alone.predicted_ttft_s < option.predicted_ttft_s else option
 
 
 def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Sequence[Candidate]:
@@ -215,62 +224,88 @@ def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPol
 
 
 def _split(
-    demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy
+    demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy, pools: _Pools
 ) -> Placement | None:
     if prefill is not None and demand.max_new_tokens == 1:
-        ttft_s = prefill.time_to_first_token_s(demand.num_tokens)
-        return Placement(decision="prefill_only", prefill=prefill, predicted_ttft_s=ttft_s)
+        return _read_by("prefill_only", prefill, None, demand, pools)
     if decode is None:
         return None
     if prefill is None or decode.uncached(demand.num_tokens) < policy.disaggregation_min_tokens:
-        return _alone("decode_only", decode, demand)
-    ttft_s = prefill.time_to_first_token_s(demand.num_tokens)
-    alone = _alone("decode_only", decode, demand)
-    if alone.predicted_ttft_s < ttft_s and _bears(decode, demand):
-        return alone
-    return Placement(decision="disaggregated", prefill=prefill, decode=decode, predicted_ttft_s=ttft_s)
+        return _alone("decode_only", decode, demand, pools)
+    apart = _read_by("disaggregated", prefill, decode, demand, pools)
+    beside_s = _beside_s(decode, demand)
+    if beside_s == inf:
+        return apart
+    if beside_s < apart.predicted_ttft_s:
+        alone, other_s = _alone("decode_only", decode, demand, pools), apart.predicted_ttft_s
+        return msgspec.structs.replace(alone, predicted_ttft_s=beside_s, other_ttft_s=other_s)
+    return msgspec.structs.replace(apart, other_ttft_s=beside_s)
 
 
-def _bears(decode: Candidate, demand: Demand) -> bool:
-    """Whether the prompt, computed beside the answers written there, keeps the promised time between tokens."""
-    if demand.itl_s is None or not decode.next_step_s or not decode.prefill_tokens_per_s:
-        return False
-    return decode.next_step_s + decode.time_to_first_token_s(demand.num_tokens) <= demand.itl_s
+def _beside_s(decode: Candidate, demand: Demand) -> float:
+    """Time to the first token where the prompt is computed beside the answers that are written there, in chunks that
+    keep what their requests were promised; inf: where nothing was promised, answers are not slowed down."""
+    if demand.itl_s is None or not decode.spare_tokens_per_s:
+        return inf
+    return (decode.queued_tokens + decode.uncached(demand.num_tokens)) / decode.spare_tokens_per_s
 
 
-def _alone(decision: Decision, candidate: Candidate, demand: Demand) -> Placement:
-    ttft_s = candidate.time_to_first_token_s(demand.num_tokens)
-    return Placement(decision=decision, decode=candidate, predicted_ttft_s=ttft_s)
+def _alone(decision: Decision, candidate: Candidate, demand: Demand, pools: _Pools) -> Placement:
+    return Placement(
+        decision=decision,
+        decode=candidate,
+        predicted_ttft_s=candidate.time_to_first_token_s(demand.num_tokens),
+        shortest_queue_s=min([c.queue_s for c in pools[candidate.role]]),
+    )
+
+
+def _read_by(
+    decision: Decision, prefill: Candidate, decode: Candidate | None, demand: Demand, pools: _Pools
+) -> Placement:
+    return Placement(
+        decision=decision,
+        prefill=prefill,
+        decode=decode,
+        predicted_ttft_s=prefill.time_to_first_token_s(demand.num_tokens),
+        shortest_queue_s=min([c.queue_s for c in pools["prefill"]]),
+    )
 
 
 def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
-    if not candidates:
-        return None
-    followers = _followers(demand, candidates)
-    turnover = sum([c.turnover for c in candidates]) / len(candidates)
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    num_tokens = demand.num_tokens
+    queued = turnover = 0.0
+    for c in candidates:
+        queued += c.queued_tokens
+        turnover += c.turnover
+    followers = _followers(queued / len(candidates), num_tokens) if queued else 0.0
+    turnover /= len(candidates)
 
     def cost(c: Candidate) -> tuple[float, int, int, InstanceId]:
         evicted = EVICTION_WEIGHT * (min(MAX_TURNOVER_RATIO, c.turnover / turnover) - 1.0) if turnover else 0.0
-        cost_s = c.time_to_first_token_s(demand.num_tokens, harm=followers + evicted)
+        cost_s = c.time_to_first_token_s(num_tokens, harm=followers + evicted)
         return (cost_s, c.active_sequences, -c.free_blocks, c.instance)
 
     return min(candidates, key=cost)
 
 
-def _followers(demand: Demand, candidates: Sequence[Candidate]) -> float:
-    """How many prompts will wait for this one: as many as wait on average now (Little's law), in prompts of its size.
+def _followers(queued_tokens: float, num_tokens: int) -> float:
+    """How many prompts of this one's size will wait for it: as many as wait on average now (Little's law).
 
     The factor and the bound were found by replaying a trace: docs/experiments.md.
     """
-    queued = sum([c.queued_tokens for c in candidates]) / len(candidates)
-    return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued / max(1, demand.num_tokens))
+    return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued_tokens / max(1, num_tokens))
 
 
 def _roomiest(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
+    num_tokens = demand.num_tokens
+
     def cost(c: Candidate) -> tuple[bool, float, int, InstanceId]:
-        missing = ceil(max(0, demand.num_tokens - c.cached_tokens) / c.layout.block_tokens)
+        block_tokens = c.layout.block_tokens
+        missing = ceil(max(0, num_tokens - c.cached_tokens) / block_tokens)
         # A cached prefix weighs less than one running sequence: on single-turn traffic it must not starve the others.
-        moved = missing * c.layout.block_tokens / max(1, demand.num_tokens)
+        moved = missing * block_tokens / max(1, num_tokens)
         return (missing > c.free_blocks, c.active_sequences + min(1.0, moved) * 0.9, -c.free_blocks, c.instance)
 
     return min(candidates, key=cost, default=None)

@@ -18,6 +18,9 @@ class StepTimes:
     _y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
+    _mean_x: float = 0.0
+    _mean_y: float = 0.0
+    _slope: float = 0.0
 
     def observe(self, running: int, step_s: float) -> None:
         """Nothing running or nothing measured teaches nothing, except the first time."""
@@ -28,12 +31,11 @@ class StepTimes:
         self._y = self._y * _FADE + step_s
         self._xx = self._xx * _FADE + running * running
         self._xy = self._xy * _FADE + running * step_s
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x * mean_x
+        self._slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread) if spread > _LEAST_SPREAD else 0.0
+        self._mean_x, self._mean_y = mean_x, mean_y
 
     def predict(self, running: int) -> float:
         """Seconds; 0 when nothing is known."""
-        if not self._weight:
-            return 0.0
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x * mean_x
-        slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread) if spread > _LEAST_SPREAD else 0.0
-        return max(0.0, mean_y + slope * (running - mean_x))
+        return max(0.0, self._mean_y + self._slope * (running - self._mean_x))

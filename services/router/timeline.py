@@ -1,7 +1,6 @@
 """Where a flight's time went, and why it flew where it did. Filled by the flight; read by logs, metrics and answers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,6 +23,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pulled_from: str | None = None
     pull_s: float = 0.0
     predicted_ttft_s: float
+    other_ttft_s: float = 0.0
+    """What was predicted where another instance would have read the prompt: `decode` itself, or a prefill instance."""
     predicted_itl_s: float
     itl_s: float | None
     admission_s: float | None
@@ -45,8 +46,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     replays: int = 0
 
 
-@dataclass(slots=True)
-class Timeline:
+class Timeline(msgspec.Struct):
     """Moments of the router's monotonic clock. Kept: the last placement, the first prefill report, the last handoff."""
 
     arrived_at: float
@@ -55,6 +55,7 @@ class Timeline:
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
     predicted_ttft_s: float = 0.0
+    other_ttft_s: float = 0.0
     predicted_itl_s: float = 0.0
     placed_at: float | None = None
     first_token_at: float | None = None
@@ -65,14 +66,16 @@ class Timeline:
     replays: int = 0
     num_later_tokens: int = 0
     """Of the longest sequence, after its first."""
-    finish_reasons: list[FinishReason | str] = field(default_factory=list)
+    finish_reasons: list[FinishReason | str] = []
 
     def placed(self, placement: Placement, now: float) -> None:
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
         if self.first_token_at is None:
-            self.predicted_ttft_s = now - self.arrived_at + placement.predicted_ttft_s
+            before_s = now - self.arrived_at
+            self.predicted_ttft_s = before_s + placement.predicted_ttft_s
+            self.other_ttft_s = before_s + placement.other_ttft_s if placement.other_ttft_s else 0.0
             self.predicted_itl_s = placement.predicted_itl_s
             self.placed_at = now
 
@@ -100,6 +103,10 @@ class Timeline:
         return self.last_token_at - self.first_token_at
 
     @property
+    def e2e_s(self) -> float | None:
+        return None if self.ended_at is None else self.ended_at - self.arrived_at
+
+    @property
     def cached_tokens(self) -> dict[Tier, int]:
         return {} if self.report is None else self.report.cached_tokens
 
@@ -115,6 +122,7 @@ class Timeline:
             pull_s=report.pull_s if report is not None else 0.0,
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
+            other_ttft_s=self.other_ttft_s,
             predicted_itl_s=self.predicted_itl_s,
             itl_s=self.itl_s,
             admission_s=self.admission_s,

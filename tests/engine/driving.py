@@ -36,6 +36,7 @@ def make_work(
     *,
     num_prompt_tokens: int | None = None,
     sequences: int = 1,
+    itl_s: float | None = None,
     **sampling: Any,
 ) -> Work:
     values: dict[str, Any] = {"seed": 7, "max_tokens": 12, "temperature": 0.0, **sampling}
@@ -47,6 +48,7 @@ def make_work(
         sampling=SamplingParams(**values),
         root=root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
         sequences=list(range(sequences)),
+        itl_s=itl_s,
     )
 
 

@@ -92,6 +92,21 @@ def test_every_kind_of_sampling_gives_the_tokens_of_steps_one_by_one(reference: 
     assert told[0] == told[1]
 
 
+def test_the_second_token_s_step_is_launched_before_the_first_token_is_known(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless several sequences part there, or the prompt's own logprobs are still to be told."""
+    for number, (asked, is_ahead) in enumerate(
+        [({}, True), ({"sequences": 2}, False), ({"prompt_logprobs": 1}, False), ({"max_tokens": 1}, False)]
+    ):
+        with ahead_engine(reference.folder) as engine:
+            ahead = Ahead(engine, monkeypatch)
+            engine.add(make_work(engine, str(number), PROMPT, ignore_eos=True, **asked))
+            engine.step()
+            assert bool(ahead.plans) == is_ahead
+            run(engine)
+
+
 def test_a_stop_token_ends_a_sequence_that_was_launched_on(
     engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +116,7 @@ def test_a_stop_token_ends_a_sequence_that_was_launched_on(
     engine.add(make_work(engine, "a", prompt, stop_token_ids=[answer[position]]))
     results: list[StepResult] = []
     assert run(engine, results.append)["a", 0] == answer[: position + 1]
-    assert len(ahead.plans) == position  # one for nothing; none between the prompt and its first token
+    assert len(ahead.plans) == position + 1  # one for nothing
     assert engine.stats().generated_tokens == position + 1
 
 

@@ -17,7 +17,13 @@ EOS = 0
 
 
 def make_work(
-    request_id: str, tokens: list[int], *, max_tokens: int = 4, priority: int = 0, sequences: int = 1
+    request_id: str,
+    tokens: list[int],
+    *,
+    max_tokens: int = 4,
+    priority: int = 0,
+    sequences: int = 1,
+    itl_s: float | None = None,
 ) -> Work:
     return Work(
         request_id=RequestId(request_id),
@@ -27,6 +33,7 @@ def make_work(
         root=ROOT,
         sequences=list(range(sequences)),
         priority=priority,
+        itl_s=itl_s,
     )
 
 

@@ -115,16 +115,27 @@ def test_a_short_uncached_prompt_stays_on_decode() -> None:
     assert chosen(short, P0, D0)[0] == "disaggregated"
 
 
-def test_a_prompt_goes_past_a_busy_prefill_where_the_promised_pace_bears_it() -> None:
-    """400 tokens take 0.4 s; a decode step 0.1 s."""
-    busy, decode = replace(P0, queued_tokens=1000), replace(D0, next_step_s=0.1)
-    relaxed = replace(LONG, itl_s=0.6)
-    assert chosen(relaxed, busy, decode) == ("decode_only", "", "d0")
-    assert chosen(relaxed, P0, decode)[0] == "disaggregated", "no faster there"
-    assert chosen(replace(LONG, itl_s=0.49), busy, decode)[0] == "disaggregated", "answers there would stall"
+def test_a_prompt_goes_past_a_busy_prefill_where_all_who_write_were_promised_a_pace() -> None:
+    """400 tokens take the decode instance 0.8 s beside those who write there, a prefill instance 0.4 s."""
+    promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
+    assert chosen(promised, replace(P0, queued_tokens=401), decode) == ("decode_only", "", "d0")
+    assert chosen(promised, replace(P0, queued_tokens=399), decode)[0] == "disaggregated", "no faster there"
+    busy = replace(P0, queued_tokens=1000)
+    assert chosen(promised, busy, replace(decode, queued_tokens=301))[0] == "disaggregated", "others are read there"
+    assert chosen(promised, busy, D0)[0] == "disaggregated", "it would break a promise"
     assert chosen(LONG, busy, decode)[0] == "disaggregated", "nothing was promised"
-    assert chosen(relaxed, busy, replace(decode, queued_tokens=200))[0] == "disaggregated", "another prompt is there"
-    assert chosen(relaxed, busy, D0)[0] == "disaggregated", "its pace is not known"
+    assert chosen(promised, replace(busy, cached_tokens=390), decode)[0] == "decode_only", "the queue is as long"
+    assert chosen(promised, busy, replace(decode, cached_tokens=200, queued_tokens=301))[0] == "decode_only"
+
+
+def test_the_way_that_was_not_taken_is_told() -> None:
+    promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
+    for queued, here_s, other_s in ((1000, 0.8, 1.4), (100, 0.5, 0.8)):
+        placement = place(promised, ClusterView([replace(P0, queued_tokens=queued), decode]), ALWAYS)
+        assert isinstance(placement, Placement)
+        assert (placement.predicted_ttft_s, placement.other_ttft_s) == (here_s, other_s)
+    placement = place(LONG, ClusterView([P0, decode]), ALWAYS)
+    assert isinstance(placement, Placement) and placement.other_ttft_s == 0.0
 
 
 def test_an_empty_pool_leaves_the_work_to_the_other() -> None:

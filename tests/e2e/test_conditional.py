@@ -1,0 +1,47 @@
+"""Where a time between tokens was promised, the decode instance reads prompts that would wait: in real processes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.slow
+AT_ONCE = 8
+PROMISE = {"x-baton-itl-ms": "60000"}
+"""Kept whatever the machine is busy with."""
+
+
+def ask(cluster: Cluster, number: int, headers: dict[str, str]) -> tuple[list[int], dict[str, Any]]:
+    """Tokens of the answer, and what became of the request."""
+    body = {
+        "prompt": [7 + (13 * i + 31 * number * i + number) % 200 for i in range(1500)],
+        "max_tokens": 20,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_tokens_as_token_ids": True,
+    }
+    answer = cluster.client.post("/v1/completions", json=body, headers={"x-baton-explain": "1", **headers})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    tokens = [int(token.removeprefix("token_id:")) for token in found["choices"][0]["logprobs"]["tokens"]]
+    return tokens, found["baton"]
+
+
+def ask_together(cluster: Cluster, first: int, headers: dict[str, str]) -> list[tuple[list[int], dict[str, Any]]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda number: ask(cluster, number, headers), range(first, first + AT_ONCE)))
+
+
+def test_the_decode_instance_reads_prompts_that_would_wait_if_a_pace_was_promised(cluster: Cluster) -> None:
+    promised = ask_together(cluster, 0, PROMISE)
+    assert {told["decision"] for _, told in promised} == {"disaggregated", "decode_only"}
+    here = [told for _, told in promised if told["decision"] == "decode_only"]
+    assert all(told["prefill"] is None and told["predicted_ttft_s"] < told["other_ttft_s"] for told in here)
+    plain = ask_together(cluster, 100, {})
+    assert {told["decision"] for _, told in plain} == {"disaggregated"}
+    assert all("other_ttft_s" not in told for _, told in plain)
+    alone = [ask(cluster, number, {})[0] for number in range(AT_ONCE)]
+    assert [tokens for tokens, _ in promised] == alone
