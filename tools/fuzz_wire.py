@@ -3,11 +3,13 @@
 `python tools/fuzz_wire.py [CORPUS_FOLDER] -max_total_time=60`
 
 Needs atheris (`pip install atheris`). The first byte of an input chooses the decoder. Each takes its bytes or refuses
-them with `WireError`; what it took it says again in bytes that it takes as the same. Anything else is a finding, and
+them with `WireError`; what it took it says again in bytes that it takes as the same. The last one reads ZeroMQ's
+frames, which must give the same messages however a connection cuts their bytes. Anything else is a finding, and
 atheris writes the input to a file `crash-…`. A corpus folder that is empty is filled with real frames first.
 """
 
 import copy
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from typing import Any
 
 import atheris  # type: ignore[import-untyped,unused-ignore]
 
-with atheris.instrument_imports(include=["contracts", "kvtransfer.frames"]):
+with atheris.instrument_imports(include=["contracts", "kvtransfer.frames", "services.common.zmtp"]):
     import msgspec
 
     from contracts.events import BlocksRemoved, BlocksStored, EventBatch
@@ -45,6 +47,7 @@ with atheris.instrument_imports(include=["contracts", "kvtransfer.frames"]):
     from contracts.sampling import SamplingParams
     from contracts.wire import Decoder, WireError, encode
     from kvtransfer.frames import ToConsumer, ToProducer
+    from services.common.zmtp import ZmtpError, ZmtpReader, command, framed, handshake
     from tests.unit.router.fakes import record
 
 MAX_BYTES = 1 << 16
@@ -62,6 +65,8 @@ KINDS: list[object] = [
     ToProducer,
 ]
 DECODERS: list[Callable[[bytes], object]] = [Decoder[object](kind, max_bytes=MAX_BYTES).decode for kind in KINDS]
+ZMTP = len(DECODERS)
+"""The number of ZeroMQ's frames."""
 
 
 def seeds() -> list[bytes]:
@@ -103,13 +108,19 @@ def seeds() -> list[bytes]:
     ]
     events = EventBatch(instance, generation, 4, [BlocksStored([name]), BlocksRemoved([name])])
     found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, made_up), (5, events)]
-    return [bytes([number]) + encode(message) for number, message in found]
+    frames = [bytes([number]) + encode(message) for number, message in found]
+    said = handshake(b"DEALER") + framed(encode(Heartbeat())) + b"\x01\x03abc" + framed(b"m" * 300)
+    return [*frames, bytes([ZMTP]) + said, bytes([ZMTP]) + handshake(b"ROUTER") + command(b"\x05ERROR\x02no")]
 
 
 def one_input(data: bytes) -> None:
     if not data:
         return
-    decode = DECODERS[data[0] % len(DECODERS)]
+    number = data[0] % (len(DECODERS) + 1)
+    if number == ZMTP:
+        _frames_of_zmtp(data[1:])
+        return
+    decode = DECODERS[number]
     try:
         message = decode(data[1:])
     except WireError:
@@ -117,6 +128,26 @@ def one_input(data: bytes) -> None:
     said = msgspec.msgpack.encode(message)  # compared as bytes: a NaN equals nothing
     if msgspec.msgpack.encode(decode(said)) != said:
         raise AssertionError("what was taken is not what is said again")
+
+
+def _frames_of_zmtp(data: bytes) -> None:
+    rng = random.Random(len(data))
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(6)))
+    pieces = [data[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(data)])]
+    if _messages(pieces) != _messages([data]):
+        raise AssertionError("what comes in pieces is not what comes at once")
+
+
+def _messages(pieces: list[bytes]) -> tuple[list[bytes], bool, bool]:
+    """Messages, whether the handshake ended, and whether the rest was refused."""
+    reader, found = ZmtpReader(), []
+    try:
+        for piece in pieces:
+            for message in reader.feed(piece):
+                found.append(message)  # what came before a refusal counts
+    except ZmtpError:
+        return found, reader.is_ready, True
+    return found, reader.is_ready, False
 
 
 def mutated(data: bytes, max_size: int, seed: int) -> bytes:

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import uvicorn
 
-from services.common.http_protocol import GuardedProtocol, HeadLimits
+from services.common.http_protocol import HeadLimits, HttpProtocol
 from services.common.listening import bind_tcp
+from services.common.turn_writes import TurnWrites
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -33,7 +34,10 @@ class HttpServer:
         self.port = port
         config = uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(GuardedProtocol, limits=head_limits or HeadLimits())),
+            http=cast(
+                type[asyncio.Protocol],
+                partial(HttpProtocol, limits=head_limits or HeadLimits(), writes=TurnWrites()),
+            ),
             proxy_headers=False,
             log_config=None,
             access_log=False,

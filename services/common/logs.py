@@ -45,6 +45,13 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     logging.captureWarnings(True)
 
 
+def log_past(logger: logging.Logger, event: str, fields: dict[str, object], *, at: float) -> None:
+    """A line with `fields` about a moment that has passed: `at`, in seconds since 1970."""
+    record = logger.makeRecord(logger.name, logging.INFO, "", 0, event, (), None, extra={"fields": fields})
+    record.created, record.msecs = at, at % 1.0 * 1e3
+    logger.handle(record)
+
+
 class _TurnHandler(logging.StreamHandler[TextIO]):
     """Lines of one turn of the event loop leave in one write; a warning leaves at once, with those before it."""
 
@@ -116,13 +123,15 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
+    """Numbers that are no integers have six decimals: of a time in seconds, microseconds."""
+
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, object] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
-            **_fields(record),
+            **{key: round(value, 6) if type(value) is float else value for key, value in _fields(record).items()},
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)

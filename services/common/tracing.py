@@ -60,7 +60,7 @@ class Tracing:
 
     def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
         """The first span of this process for a request whose context came as `headers`."""
-        return Span(headers)
+        return Span(headers) if headers else NO_SPAN
 
     async def close(self) -> None:
         """Sends what was recorded, as far as that takes no longer than seconds."""

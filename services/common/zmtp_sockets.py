@@ -20,15 +20,23 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
 _MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+"""To one peer, connected or not. One message more is taken."""
 
 
 class ZmtpDealer:
     """`services.common.rpc.Dealer`. Connects, again and again until somebody listens; is lost with its connection."""
 
-    def __init__(self, address: str, *, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+    ) -> None:
         """`address` is `tcp://HOST:PORT`."""
         self._address = address
-        self._connection = _Connection(b"DEALER", on_message, on_lost)
+        self._connection = _Connection(b"DEALER", on_message, on_lost, most_unsent_bytes)
         self._connecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -109,31 +117,56 @@ class ZmtpRouter:
 
 
 class _Connection(asyncio.Protocol):
-    """One end of one connection; `on_lost` is called once, unless it is closed here."""
+    """One end of one connection; `on_lost` is called once, unless it is closed here.
 
-    def __init__(self, socket_type: bytes, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
+    What one turn of the loop sends leaves together at its end, and not before the handshake's: sooner, the library at
+    the other end would take a message for an error.
+    """
+
+    def __init__(
+        self,
+        socket_type: bytes,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+    ) -> None:
         self._socket_type = socket_type
         self._on_message = on_message
         self._on_lost = on_lost
+        self._most_unsent_bytes = most_unsent_bytes
         self._reader = ZmtpReader()
         self._transport: asyncio.Transport | None = None
-        self._early: list[bytes] = []
-        """Framed messages that wait for the end of the handshake: sooner, the library would take them for an error."""
+        self._unsent: list[bytes] = []
+        self._num_unsent = 0
+        self._is_flush_due = False
         self._is_closed = False
 
     def send(self, message: bytes) -> None:
-        if self._transport is None or not self._reader.is_ready:
-            self._early.append(framed(message))
-            return
-        if self._transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+        written = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if written + self._num_unsent > self._most_unsent_bytes:
             raise PeerUnreachable("the receiver does not read: its queue is full")
-        self._transport.write(framed(message))
+        frame = framed(message)
+        self._unsent.append(frame)
+        self._num_unsent += len(frame)
+        if self._reader.is_ready and not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def close(self, linger_ms: int = 0) -> None:
         self._is_closed = True
         if self._transport is not None:
+            self._flush()
             self._transport.close()
             asyncio.get_running_loop().call_later(linger_ms / 1e3, self._transport.abort)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if self._unsent and self._reader.is_ready and self._transport is not None:
+            data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
+            self._unsent.clear()
+            self._num_unsent = 0
+            if not self._transport.is_closing():
+                self._transport.write(data)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -151,9 +184,8 @@ class _Connection(asyncio.Protocol):
         except ZmtpError as exc:
             logger.warning("a connection ends: %s", exc)
             self._lose("the handshake failed")
-        if self._early and self._transport is not None and self._reader.is_ready:
-            self._transport.write(b"".join(self._early))
-            self._early.clear()
+        if self._unsent and not self._is_flush_due:
+            self._flush()  # the handshake may just have ended
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the connection broke")

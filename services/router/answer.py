@@ -5,21 +5,25 @@ from typing import Protocol
 
 import msgspec
 
-from services.router.asgi import DisconnectWatch, EventStream, Receive, RequestContext, Send, send_json
+from services.router.asgi import DONE, DisconnectWatch, EventStream, Receive, RequestContext, Send, send_json
 from services.router.errors import ApiError, ClientGoneError
 from services.router.generation import Answering
+from services.router.live_events import LiveEvents
 from services.router.openai_schema import GenerationRequest
 from services.router.responses import Usage
 from services.router.timeline import Explanation
 from services.router.writer import Gathered, Piece
 
 _encoder = msgspec.json.Encoder()
+_NUL = _encoder.encode("\0")
 
 
 class Format(Protocol):
     """One API's shape. `pieces` of a whole answer are merged: one a choice."""
 
     object_name: str
+    has_only_text: bool
+    """A delta before a choice's last one says nothing but its text."""
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         """Choices to send before a choice's first piece."""
@@ -75,9 +79,9 @@ async def answer(
 ) -> None:
     """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation."""
     try:
-        with DisconnectWatch(receive, generation.abandon):
+        with DisconnectWatch(receive, generation.abandon, context.exchange):
             if request.stream:
-                events = EventStream(send, slow_client_s=context.limits.slow_client_s)
+                events = EventStream(send, slow_client_s=context.limits.slow_client_s, exchange=context.exchange)
                 await _stream(request, generation, form, Chunks(head), events, explain=context.explain)
             else:
                 await _whole(generation, form, send, explain=context.explain)
@@ -105,31 +109,54 @@ async def _stream(
     *,
     explain: bool,
 ) -> None:
-    options = request.stream_options
-    wants_usage = options is not None and bool(options.include_usage)
-    is_continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
-    opened = [False] * generation.num_choices
+    encoder = _PieceEncoder(request, generation, form, chunks)
     try:
-        while not generation.is_done:
-            out: list[bytes] = []
-            for choice, piece in await generation.take():
-                usage = _usage(generation, is_continuous) if wants_usage else b""
-                if not opened[choice]:
-                    opened[choice] = True
-                    out += [chunks.choice(first, usage) for first in form.opening(choice)]
-                if piece.text or piece.logprobs or piece.finish_reason is not None:
-                    delta = form.delta(choice, piece)
-                    out += [chunks.choice(delta, usage)] if delta is not None else []
-            if out:
-                await events.write(b"".join(out))
-        if wants_usage or explain:
-            await events.write(chunks.last(generation.usage(), generation.explain() if explain else None))
+        last = await LiveEvents(events, encoder.encode).copy(generation)
+        if encoder.wants_usage or explain:
+            last += chunks.last(generation.usage(), generation.explain() if explain else None)
     except ApiError as exc:
         if not events.is_started:
             raise
-        await events.write(b"data: " + _encoder.encode(exc.body()) + b"\n\n")
-    await events.end()
+        last = b"data: " + _encoder.encode(exc.body()) + b"\n\n"
+    await events.end(last + DONE)
 
 
-def _usage(generation: Answering, is_continuous: bool) -> bytes:
-    return b',"usage":' + (_encoder.encode(generation.usage()) if is_continuous else b"null")
+class _PieceEncoder:
+    """Pieces to chunks."""
+
+    def __init__(self, request: GenerationRequest, generation: Answering, form: Format, chunks: Chunks) -> None:
+        options = request.stream_options
+        self.wants_usage = options is not None and bool(options.include_usage)
+        self._is_continuous = self.wants_usage and options is not None and bool(options.continuous_usage_stats)
+        self._generation = generation
+        self._form = form
+        self._chunks = chunks
+        self._opened = [False] * generation.num_choices
+        self._around: list[tuple[bytes, bytes]] = []
+        """What stands before and after the text of each choice's deltas, where that is all that differs."""
+        if form.has_only_text and not self._is_continuous:
+            self._around = [self._around_text(choice) for choice in range(generation.num_choices)]
+
+    def encode(self, choice: int, piece: Piece) -> bytes:
+        if self._around and piece.finish_reason is None and self._opened[choice]:
+            before, after = self._around[choice]
+            return b"%b%b%b" % (before, _encoder.encode(piece.text), after) if piece.text else b""
+        usage = self._usage() if self.wants_usage else b""
+        opening = b"" if self._opened[choice] else self._opening(choice, usage)
+        if not (piece.text or piece.logprobs or piece.finish_reason is not None):
+            return opening
+        delta = self._form.delta(choice, piece)
+        return opening if delta is None else opening + self._chunks.choice(delta, usage)
+
+    def _opening(self, choice: int, usage: bytes) -> bytes:
+        self._opened[choice] = True
+        return b"".join([self._chunks.choice(first, usage) for first in self._form.opening(choice)])
+
+    def _around_text(self, choice: int) -> tuple[bytes, bytes]:
+        delta = self._form.delta(choice, Piece("\0", []))
+        assert delta is not None
+        before, _, after = self._chunks.choice(delta, self._usage() if self.wants_usage else b"").rpartition(_NUL)
+        return before, after
+
+    def _usage(self) -> bytes:
+        return b',"usage":' + (_encoder.encode(self._generation.usage()) if self._is_continuous else b"null")

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from services.common.http_exchange import EXTENSION, Exchange
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.errors import ApiError, ClientGoneError, RequestTimeoutError, RequestTooLargeError
 
@@ -16,6 +17,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _CONTEXT = "baton"
 _MOST_DISCARDED_BYTES = 64 * 1024 * 1024
 _WATCH_AFTER_S = 0.05
+_EVENT_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+DONE = b"data: [DONE]\n\n"
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -35,6 +42,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     trace_headers: Mapping[str, str]
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
+    exchange: Exchange | None = None
+    """Where the server is this repository's own."""
 
     def attach(self, scope: Scope) -> None:
         scope[_CONTEXT] = self
@@ -57,6 +66,12 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return bytes(value).decode("latin-1")
     return None
+
+
+def exchange_of(scope: Scope) -> Exchange | None:
+    exchange = scope.get("extensions", {}).get(EXTENSION)
+    assert exchange is None or isinstance(exchange, Exchange)
+    return exchange
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
@@ -111,72 +126,63 @@ async def send_error(send: Send, error: ApiError, body: object = None) -> None:
 
 
 class EventStream:
-    """Server-sent events. The head of the response leaves with the first of them."""
+    """Server-sent events. The head of the response leaves with the first of them; then `exchange`, where there is one,
+    takes events at once as long as the client keeps up."""
 
-    def __init__(self, send: Send, *, slow_client_s: float) -> None:
+    def __init__(self, send: Send, *, slow_client_s: float, exchange: Exchange | None = None) -> None:
         self._send = send
         self._slow_client_s = slow_client_s
-        self._stuck_since: float | None = None
-        self._is_given_up = False
+        self.exchange = exchange
         self.is_started = False
 
     async def write(self, events: bytes) -> None:
         """`events` is one or more whole events, each `data: ...` and an empty line. Raises `ClientGoneError` when
         the client takes nothing for a long time."""
-        if not self.is_started:
-            await self._start()
-        self._stuck_since = self._loop.time()
+        if self.exchange is not None and self.exchange.is_writable:
+            self.exchange.write(events)
+        else:
+            await self._send_in_time(events, is_last=False)
+
+    async def end(self, last: bytes = DONE) -> None:
+        """Raises `ClientGoneError`, as `write`."""
+        await self._send_in_time(last, is_last=True)
+
+    async def _send_in_time(self, events: bytes, *, is_last: bool) -> None:
         try:
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        except asyncio.CancelledError:
-            if self._is_given_up:
-                raise ClientGoneError("the client takes nothing of what it is sent") from None
-            raise
-        self._stuck_since = None
-
-    async def end(self, last: bytes = b"data: [DONE]\n\n") -> None:
-        if not self.is_started:
-            await self._start()
-        await self._send({"type": "http.response.body", "body": last})
-
-    async def _start(self) -> None:
-        self.is_started = True
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._loop.call_later(self._slow_client_s / 2, self._look)
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    def _look(self) -> None:
-        """A timer a stream instead of one a write: nothing is spent on a token."""
-        if self._task is None or self._task.done():
-            return
-        if self._stuck_since is not None and self._loop.time() - self._stuck_since > self._slow_client_s:
-            self._is_given_up = True
-            self._task.cancel()
-            return
-        self._loop.call_later(self._slow_client_s / 2, self._look)
+            async with asyncio.timeout(self._slow_client_s):
+                if not self.is_started:
+                    self.is_started = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        except TimeoutError:
+            raise ClientGoneError("the client takes nothing of what it is sent") from None
 
 
 class DisconnectWatch:
     """Calls `on_disconnect` when the client goes away before the `with` block ends. The body has been read.
 
-    It begins a little late: most short answers are over by then, and a task for each would cost more than it finds.
+    Where only `receive` can tell, it begins a little late: most short answers are over by then, and a task for each
+    would cost more than it finds.
     """
 
-    def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], None], exchange: Exchange | None = None) -> None:
         self._receive = receive
         self._on_disconnect = on_disconnect
+        self._exchange = exchange
+        self._begin: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
-        self._begin = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._start)
+        if self._exchange is not None:
+            self._exchange.watch(self._on_disconnect)
+        else:
+            self._begin = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._start)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._begin.cancel()
+        if self._exchange is not None:
+            self._exchange.watch(None)
+        if self._begin is not None:
+            self._begin.cancel()
         if self._task is not None:
             self._task.cancel()
 

@@ -1,7 +1,6 @@
 """One placement of sequences of a flight: which instances work for it, under which request id, and what they get."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
@@ -26,8 +25,7 @@ class Owner(Protocol):
     def on_lost(self, attempt: "Attempt", member: Member, reason: str) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """`decode` writes the answer. Without `prefill` it reads the prompt too; without `decode` one token is all."""
 
     owner: Owner
@@ -116,7 +114,8 @@ def indexes(sequences: Sequence[TokenSequence]) -> list[int]:
 
 
 def _named(work: Work, naming: PromptNames, member: Member) -> Work:
-    return msgspec.structs.replace(work, root=naming.root(member.record.layout))
+    root = naming.root(member.record.layout)
+    return work if work.root == root else msgspec.structs.replace(work, root=root)
 
 
 def _pull(

@@ -14,7 +14,7 @@ from contracts.beam_search import Beam, BeamSearch
 from contracts.messages import TokenLogprobs
 from services.router.errors import ClientGoneError, DeadlineError
 from services.router.flight import Flight
-from services.router.generation import explained, usage_of
+from services.router.generation import Follower, explained, usage_of
 from services.router.job import Arrival, Job
 from services.router.outbox import Outbox
 from services.router.responses import Usage
@@ -70,8 +70,8 @@ class BeamGeneration:
     def flight(self, choice: int) -> Flight:
         return self.flights[choice // self._plan.count]
 
-    async def take(self) -> list[tuple[int, Piece]]:
-        """All choices, complete. Raises `ApiError` or `ClientGoneError`."""
+    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]:
+        """All choices, complete: nothing to follow. Raises `ApiError` or `ClientGoneError`."""
         while self._questions:
             await self._hear()
             self._questions = self._ask()

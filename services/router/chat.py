@@ -66,6 +66,7 @@ class ChatFormat:
         self._generation = generation
         self._logprobs = logprobs
         self._shape = shape
+        self.has_only_text = shape.message_format.is_plain and not shape.wants_logprobs
         self._readers: list[MessageReader] | None = None
         if not shape.message_format.is_plain:
             self._readers = [shape.message_format.reader() for _ in range(generation.num_choices)]

@@ -130,9 +130,10 @@ class ChatTemplate:
 def _normalized(message: Message) -> Message:
     """Templates expect a missing key, not null; reasoning goes by the names that templates read."""
     chat: Message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((chat[key] for key in _REASONING if key in chat), None)
-    if reasoning is None:
+    named = [chat[key] for key in _REASONING if key in chat]
+    if not named:
         return chat
+    reasoning = named[0]
     return {"thinking": reasoning, **chat, "reasoning_content": reasoning}
 
 

@@ -8,8 +8,10 @@ assignments to decide; the link is tried again for as long as the registry knows
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
+
+import msgspec
 
 from contracts.events import EventBatch
 from contracts.identity import BlockName, InstanceId, RequestId
@@ -33,15 +35,15 @@ from contracts.messages import (
     ToRouter,
 )
 from services.router.adapters import lacking
-from services.router.block_index import BlockIndex, Match
+from services.router.block_index import BlockIndex
 from services.router.heirs import bequeath
 from services.router.member import Link, Member
-from services.router.placement import UNMEASURED_TOKENS_PER_S, Candidate, ClusterView
+from services.router.placement import ClusterView
+from services.router.takers import Takers, serves
 
 logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 1.0
-_NO_MATCH = Match()
 
 
 class View(Protocol):
@@ -81,6 +83,10 @@ class Cluster:
         self._connector = connector
         self._clock = clock
         self._members: dict[InstanceId, Member] = {}
+        self._takers: Takers | None = None
+        """None: they may have changed."""
+        self._layouts: dict[KVLayout, KVLayout] = {}
+        """Equal ones as one object: comparing them costs nothing."""
         self._subscribers: dict[InstanceId, Subscriber] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: set[Callable[[], None]] = set()
@@ -143,11 +149,11 @@ class Cluster:
         finally:
             unlisten()
 
-    def prefill_tokens_per_s(self) -> float:
-        """Of all instances that read prompts of answers and take work."""
-        takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
-        readers = [m for m in takers if m.record.role != "decode"] or takers
-        return sum(m.record.load.prefill_tokens_per_s for m in readers) or UNMEASURED_TOKENS_PER_S
+    def takers(self) -> Takers:
+        """As they are now."""
+        if self._takers is None:
+            self._takers = Takers(self._members.values())
+        return self._takers
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """`on_change` is called whenever an instance becomes ready or is lost. Returns what ends that."""
@@ -163,27 +169,9 @@ class Cluster:
         """
         now = self._clock()
         self.index.expire(now)
-        takers = [m for m in self._members.values() if m.takes_work and m.record.pooling is None]
-        if model is not None:
-            takers = [member for member in takers if serves(member.record, model)]
-        if lora:
-            takers = [m for m in takers if any(adapter.fingerprint == lora for adapter in m.record.adapters)]
-        if not all([m.circuit.allows(now) for m in takers]):
-            # An instance whose circuit is open is better than none: the others of its role decide.
-            sound = {member.record.role for member in takers if member.circuit.allows(now)}
-            takers = [m for m in takers if m.circuit.allows(now) or m.record.role not in sound]
-        layouts = {m.record.layout for m in takers}
-        matches = {layout: self.index.match(names(layout)) for layout in layouts}
-        held = {layout: self._held(matches[layout], names(layout), takers) for layout in layouts}
         self._turn += 1
-        return ClusterView([_candidate(m, matches, held, now) for m in takers], self._turn)
-
-    def _held(
-        self, match: Mapping[InstanceId, Match], names: Sequence[BlockName], takers: Sequence[Member]
-    ) -> Mapping[InstanceId, int]:
-        """What instances could fetch from each other; nothing where all have the same."""
-        lengths = {match.get(member.record.instance, _NO_MATCH).total for member in takers}
-        return self.index.held(names) if len(lengths) > 1 else {}
+        takers = self.takers().of(model, lora).sound(now)
+        return ClusterView(takers.candidates(names, self.index, now), self._turn)
 
     def _refresh(self) -> None:
         if self.is_closed:
@@ -203,7 +191,8 @@ class Cluster:
         self._notify()
 
     def _add(self, record: InstanceRecord) -> None:
-        member = Member(record)
+        layout = self._layouts.setdefault(record.layout, record.layout)
+        member = Member(msgspec.structs.replace(record, layout=layout))
         self._members[record.instance] = member
         self._connect(member)
 
@@ -250,6 +239,7 @@ class Cluster:
     def _disconnect(self, member: Member, reason: str) -> None:
         was_ready = member.state == "ready"
         member.state = "lost"
+        self._takers = None
         self.index.remove(member.record.instance)
         if (subscriber := self._subscribers.pop(member.record.instance, None)) is not None:
             self._spawn(subscriber.close())
@@ -268,7 +258,8 @@ class Cluster:
         match message:
             case Batch(messages=answers):
                 for answer in answers:
-                    self._deliver(member, answer)
+                    if (share := member.shares.get(answer.request_id)) is not None:
+                        share.assignment.on_answer(member, answer)
             case Tokens() | Pooled() | PrefillReport() | HandoffReport() | Failed():
                 self._deliver(member, message)
             case LoadReport():
@@ -293,6 +284,7 @@ class Cluster:
             return
         has_other_adapters = report.adapters != record.adapters
         member.report(report, self._clock())
+        self._takers = None
         if member.state == "connecting":
             member.state = "ready"
             logger.info("instance %s is ready: %s", record.instance, record.role)
@@ -363,6 +355,7 @@ class Cluster:
 
     def _notify(self) -> None:
         self.version += 1
+        self._takers = None
         for listener in list(self._listeners):
             listener()
 
@@ -377,21 +370,6 @@ class Cluster:
             logger.error("a connection failed", exc_info=error)
 
 
-def _candidate(
-    member: Member,
-    matches: Mapping[KVLayout, Mapping[InstanceId, Match]],
-    held: Mapping[KVLayout, Mapping[InstanceId, int]],
-    now: float,
-) -> Candidate:
-    layout, instance = member.record.layout, member.record.instance
-    return member.candidate(matches[layout].get(instance, _NO_MATCH), now, held_blocks=held[layout].get(instance, 0))
-
-
 def _tell_of_refusal(member: Member, changed: AdapterChanged) -> None:
     if changed.refusal is not None:
         logger.warning("instance %s lacks an adapter: %s", member.record.instance, changed.message)
-
-
-def serves(record: InstanceRecord, names: frozenset[str]) -> bool:
-    """Whether an instance's model is known under one of the names."""
-    return record.model in names or not names.isdisjoint(record.model_aliases)

@@ -66,6 +66,7 @@ class CompletionFormat:
         self._echoed = echoed
         self._is_echo_only = request.echo is True and request.max_tokens == 0
         self._wants_logprobs = request.logprobs is not None
+        self.has_only_text = not (self._wants_logprobs or self._is_echo_only)
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._offsets = [0] * generation.num_choices
 

@@ -28,7 +28,7 @@ async def begin_chat(
     logprobs = chat_logprobs(request)
     tokenizing_at = frontend.clock()
     text = await frontend.model.render_chat(request)
-    message_format = MessageFormat(frontend.settings, request, text)
+    message_format = frontend.message_formats.of(request, text)
     token_ids = await frontend.tokenize(
         text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
     )

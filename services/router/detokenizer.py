@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from services.router.tokenization import TextTokenizer
 
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _UNFINISHED = "unexpected end of data"
@@ -112,7 +113,8 @@ class _ByteLevelStream:
     def __init__(self, pieces: list[bytes], skipped: frozenset[int]) -> None:
         self._pieces = pieces
         self._skipped = skipped
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """Only where a token ended within a character, or was none."""
         self._is_within_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -122,13 +124,14 @@ class _ByteLevelStream:
             try:
                 return data.decode()
             except UnicodeDecodeError:
-                pass  # it ends within a character, or is none: for the slower decoder
+                self._decoder = self._decoder or _utf8_decoder("replace")
+        assert self._decoder is not None
         text = self._decoder.decode(data)
         self._is_within_character = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        return "" if self._decoder is None else self._decoder.decode(b"", final=True)
 
 
 class _ByteFallbackStream:

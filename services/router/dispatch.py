@@ -1,7 +1,6 @@
-"""Admits prompts, launches their flights or lets them wait, and tells logs and metrics how each ended."""
+"""Admits prompts, launches their flights or lets them wait, and knows which are in the air."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ import msgspec
 from services.common.tracing import Span, Tracing
 from services.router.admission import AdmissionRules, Refusal, Waiting, breaks_promise, judge
 from services.router.cluster import Cluster
-from services.router.ended_line import ended_line
+from services.router.deadlines import Deadlines
+from services.router.endings import Endings
 from services.router.errors import ApiError, RateLimitError, UnavailableError
 from services.router.fair_queue import FairQueue
 from services.router.flight import Flight
@@ -19,12 +19,9 @@ from services.router.job import Arrival, FlightRules, Job
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
 from services.router.placement import Placement
-from services.router.recent import RecentRequests
 from services.router.retry_budget import RetryBudget
 from services.router.span import attributes_of
 from services.router.usage import UsageLedger
-
-logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
 """Requests of other routers end unseen: while something waits, the cluster is looked at so often."""
@@ -62,12 +59,13 @@ class Dispatcher:
         self._clock = clock
         self._tracing = tracing or Tracing()
         self._flights: dict[Flight, Span] = {}
+        self._deadlines = Deadlines(self._flights, clock=clock)
         self._waiting: FairQueue[Flight] = FairQueue()
         self._resuming: Flight | None = None
         self._look_again: asyncio.TimerHandle | None = None
         self._ended_at = 0.0
         self._ends_every_s = 1.0
-        self.recent = RecentRequests()
+        self.endings = Endings(metrics, clock=clock)
         cluster.listen(self._pump)
         metrics.in_flight.set_function(lambda: len(self._flights))
 
@@ -98,6 +96,8 @@ class Dispatcher:
             flight.fail(UnavailableError("the router stops", code="stopping"))
         if self._look_again is not None:
             self._look_again.cancel()
+        self._deadlines.close()
+        self.endings.tell()
 
     def admits(self, flight: Flight, placement: Placement) -> bool:
         now, arrival = self._clock(), flight.arrival
@@ -130,18 +130,14 @@ class Dispatcher:
         return self._admission.retries.allows_retry(self._clock())
 
     def ended(self, flight: Flight) -> None:
-        now = self._clock()
-        self._learn_end(now)
+        self._learn_end(self._clock())
         if self._waiting.remove(flight):
             self._count_waiting()
         if (span := self._flights.pop(flight, None)) is not None and span.is_recording:
             _record(span, flight)
-        generated = sum(len(sequence.token_ids) for sequence in flight.sequences)
-        self._admission.ledger.add(flight.arrival.caller, tokens=generated, now=self._admission.wall_clock())
-        self._metrics.ended(flight)
-        self.recent.add(flight.job.request_id, len(flight.job.token_ids), generated, flight.timeline)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("request ended", extra={"fields": ended_line(flight, now)})
+        admission = self._admission
+        admission.ledger.add(flight.arrival.caller, tokens=flight.num_generated, now=admission.wall_clock())
+        self.endings.add(flight)
         self._pump()
 
     def _check_limits(self, jobs: Sequence[Job], arrival: Arrival) -> None:
@@ -150,7 +146,7 @@ class Dispatcher:
         if len(self._flights) + len(jobs) > admission.max_flights:
             message = f"{len(self._flights)} requests are being served and {admission.max_flights} is the limit"
             raise self._refused(Refusal("queue", message, None))
-        tokens = sum(len(job.token_ids) for job in jobs)
+        tokens = sum([len(job.token_ids) for job in jobs])
         over = admission.ledger.admit(arrival.caller, tokens=tokens, now=admission.wall_clock())
         if over is not None:
             self._metrics.refused("key")
@@ -175,6 +171,7 @@ class Dispatcher:
             span.end(error=exc.message)
             raise
         self._flights[flight] = span
+        self._deadlines.watch(flight)
         self._metrics.started(flight)
         return flight
 
@@ -203,7 +200,7 @@ class Dispatcher:
                 return
 
     def _queue_before(self, flight: Flight) -> Waiting:
-        rate = self._cluster.prefill_tokens_per_s()
+        rate = self._cluster.takers().prefill_tokens_per_s
         before = self._waiting.tokens_before(flight.arrival.caller, priority=flight.job.priority)
         return Waiting(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
 

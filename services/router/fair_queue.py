@@ -68,6 +68,8 @@ class FairQueue(Generic[T]):
 
     def tokens_before(self, caller: Caller, *, priority: int) -> int:
         """Of all that would go before a request that came now."""
+        if not self._entries:
+            return 0
         start = max(self._clock, self._ends.get(caller.name, 0.0))
         return sum(e.tokens for e in self._entries.values() if (e.priority, e.start) <= (priority, start))
 

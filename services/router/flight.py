@@ -61,6 +61,8 @@ class Flight:
         self.timeline = Timeline(arrived_at=arrival.at, tokenize_s=arrival.tokenize_s)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.sequences = [TokenSequence(i) for i in range(job.num_sequences)]
+        self.num_generated = 0
+        """Tokens, of all sequences."""
         self.error: ApiError | None = None
         self.is_over = False
         self._cluster = cluster
@@ -69,8 +71,8 @@ class Flight:
         self._owner = owner
         self.arrival = arrival
         self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        self._deadline = arrival.at + rules.request_timeout_s
+        self.deadline = arrival.at + rules.request_timeout_s
+        """After it the owner calls `expire`."""
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
         self._avoid: frozenset[InstanceId] = frozenset()
@@ -81,7 +83,6 @@ class Flight:
 
     def start(self) -> None:
         """Raises `ApiError` when no instance can take it, or its owner refuses it."""
-        self._timers.append(self._loop.call_later(self._deadline - self._clock(), self._on_deadline))
         try:
             refused = self._launch(self.sequences, 0)
         except ApiError:
@@ -121,9 +122,10 @@ class Flight:
             self._end(reason)
 
     def on_answer(self, attempt: Attempt, member: Member, answer: Answer) -> None:
+        if type(answer) is Tokens:  # nearly all
+            self._on_tokens(attempt, member, answer)
+            return
         match answer:
-            case Tokens():
-                self._on_tokens(attempt, member, answer)
             case PrefillReport():
                 member.prefilled(attempt.request_id)
                 member.circuit.succeeded()
@@ -153,15 +155,18 @@ class Flight:
             return
         if member is attempt.decode:
             attempt.decode_has_blocks = True
+        timeline = self.timeline
         for tokens in sequence.accept(message):
             now = self._clock()
-            if self.timeline.first_token_at is None:
-                self.timeline.first_token_at = now
-            self.timeline.last_token_at = now
-            self.timeline.num_later_tokens = max(self.timeline.num_later_tokens, len(sequence.token_ids) - 1)
+            if timeline.first_token_at is None:
+                timeline.first_token_at = now
+            timeline.last_token_at = now
+            self.num_generated += len(tokens.token_ids)
+            if len(sequence.token_ids) > timeline.num_later_tokens + 1:
+                timeline.num_later_tokens = len(sequence.token_ids) - 1
             self._outbox.put(self.job.first_choice + sequence.index, tokens)
             if tokens.finish_reason is not None:
-                self.timeline.finish_reasons.append(tokens.finish_reason)
+                timeline.finish_reasons.append(tokens.finish_reason)
         if sequence.is_finished and not attempt.live():
             # An end that decode itself wrote is known there; one that came with the first token may not be.
             self._end_attempt(attempt, cancel=member is not attempt.decode)
@@ -218,7 +223,7 @@ class Flight:
             sequence.forget_early()
         for group in groups:
             # Later in any case: this may be called in the middle of the loss of an instance.
-            self._timers.append(self._loop.call_later(delay_s, self._relaunch, group, replays))
+            self._timers.append(asyncio.get_running_loop().call_later(delay_s, self._relaunch, group, replays))
 
     def _relaunch(self, group: list[TokenSequence], replays: int) -> None:
         live = [sequence for sequence in group if not sequence.is_finished]
@@ -254,12 +259,12 @@ class Flight:
     def _launch(self, sequences: Sequence[TokenSequence], replays: int) -> NoCapacity | None:
         """Places sequences that have the same tokens so far: one of them, or several that have none."""
         token_ids = self.job.token_ids + sequences[0].token_ids
-        naming = self._naming if len(token_ids) == len(self.job.token_ids) else None
-        naming = naming or PromptNames(token_ids, self.job.cache_salt, self.job.lora)
+        num_written = len(sequences[0].token_ids)
+        naming = PromptNames(token_ids, self.job.cache_salt, self.job.lora) if num_written else self._naming
         demand = Demand(
             num_tokens=len(token_ids),
             num_sequences=len(sequences),
-            max_new_tokens=self.job.sampling.max_tokens - len(sequences[0].token_ids),
+            max_new_tokens=self.job.sampling.max_tokens - num_written,
             avoid=self._avoid,
             keep_decode=self._keep_decode,
             itl_s=self.arrival.slo.itl_s,
@@ -276,20 +281,21 @@ class Flight:
             sequences={sequence.index: sequence for sequence in sequences},
             prefill=prefill,
             decode=decode,
-            position=len(sequences[0].token_ids),
+            position=num_written,
             replays=replays,
             decode_has_blocks=prefill is None,
         )
         self._num_attempts += 1
         self._attempts.add(attempt)
         self.timeline.placed(placement, self._clock())
-        work = self._work(attempt, token_ids, indexes(sequences))
+        work = self._work(attempt, token_ids, indexes(sequences), naming.root(placement.computing.layout))
         timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.computing.pull
         source = self._cluster.member(plan.source) if plan is not None else None
         attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source)
-        until = self._clock() + self._rules.expected_blocks_ttl_s
+        now = self._clock()
+        until = now + self._rules.expected_blocks_ttl_s
         for member in attempt.members():
-            member.circuit.tries(self._clock())
+            member.circuit.tries(now)
             names = naming.names(member.record.layout)
             self._cluster.index.expect(member.record.instance, names, until=until)
         return None
@@ -299,8 +305,8 @@ class Flight:
         decode = self._cluster.member(placement.decode.instance) if placement.decode is not None else None
         return prefill, decode
 
-    def _work(self, attempt: Attempt, token_ids: list[int], sequences: list[int]) -> Work:
-        """Without a root: each instance names blocks in its own way."""
+    def _work(self, attempt: Attempt, token_ids: list[int], sequences: list[int], root: BlockName) -> Work:
+        """`root` of the instance that reads the prompt: one of another layout names blocks in its own way."""
         sampling = self.job.sampling
         if self.prompt_logprobs is not None:
             # They have come already: a replay need not compute them again.
@@ -310,15 +316,16 @@ class Flight:
             token_ids=token_ids,
             num_prompt_tokens=len(self.job.token_ids),
             sampling=sampling,
-            root=BlockName(b""),
+            root=root,
             sequences=sequences,
             priority=self.job.priority,
             lora=self.job.lora,
-            timeout_s=max(0.1, self._deadline - self._clock()),
+            timeout_s=max(0.1, self.deadline - self._clock()),
+            itl_s=self.arrival.slo.itl_s,
             trace_headers=dict(self.job.trace_headers),
         )
 
-    def _on_deadline(self) -> None:
+    def expire(self) -> None:
         self.fail(DeadlineError(f"the request was not done within {self._rules.request_timeout_s:g} s"))
 
     def fail(self, error: ApiError) -> None:
@@ -337,7 +344,7 @@ class Flight:
     def _end_if_done(self, finish_reason: str | None) -> None:
         if finish_reason is not None:
             self.timeline.finish_reasons.append(finish_reason)
-        if not self.is_over and all(sequence.is_finished for sequence in self.sequences):
+        if not self.is_over and all([sequence.is_finished for sequence in self.sequences]):
             self._end(None)
 
     def _end(self, reason: str | None) -> None:

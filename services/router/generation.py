@@ -1,6 +1,7 @@
 """The pieces of all choices of one API call, as they come. Ends flights whose text has ended."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from services.router.errors import ClientGoneError
@@ -8,8 +9,16 @@ from services.router.flight import Flight
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
 from services.router.responses import CachedTokens, Usage
+from services.router.sequence import NewTokens
 from services.router.timeline import Explanation
 from services.router.writer import Piece, SequenceWriter
+
+
+class Follower(Protocol):
+    """Gets pieces in the call that brings their tokens, as long as it can."""
+
+    def keeps_up(self) -> bool: ...
+    def follow(self, choice: int, piece: Piece) -> None: ...
 
 
 class Answering(Protocol):
@@ -22,7 +31,7 @@ class Answering(Protocol):
     @property
     def is_done(self) -> bool: ...
     def flight(self, choice: int) -> Flight: ...
-    async def take(self) -> list[tuple[int, Piece]]: ...
+    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]: ...
     def abandon(self) -> None: ...
     def cancel(self, reason: str) -> None: ...
     def usage(self) -> Usage: ...
@@ -58,11 +67,15 @@ class Generation:
     def flight(self, choice: int) -> Flight:
         return self.flights[choice // self._n]
 
-    async def take(self) -> list[tuple[int, Piece]]:
-        """The next pieces, in order for each choice. Raises `ApiError` or `ClientGoneError`."""
+    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]:
+        """The next pieces, in order for each choice; `follower` gets those that it can, before them: never one with
+        which a choice ends. Raises `ApiError` or `ClientGoneError`."""
         pieces: list[tuple[int, Piece]] = []
+        at_once = None
+        if follower is not None and not any([writer.may_end_early for writer in self.writers]):
+            at_once = partial(self._pass_on, follower)
         while not pieces:
-            for output in await self._outbox.take():
+            for output in await self._outbox.take(at_once):
                 writer = self.writers[output.choice]
                 if writer.is_finished:
                     continue
@@ -75,6 +88,14 @@ class Generation:
                     self.flight(output.choice).stop(output.choice % self._n)
         return pieces
 
+    def _pass_on(self, follower: Follower, choice: int, tokens: NewTokens) -> bool:
+        if tokens.finish_reason is not None or not follower.keeps_up():
+            return False
+        piece = self.writers[choice].push(tokens)
+        self._observe(choice, len(piece.token_ids))
+        follower.follow(choice, piece)
+        return True
+
     def abandon(self) -> None:
         """The client has gone."""
         self._outbox.fail(ClientGoneError("the client disconnected"))
@@ -85,7 +106,7 @@ class Generation:
             flight.cancel(reason)
 
     def usage(self) -> Usage:
-        return usage_of(self.flights, sum(writer.num_tokens for writer in self.writers))
+        return usage_of(self.flights, sum([writer.num_tokens for writer in self.writers]))
 
     def explain(self) -> Explanation | list[Explanation]:
         return explained(self.flights, self._clock())
@@ -100,8 +121,8 @@ class Generation:
 
 
 def usage_of(flights: Sequence[Flight], generated: int) -> Usage:
-    prompt = sum(len(flight.job.token_ids) for flight in flights)
-    cached = sum(sum(flight.timeline.cached_tokens.values()) for flight in flights)
+    prompt = sum([len(flight.job.token_ids) for flight in flights])
+    cached = sum([sum(flight.timeline.cached_tokens.values()) for flight in flights])
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,

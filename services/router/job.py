@@ -60,23 +60,22 @@ class FlightRules:
     expected_blocks_ttl_s: float
 
 
-class PromptNames:
+class PromptNames(msgspec.Struct):
     """Names of the full blocks of some tokens, per layout, computed once."""
 
-    def __init__(self, token_ids: list[int], cache_salt: str, lora: str = "") -> None:
-        self._token_ids = token_ids
-        self._cache_salt = cache_salt
-        self._lora = lora
-        self._names: dict[KVLayout, list[BlockName]] = {}
+    token_ids: list[int]
+    cache_salt: str
+    lora: str = ""
+    _names: dict[KVLayout, list[BlockName]] = {}
 
     def root(self, layout: KVLayout) -> BlockName:
-        return _root(layout, self._cache_salt, self._lora)
+        return _root(layout, self.cache_salt, self.lora)
 
     def names(self, layout: KVLayout) -> list[BlockName]:
         known = self._names.get(layout)
         if known is None:
-            full = len(self._token_ids) // layout.block_tokens * layout.block_tokens
-            known = block_names(self.root(layout), self._token_ids[:full], layout.block_tokens)
+            full = len(self.token_ids) // layout.block_tokens * layout.block_tokens
+            known = block_names(self.root(layout), self.token_ids[:full], layout.block_tokens) if full else []
             self._names[layout] = known
         return known
 

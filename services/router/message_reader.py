@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.router.model import SHORT_ID_CHARS
-from services.router.openai_schema import ChatCompletionRequest
+from services.router.openai_schema import ChatCompletionRequest, chat_message
 from services.router.reasoning import REASONING_FORMATS
 from services.router.responses import ChatDelta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from services.router.scanning.parts import Call, Content, Part, PartReader, Reasoning, merged
 from services.router.settings import RouterSettings
-from services.router.structured import Asked, asked_of
+from services.router.structured import FORM_PARAMETERS, Asked, asked_of
 from services.router.tool_calls import Tools
 from services.router.tool_choice import tool_choice_of
 
@@ -39,7 +39,7 @@ class MessageFormat:
         self._prompt = prompt if self._reasoning is None else self._reasoning.prompt_end(prompt, _begun(request))
         self.asked = self._after_reasoning(choice.asked)
         self.ends_with_calls = not choice.is_named
-        self._tools = Tools([tool.function for tool in request.tools or []])
+        self._functions = [tool.function for tool in request.tools or ()]
         self._is_parallel = request.parallel_tool_calls is not False
         self._shows_reasoning = request.include_reasoning is not False
         self._has_short_ids = settings.tool_call_parser == "mistral"
@@ -59,13 +59,15 @@ class MessageFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        formats = (self._calls, self._reasoning)
-        return any(format is not None and format.has_special_tokens for format in formats)
+        calls, reasoning = self._calls, self._reasoning
+        return (calls is not None and calls.has_special_tokens) or (
+            reasoning is not None and reasoning.has_special_tokens
+        )
 
     def reader(self) -> "MessageReader":
         return MessageReader(
             self._reasoning.reader(self._prompt) if self._reasoning is not None else None,
-            self._calls.reader(self._tools) if self._calls is not None else None,
+            self._calls.reader(Tools(self._functions)) if self._calls is not None else None,
             self,
         )
 
@@ -78,6 +80,24 @@ class MessageFormat:
         if not self._has_short_ids:
             return f"call_{secrets.token_hex(12)}"
         return secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
+
+
+class MessageFormats:
+    """Of one model: most requests ask for a plain text, and share its format."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._plain = None if settings.reasoning_parser else MessageFormat(settings, _ASKS_NOTHING, "")
+
+    def of(self, request: ChatCompletionRequest, prompt: str) -> MessageFormat:
+        """Raises `BadRequestError` for tools that cannot be served."""
+        if self._plain is not None and _SHAPING.isdisjoint(request.model_fields_set):
+            return self._plain
+        return MessageFormat(self._settings, request, prompt)
+
+
+_SHAPING = FORM_PARAMETERS | {"tools", "tool_choice"}
+_ASKS_NOTHING = ChatCompletionRequest(messages=[chat_message("user", "")])
 
 
 def _begun(request: ChatCompletionRequest) -> str:

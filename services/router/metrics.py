@@ -117,10 +117,6 @@ class RouterMetrics:
 
     def started(self, flight: Flight) -> None:
         self._prompt_tokens.value += len(flight.job.token_ids)
-        self._tokenize.observe(flight.timeline.tokenize_s)
-        self._prompt_length.observe(len(flight.job.token_ids))
-        self._n.observe(flight.job.num_sequences)
-        self._max_tokens.observe(flight.job.sampling.max_tokens)
 
     def pooled(self, lengths: Sequence[int], seconds: float) -> None:
         """A call to a model that answers with vectors; `lengths` of its inputs in tokens."""
@@ -131,17 +127,21 @@ class RouterMetrics:
         self._e2e.observe(seconds)
 
     def ended(self, flight: Flight) -> None:
-        timeline = flight.timeline
+        timeline, job = flight.timeline, flight.job
         ttft_s, itl_s, decode_s, admission_s = timeline.ttft_s, timeline.itl_s, timeline.decode_s, timeline.admission_s
         lengths = [len(sequence.token_ids) for sequence in flight.sequences]
         for reason in timeline.finish_reasons:
             self._count(self._success, reason).value += 1
         self._count(self._placements, timeline.decision).value += 1
         self._replays.value += timeline.replays
+        self._tokenize.observe(timeline.tokenize_s)
+        self._prompt_length.observe(len(job.token_ids))
+        self._n.observe(job.num_sequences)
+        self._max_tokens.observe(job.sampling.max_tokens)
         self._answer_length.observe(sum(lengths))
         self._longest.observe(max(lengths))
-        if timeline.ended_at is not None and flight.error is None:
-            self._e2e.observe(timeline.ended_at - timeline.arrived_at)
+        if timeline.e2e_s is not None and flight.error is None:
+            self._e2e.observe(timeline.e2e_s)
         if decode_s is not None:
             self._decode.observe(decode_s)
         if timeline.report is not None:

@@ -1,10 +1,10 @@
 """What the router knows of the served model without its weights: names, tokenizer, chat template, vocabulary."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import jinja2
 import msgspec
@@ -19,10 +19,11 @@ from services.router.settings import RouterSettings
 from services.router.structured import Asked, Vocabulary
 from services.router.tokenization import TextTokenizer, read_json
 
-T = TypeVar("T")
-
 SHORT_ID_CHARS = 9
 """Mistral's templates refuse ids of calls of any other length."""
+
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of templates that no request sets by itself."""
 
 _ENCODED_INLINE_CHARS = 4_000
 _RENDERED_INLINE_PARTS = 200
@@ -95,8 +96,9 @@ class ServedModel:
                 f"{len(text) // longest} tokens",
                 code="context_length_exceeded",
             )
-        is_short = len(text) <= _ENCODED_INLINE_CHARS
-        return await _run(is_short, lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if len(text) <= _ENCODED_INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def grammar(self, asked: Asked) -> str:
         """Compiled in a thread: it may take a moment. Raises `BadRequestError`."""
@@ -125,26 +127,26 @@ class ServedModel:
         template = self._template(request)
         chat = [self._message(message, template) for message in messages]
         tools = [_json(tool) for tool in request.tools] if request.tools else None
-        extra: dict[str, Json] = dict(request.chat_template_kwargs or {})
+        kwargs = request.chat_template_kwargs or {}
+        extra: dict[str, Json] = {name: value for name, value in kwargs.items() if name not in _OURS}
         documents: list[Json] | None = None
         if isinstance(request, ChatCompletionRequest):
             documents = list(request.documents) if request.documents is not None else None
             if request.reasoning_effort is not None:
                 extra.setdefault("reasoning_effort", request.reasoning_effort)
-        for taken in ("messages", "tools", "documents", "add_generation_prompt"):
-            extra.pop(taken, None)
         num_parts = sum([len(m.content) if isinstance(m.content, list) else 1 for m in messages])
-        return await _run(
-            num_parts + len(tools or ()) <= _RENDERED_INLINE_PARTS,
-            lambda: template.render(
-                chat,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=generates is not False and not continues,
-                continue_final_message=continues,
-                variables=self._templates.variables(extra),
-            ),
+        render = partial(
+            template.render,
+            chat,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=generates is not False and not continues,
+            continue_final_message=continues,
+            variables=self._templates.variables(extra),
         )
+        if num_parts + len(tools or ()) <= _RENDERED_INLINE_PARTS:
+            return render()
+        return await asyncio.to_thread(render)
 
     def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatTemplate:
         if request.chat_template is None:
@@ -212,10 +214,6 @@ def _eos_ids(*configs: _Ends | None) -> frozenset[int]:
     """Every token that an engine takes for the end of sequence."""
     stated = [config.eos_token_id for config in configs if config is not None]
     return frozenset(chain.from_iterable([one] if isinstance(one, int) else one or [] for one in stated))
-
-
-async def _run(is_short: bool, work: Callable[[], T]) -> T:
-    return work() if is_short else await asyncio.to_thread(work)
 
 
 def _text_of(kind: str, text: str | None) -> str:

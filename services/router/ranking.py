@@ -6,7 +6,7 @@ As vLLM ranks them: by the sum of the log-probabilities of their tokens. Nothing
 from collections.abc import Sequence
 
 from services.router.flight import Flight
-from services.router.generation import Generation
+from services.router.generation import Follower, Generation
 from services.router.responses import Usage
 from services.router.timeline import Explanation
 from services.router.writer import Gathered, Piece
@@ -27,8 +27,8 @@ class BestOf:
     def flight(self, choice: int) -> Flight:
         return self.flights[choice // self._count]
 
-    async def take(self) -> list[tuple[int, Piece]]:
-        """All choices, complete. Raises `ApiError` or `ClientGoneError`."""
+    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]:
+        """All choices, complete: nothing to follow. Raises `ApiError` or `ClientGoneError`."""
         gathered = [Gathered() for _ in range(self._inner.num_choices)]
         while not self._inner.is_done:
             for number, piece in await self._inner.take():

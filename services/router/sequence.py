@@ -1,7 +1,6 @@
 """The tokens of one sequence in order, whoever sends them: what came twice is dropped, what came early waits. Pure."""
 
 import logging
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,13 +18,12 @@ class NewTokens(msgspec.Struct, frozen=True):
     stop_token_id: int | None
 
 
-@dataclass(slots=True)
-class TokenSequence:
+class TokenSequence(msgspec.Struct):
     index: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     """All that was received so far: what a replay goes on from."""
     is_finished: bool = False
-    _early: dict[int, Tokens] = field(default_factory=dict)
+    _early: dict[int, Tokens] = {}
 
     def accept(self, message: Tokens) -> list[NewTokens]:
         """What can be handed on now."""

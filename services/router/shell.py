@@ -9,7 +9,7 @@ from typing import Any
 from services.common.logs import request_logs
 from services.common.tracing import trace_headers
 from services.router.api_keys import ApiKeys
-from services.router.asgi import Receive, RequestContext, RequestLimits, Scope, Send, send_error
+from services.router.asgi import Receive, RequestContext, RequestLimits, Scope, Send, exchange_of, send_error
 from services.router.audit import AuditLog
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from services.router.dialects.messages_errors import PATHS as MESSAGES_PATHS
@@ -63,9 +63,9 @@ class Shell:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
         response = _Response(send, request_id)
-        with request_logs(request_id):
-            await self._answer(scope, receive, response, headers, arrived_at)
         path = _path(scope)
+        with request_logs(request_id):
+            await self._answer(scope, receive, response, headers, path, arrived_at)
         if self._audit is not None and path not in _OPEN_PATHS:
             caller = RequestContext.of(scope).caller.name if RequestContext.is_attached(scope) else None
             self._audit.request(
@@ -78,7 +78,7 @@ class Shell:
             )
 
     async def _answer(
-        self, scope: Scope, receive: Receive, response: "_Response", headers: Headers, arrived_at: float
+        self, scope: Scope, receive: Receive, response: "_Response", headers: Headers, path: str, arrived_at: float
     ) -> None:
         try:
             context = RequestContext(
@@ -87,18 +87,20 @@ class Shell:
                 explain=headers.get(b"x-baton-explain") in (b"1", b"true"),
                 limits=self._limits,
                 trace_headers=_trace_headers(headers),
-                caller=self._caller(_path(scope), headers),
+                caller=self._caller(path, headers),
                 slo=_slo(headers),
+                exchange=exchange_of(scope),
             )
             context.attach(scope)
-            await self._serve(scope, receive, response.send)
+            endpoint = self._direct.get(path) if scope["method"] == "POST" else None
+            await (endpoint or self._app)(scope, receive, response.send)
         except ClientGoneError:
             return
         except ApiError as exc:
-            await self._refuse(exc, scope, response)
+            await self._refuse(exc, path, response)
         except Exception:
             logger.exception("request failed")
-            await self._refuse(InternalError("an internal error has been logged"), scope, response)
+            await self._refuse(InternalError("an internal error has been logged"), path, response)
 
     def _caller(self, path: str, headers: Headers) -> Caller:
         """Raises `AuthenticationError`."""
@@ -109,14 +111,10 @@ class Shell:
             raise AuthenticationError("a valid API key is required: send it as 'Authorization: Bearer KEY'")
         return caller
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._direct.get(_path(scope)) if scope["method"] == "POST" else None
-        await (endpoint or self._app)(scope, receive, send)
-
-    async def _refuse(self, error: ApiError, scope: Scope, response: "_Response") -> None:
+    async def _refuse(self, error: ApiError, path: str, response: "_Response") -> None:
         self._metrics.error(error.status)
         if not response.is_started:
-            body = error_answer(error) if _path(scope) in MESSAGES_PATHS else None
+            body = error_answer(error) if path in MESSAGES_PATHS else None
             await send_error(response.send, error, body)
 
 

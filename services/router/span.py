@@ -19,9 +19,9 @@ def _all(flight: Flight) -> Iterator[tuple[str, str | int | float | None]]:
     yield "gen_ai.request.temperature", job.sampling.temperature
     yield "gen_ai.request.top_p", job.sampling.top_p
     yield "gen_ai.usage.prompt_tokens", len(job.token_ids)
-    yield "gen_ai.usage.completion_tokens", sum(len(sequence.token_ids) for sequence in flight.sequences)
+    yield "gen_ai.usage.completion_tokens", flight.num_generated
     yield "gen_ai.latency.time_to_first_token", timeline.ttft_s
-    yield "gen_ai.latency.e2e", None if timeline.ended_at is None else timeline.ended_at - timeline.arrived_at
+    yield "gen_ai.latency.e2e", timeline.e2e_s
     if timeline.report is not None:
         yield "gen_ai.latency.time_in_queue", timeline.report.queue_s
         yield "gen_ai.latency.time_in_model_prefill", timeline.report.prefill_s

@@ -1,11 +1,11 @@
 """Ends a text at the first stop string, also when it spans tokens. Only text that may begin one is held back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """`text` may be sent. `matched` is the stop string that ended it."""
 
     text: str

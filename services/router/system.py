@@ -67,12 +67,14 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 def own_metrics(frontend: Frontend) -> str:
     """As Prometheus reads them, of this process."""
+    for sibling in frontend.siblings:
+        sibling.dispatcher.endings.tell()
     return generate_latest(frontend.metrics.registry).decode()
 
 
 def own_figures(frontend: Frontend) -> Figures:
     """Of this process."""
-    recent = [request for sibling in frontend.siblings for request in sibling.dispatcher.recent.all()]
+    recent = [request for sibling in frontend.siblings for request in sibling.dispatcher.endings.recent()]
     return Figures(
         requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings),

@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from services.router.errors import BadRequestError
 from services.router.openai_schema import ChatCompletionRequest
@@ -15,8 +16,7 @@ from services.router.tool_calls.forced import Function, name_of, named_call, nam
 from services.router.tool_calls.strict import STRICT_RULES, strict_rule
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(msgspec.Struct, frozen=True):
     """`format`: how calls are read; None: all text is content. `asked`: the form that the answer must have. `is_named`:
     the client knows which function it gets, so its answer ends with `stop`, as OpenAI's do."""
 

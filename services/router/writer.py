@@ -52,6 +52,11 @@ class SequenceWriter:
         )
         self._stops = StopStrings(rules.stop, include=rules.include_stop_str_in_output)
 
+    @property
+    def may_end_early(self) -> bool:
+        """Where its tokens do not say so: at a stop string."""
+        return bool(self._rules.stop)
+
     def push(self, new: NewTokens) -> Piece:
         """When the piece has a finish reason that `new` has not, the text ended here and the rest is not wanted."""
         visible = new.token_ids

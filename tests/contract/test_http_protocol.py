@@ -1,11 +1,10 @@
 """Clients that are slow, or send heads without end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.common.http_protocol import HeadLimits
-from services.common.http_server import HttpServer
+from tests.contract.raw_http import talk
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -15,22 +14,6 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"do", "more_body": True})
     await send({"type": "http.response.body", "body": b"ne"})
-
-
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-def talk(body: Talk, limits: HeadLimits, served: Any = app) -> None:
-    async def scenario() -> None:
-        server = HttpServer(served, host="127.0.0.1", port=0, head_limits=limits)
-        await server.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        async with asyncio.timeout(10):
-            await body(reader, writer)
-        writer.close()
-        await server.close()
-
-    asyncio.run(scenario())
 
 
 def test_requests_follow_each_other_on_one_connection() -> None:
@@ -45,7 +28,7 @@ def test_requests_follow_each_other_on_one_connection() -> None:
         for _ in range(2):
             assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
 
-    talk(body, HeadLimits())
+    talk(app, body)
 
 
 def test_a_head_without_end_is_cut_off() -> None:
@@ -53,7 +36,7 @@ def test_a_head_without_end_is_cut_off() -> None:
         writer.write(b"GET / HTTP/1.1\r\n" + b"x-a: b\r\n" * 1000)
         assert (await reader.read()).startswith(b"HTTP/1.1 431")
 
-    talk(body, HeadLimits(max_bytes=1000))
+    talk(app, body, HeadLimits(max_bytes=1000))
 
 
 def test_a_head_that_takes_for_ever_is_not_waited_for() -> None:
@@ -61,7 +44,7 @@ def test_a_head_that_takes_for_ever_is_not_waited_for() -> None:
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
-    talk(body, HeadLimits(timeout_s=0.05))
+    talk(app, body, HeadLimits(timeout_s=0.05))
 
 
 def test_an_answer_may_take_as_long_as_it_likes() -> None:
@@ -76,4 +59,33 @@ def test_an_answer_may_take_as_long_as_it_likes() -> None:
         writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
         assert b"408" not in await reader.readuntil(b"0\r\n\r\n")
 
-    talk(body, HeadLimits(timeout_s=0.1), slow)
+    talk(slow, body, HeadLimits(timeout_s=0.1))
+
+
+def test_a_body_is_no_head_and_an_answer_to_it_may_take_its_time() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await asyncio.sleep(0.15)
+        await app(scope, receive, send)
+
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 9000\r\n\r\n")
+            for _ in range(3):
+                await writer.drain()
+                await asyncio.sleep(0.01)
+                writer.write(bytes(3000))
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+
+    talk(slow, body, HeadLimits(max_bytes=1000, timeout_s=0.1))
+
+
+def test_a_next_head_that_takes_for_ever_is_not_waited_for() -> None:
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        await reader.readuntil(b"done")
+        writer.write(b"GET / HTTP/1.1\r\nhost:")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+
+    talk(app, body, HeadLimits(timeout_s=0.05))

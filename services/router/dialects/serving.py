@@ -11,6 +11,7 @@ from services.router.conversation import BegunChat
 from services.router.dialects.blocks import Block, Blocks, Change
 from services.router.errors import ApiError, ClientGoneError
 from services.router.generation import Answering
+from services.router.live_events import LiveEvents
 from services.router.message_reader import MessageReader
 from services.router.responses import Usage
 from services.router.scanning.parts import Content, Part
@@ -52,11 +53,10 @@ async def serve(
     generation = begun.generation
     answer = _Answer(begun)
     try:
-        with DisconnectWatch(receive, generation.abandon):
+        with DisconnectWatch(receive, generation.abandon, context.exchange):
             if stream:
-                await _stream(
-                    generation, answer, dialect, EventStream(send, slow_client_s=context.limits.slow_client_s)
-                )
+                events = EventStream(send, slow_client_s=context.limits.slow_client_s, exchange=context.exchange)
+                await _stream(generation, answer, dialect, events)
             else:
                 while not generation.is_done:
                     answer.changes([piece for _, piece in await generation.take()])
@@ -68,19 +68,24 @@ async def serve(
 
 
 async def _stream(generation: Answering, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
+    has_begun = False
+
+    def encode(_: int, piece: Piece) -> bytes:
+        nonlocal has_begun
+        out = [] if has_begun else list(dialect.begin(generation.usage()))
+        has_begun = True
+        for change in answer.changes([piece]):
+            out += dialect.change(change)
+        return _encoded(out)
+
     try:
-        while not generation.is_done:
-            pieces = [piece for _, piece in await generation.take()]
-            out = [] if events.is_started else list(dialect.begin(generation.usage()))
-            for change in answer.changes(pieces):
-                out += dialect.change(change)
-            await events.write(_encoded(out))
+        last = await LiveEvents(events, encode).copy(generation)
+        last += _encoded(dialect.end(answer.blocks.blocks, answer.end()))
     except ApiError as exc:
         if not events.is_started:
             raise
-        await events.end(_encoded(dialect.failure(exc)))
-        return
-    await events.end(_encoded(dialect.end(answer.blocks.blocks, answer.end())))
+        last = _encoded(dialect.failure(exc))
+    await events.end(last)
 
 
 class _Answer:

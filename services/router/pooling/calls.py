@@ -16,7 +16,7 @@ from contracts.pooling import PoolingInput, PoolingParams
 from services.common.tracing import Tracing
 from services.router.block_index import Match
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
-from services.router.cluster import Cluster, serves
+from services.router.cluster import Cluster
 from services.router.dispatch import Admission
 from services.router.errors import ApiError, BadRequestError, DeadlineError, RateLimitError, UnavailableError
 from services.router.job import FlightRules
@@ -27,6 +27,7 @@ from services.router.pooling.turns import Turn, Turns
 from services.router.pooling.vectors import Vector
 from services.router.refusals import failure
 from services.router.retry_budget import RetryBudget
+from services.router.takers import serves
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ class Endpoint(Generic[R]):
             answering.cancel()
 
         try:
-            with DisconnectWatch(receive, abandon):
+            with DisconnectWatch(receive, abandon, context.exchange):
                 answer = await answering
         except asyncio.CancelledError:
             answering.cancel()

@@ -3,8 +3,8 @@
 `asked` and `tags` read requests, `lark` writes grammars, `vocabulary` compiles them.
 """
 
-from services.router.structured.asked import Asked, asked_of
+from services.router.structured.asked import FORM_PARAMETERS, Asked, asked_of
 from services.router.structured.lark import Lark, Rule
 from services.router.structured.vocabulary import Vocabulary
 
-__all__ = ["Asked", "Lark", "Rule", "Vocabulary", "asked_of"]
+__all__ = ["FORM_PARAMETERS", "Asked", "Lark", "Rule", "Vocabulary", "asked_of"]

@@ -43,15 +43,16 @@ class _Given:
     options: Mapping[str, Any]
 
 
-_PARAMETERS = frozenset(
+FORM_PARAMETERS = frozenset(
     {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"}
     | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
 )
+"""Where none of them is stated the text is free."""
 
 
 def asked_of(request: GenerationRequest) -> Asked | None:
     """None: the text is free. Raises `BadRequestError`."""
-    if _PARAMETERS.isdisjoint(request.model_fields_set):
+    if FORM_PARAMETERS.isdisjoint(request.model_fields_set):
         return None
     backend = request.guided_decoding_backend
     if backend is not None and backend.partition(":")[0] not in BACKENDS:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.logs import LogFormat, configure_logs, request_logs
+from services.common.logs import LogFormat, configure_logs, log_past, request_logs
 
 logger = logging.getLogger("services.test")
 
@@ -34,6 +34,25 @@ def test_text_lines_carry_fields() -> None:
     logger.info("handoff done", extra={"request_id": "r-1", "seconds": 0.123456789, "note": 'a "b" c'})
     line = stream.getvalue()
     assert line.endswith('INFO    services.test handoff done request_id=r-1 seconds=0.123457 note="a \\"b\\" c"\n')
+
+
+def test_json_lines_have_microseconds() -> None:
+    stream = configured("json")
+    logger.info("handoff done", extra={"fields": {"seconds": 0.123456789, "count": 3, "none": None}})
+    event = json.loads(stream.getvalue())
+    assert (event["seconds"], event["count"], event["none"]) == (0.123457, 3, None)
+
+
+def test_a_line_may_be_about_a_moment_that_has_passed() -> None:
+    cases: list[tuple[LogFormat, str]] = [
+        ("text", ".250 INFO    services.test it was "),
+        ("json", '"time":1700000000.25,'),
+    ]
+    for format, said in cases:
+        stream = configured(format)
+        log_past(logger, "it was", {"request_id": "r-1"}, at=1_700_000_000.25)
+        assert said in stream.getvalue()
+        assert "r-1" in stream.getvalue()
 
 
 def test_json_lines_carry_fields() -> None:

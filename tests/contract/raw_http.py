@@ -1,0 +1,25 @@
+"""A conversation over a raw socket with an application behind the HTTP server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from services.common.http_protocol import HeadLimits
+from services.common.http_server import HttpServer
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def talk(served: Any, body: Talk, limits: HeadLimits | None = None) -> None:
+    """For at most ten seconds; then the server is closed."""
+
+    async def scenario() -> None:
+        server = HttpServer(served, host="127.0.0.1", port=0, head_limits=limits)
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        async with asyncio.timeout(10):
+            await body(reader, writer)
+        writer.close()
+        await server.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,113 @@
+"""What a connection to an instance writes, and when: everything of a turn at once, nothing is lost at the end, and what
+its peer does not take is kept up to a limit.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import pytest
+
+from services.common.errors import PeerUnreachable
+from services.common.zmtp import framed, handshake
+from services.common.zmtp_sockets import ZmtpDealer
+
+
+class Listener(asyncio.Protocol):
+    """The other end: answers the handshake, keeps what comes after it."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+        self.is_over = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(handshake(b"ROUTER"))
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_over.set()
+
+
+def with_dealer(test: Callable[[ZmtpDealer, Listener], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        listener = Listener()
+        server = await asyncio.get_running_loop().create_server(lambda: listener, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        dealer = ZmtpDealer(f"tcp://127.0.0.1:{port}", on_message=lambda _: None, on_lost=lambda _: None)
+        dealer.start()
+        dealer.send(b"first")
+        async with asyncio.timeout(10):
+            while framed(b"first") not in b"".join(listener.received):  # noqa: ASYNC110 - the fake has no events
+                await asyncio.sleep(0.001)
+            listener.received.clear()
+            await test(dealer, listener)
+        dealer.close()
+        server.close()
+
+    asyncio.run(scenario())
+
+
+def test_messages_of_one_turn_are_one_write() -> None:
+    async def scenario(dealer: ZmtpDealer, listener: Listener) -> None:
+        for message in (b"a", b"b", b"c"):
+            dealer.send(message)
+        while not listener.received:  # noqa: ASYNC110 - the fake has no events
+            await asyncio.sleep(0.001)
+        assert listener.received == [framed(b"a") + framed(b"b") + framed(b"c")]
+
+    with_dealer(scenario)
+
+
+def test_what_was_sent_just_before_the_end_still_arrives() -> None:
+    async def scenario(dealer: ZmtpDealer, listener: Listener) -> None:
+        dealer.send(b"the last")
+        dealer.close(linger_ms=1000)
+        await listener.is_over.wait()
+        assert b"".join(listener.received) == framed(b"the last")
+
+    with_dealer(scenario)
+
+
+def strict_dealer(address: str) -> ZmtpDealer:
+    def lost(reason: str) -> None:
+        raise AssertionError(reason)
+
+    return ZmtpDealer(address, on_message=lambda _: None, on_lost=lost, most_unsent_bytes=1000)
+
+
+def test_messages_to_a_peer_that_is_not_there_are_kept_up_to_a_limit() -> None:
+    async def scenario() -> None:
+        sender = strict_dealer("tcp://127.0.0.1:1")
+        for _ in range(5):  # frames of 202 bytes
+            sender.send(bytes(200))
+        with pytest.raises(PeerUnreachable):
+            sender.send(bytes(200))
+        sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_messages_to_a_peer_that_does_not_read_are_kept_up_to_a_limit() -> None:
+    async def scenario() -> None:
+        is_over = asyncio.Event()
+
+        async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(handshake(b"ROUTER"))
+            await is_over.wait()
+            writer.close()
+
+        server = await asyncio.start_server(deaf, "127.0.0.1", 0, limit=1)
+        port = server.sockets[0].getsockname()[1]
+        sender = strict_dealer(f"tcp://127.0.0.1:{port}")
+        sender.start()
+        with pytest.raises(PeerUnreachable):
+            for _ in range(1000):
+                sender.send(bytes(1_000_000))
+                await asyncio.sleep(0.001)
+        sender.close()
+        is_over.set()
+        server.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,65 @@
+"""What is told of requests that have ended: soon, together, and never later than somebody asks."""
+
+import logging
+import time
+
+import pytest
+
+from services.common.logs import JsonFormatter
+from tests.unit.router.conftest import Router, Serve, settle
+
+SAMPLE = "vllm:request_generation_tokens_count"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.message == "request ended"]
+
+
+def told(router: Router) -> float | None:
+    return router.metrics.registry.get_sample_value(SAMPLE, {"model_name": "tiny"})
+
+
+def test_an_ended_request_is_in_the_metrics_and_the_list_as_soon_as_somebody_reads(serve: Serve) -> None:
+    async def metrics_first(router: Router) -> None:
+        await router.complete(prompt="hello", max_tokens=2)
+        assert f'{SAMPLE}{{model_name="tiny"}} 1.0' in (await router.http.get("/metrics")).text
+        await router.complete(prompt="hello", max_tokens=3)
+        newest, oldest = (await router.http.get("/recent")).json()
+        assert (newest["generated_tokens"], oldest["generated_tokens"]) == (3, 2)
+        assert told(router) == 2
+
+    serve(metrics_first)
+
+
+def test_many_are_told_of_without_waiting_and_the_last_ones_when_the_router_stops(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(router: Router) -> None:
+        for _ in range(16):
+            await router.complete(prompt="hello", max_tokens=2)
+        await settle()
+        assert told(router) == 16
+        await router.complete(prompt="hello", max_tokens=2)
+
+    with caplog.at_level("INFO"):
+        serve(scenario)
+    assert len(lines(caplog)) == 17
+
+
+def test_a_line_bears_the_moment_of_the_end_and_not_that_of_the_telling(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = 0.0
+
+    async def scenario(router: Router) -> None:
+        nonlocal ended
+        await router.complete(prompt="hello", max_tokens=2)
+        ended = time.time()
+        time.sleep(0.1)  # noqa: ASYNC251 - the loop stands still, so that telling is late
+
+    with caplog.at_level("INFO"):
+        serve(scenario)
+    (line,) = lines(caplog)
+    assert line.created <= ended
+    assert f'"time":{round(line.created, 3)}' in JsonFormatter().format(line)
+    assert line.msecs == pytest.approx(line.created % 1 * 1e3, abs=1e-6)

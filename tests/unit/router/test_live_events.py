@@ -1,0 +1,181 @@
+"""Streams that are written where their tokens arrive: the same as those that the request's task writes."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from contracts.messages import Tokens, Work
+from services.common.http_exchange import EXTENSION, Exchange
+from services.router.outbox import Outbox
+from services.router.sequence import NewTokens
+from tests.recorded_connection import RecordedConnection
+from tests.unit.router.conftest import Router, Serve, events_of, settle
+from tests.unit.router.test_message_reader import CALL, HERMES, TOOLS, writes
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
+TEXT: dict[str, Any] = {"prompt": "hello", "max_tokens": 12}
+OWN = re.compile(r'"created(?:_at)?":\d+|(?:call|toolu|fc|msg|rs)_[0-9a-f]{8,}')
+"""What differs from answer to answer."""
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "n": 3}),
+    ("/v1/chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {**CHAT, "stop": ["vc"]}),
+    ("/v1/chat/completions", {**CHAT, "n": 2, "stop": ["xe"], "include_stop_str_in_output": True}),
+    ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 1}),
+    ("/v1/chat/completions", {**CHAT, "best_of": 3, "n": 2}),
+    ("/v1/completions", TEXT),
+    ("/v1/completions", {**TEXT, "prompt": ["hello", "you"], "n": 2, "logprobs": 1, "echo": True}),
+    ("/v1/completions", {**TEXT, "echo": True, "max_tokens": 1}),
+    ("/v1/completions", {**TEXT, "stop_token_ids": [118], "stream_options": {"include_usage": True}}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 12}),
+    ("/v1/messages", CHAT),
+]
+
+
+def letters(work: Work, sequence: int, position: int) -> int:
+    return 97 + (5 * sequence + 7 * position) % 26
+
+
+async def both(router: Router, path: str, body: dict[str, Any]) -> list[str]:
+    """The stream as any ASGI server gets it, and as one gets it that takes pieces at once."""
+    content = json.dumps({"model": "tiny", **body, "stream": True}).encode()
+    headers = {"x-request-id": "r", "content-type": "application/json"}
+    by_the_task = await router.http.post(path, content=content, headers=headers)
+    assert by_the_task.status_code == 200, by_the_task.text
+    connection = RecordedConnection()
+    exchange = Exchange(connection, is_http_10=False, is_head=False, keeps_alive=True)
+    exchange.on_body(content)
+    exchange.on_received()
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"x-request-id", b"r")]}
+    await exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}})
+    assert connection.completed_ones == [exchange]
+    return [OWN.sub("", text) for text in (by_the_task.text, connection.body().decode())]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_both_ways_write_the_same_events(serve: Serve, path: str, body: dict[str, Any]) -> None:
+    async def test(router: Router) -> None:
+        router.fakes.token_of = letters
+        by_the_task, at_once = await both(router, path, body)
+        assert at_once == by_the_task and "data: " in at_once
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_both_ways_write_the_same_reasoning_and_calls(serve: Serve, path: str) -> None:
+    async def test(router: Router) -> None:
+        router.fakes.token_of = writes("<think>\nHm.\n</think>\n\nSo.\n" + CALL.format("f") + "\n" + CALL.format("g"))
+        tools = TOOLS if path == "/v1/chat/completions" else [{"name": "f", "input_schema": {"type": "object"}}]
+        by_the_task, at_once = await both(router, path, {**CHAT, "max_tokens": 200, "tools": tools})
+        assert at_once == by_the_task and '"f"' in at_once
+
+    serve(test, **HERMES)
+
+
+def test_a_token_is_written_before_the_call_that_brought_it_returns(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        router.fakes.token_of = letters
+        decode, connection = router.fakes["decode-0"], RecordedConnection()
+        decode.hold = 0
+        exchange = Exchange(connection, is_http_10=False, is_head=False, keeps_alive=True)
+        exchange.on_body(json.dumps({**TEXT, "stream": True}).encode())
+        exchange.on_received()
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        running = asyncio.create_task(exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}}))
+        await settle()
+        (first,) = connection.written
+        (asked,) = decode.assignments()
+        request_id, token = asked.work.request_id, letters(asked.work, 0, 1)
+        decode.send(Tokens(request_id=request_id, sequence=0, position=1, token_ids=[token]))
+        assert connection.written[0] == first and f'"text":"{chr(token)}"'.encode() in connection.written[1]
+        decode.resume()
+        await running
+
+    serve(test)
+
+
+def test_a_client_that_is_slow_in_between_gets_the_same(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        taken: list[bool] = []
+
+        class Hesitant(RecordedConnection):
+            def write(self, data: bytes) -> None:
+                super().write(data)
+                taken.append(self.is_write_paused)
+                self.pause(len(self.written) in (3, 4, 7))
+
+            def pause(self, is_paused: bool) -> None:
+                self.is_write_paused = is_paused
+                exchange.on_write_paused(is_paused)
+
+            async def writable(self) -> None:
+                await settle()
+                self.pause(False)
+
+        router.fakes.token_of = letters
+        at_once = await router.stream("/v1/completions", **TEXT)
+        connection = Hesitant()
+        exchange = Exchange(connection, is_http_10=False, is_head=False, keeps_alive=True)
+        exchange.on_body(json.dumps({**TEXT, "stream": True}).encode())
+        exchange.on_received()
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}})
+        texts = [event["choices"][0]["text"] for event in events_of(connection.body().decode())]
+        assert texts == [event["choices"][0]["text"] for event in at_once]
+        assert not any(taken), "nothing is written to a client that does not keep up"
+
+    serve(test)
+
+
+def new(*token_ids: int) -> NewTokens:
+    return NewTokens(list(token_ids), None, None, None)
+
+
+def test_tokens_are_taken_in_the_call_that_brings_them_while_somebody_waits() -> None:
+    async def scenario() -> None:
+        outbox, taken = Outbox(), list[int]()
+
+        def at_once(choice: int, tokens: NewTokens) -> bool:
+            if tokens.token_ids[0] < 0:
+                return False
+            taken.extend(tokens.token_ids)
+            return True
+
+        outbox.put(0, new(1))
+        assert [output.tokens.token_ids for output in await outbox.take(at_once)] == [[1]]
+        waiting = asyncio.create_task(outbox.take(at_once))
+        await settle()
+        outbox.put(0, new(2))
+        outbox.put(1, new(3))
+        assert taken == [2, 3] and not waiting.done()
+        outbox.put(0, new(-4))
+        outbox.put(0, new(5))
+        assert taken == [2, 3], "what comes after one that is not taken must not overtake it"
+        assert [output.tokens.token_ids for output in await waiting] == [[-4], [5]]
+        outbox.put(0, new(6))
+        assert taken == [2, 3], "nobody waits"
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_at_once_is_the_readers_to_hear() -> None:
+    async def scenario() -> None:
+        outbox = Outbox()
+
+        def at_once(choice: int, tokens: NewTokens) -> bool:
+            raise ZeroDivisionError
+
+        waiting = asyncio.create_task(outbox.take(at_once))
+        await settle()
+        outbox.put(0, new(1))
+        with pytest.raises(ZeroDivisionError):
+            await waiting
+
+    asyncio.run(scenario())

@@ -1,0 +1,88 @@
+"""Who takes new work: sorted out once, and again with whatever changes."""
+
+import time
+
+import msgspec
+
+from contracts.identity import BlockName
+from contracts.instance import Load, Role
+from services.router.block_index import BlockIndex
+from services.router.circuit import FAILURES
+from services.router.cluster import Cluster
+from services.router.member import Member
+from services.router.takers import Takers
+from tests.unit.router.conftest import settle
+from tests.unit.router.fakes import LAYOUT, FakeCluster, record
+from tests.unit.router.test_cluster import NAMES, with_cluster
+
+
+def seen(cluster: Cluster) -> list[str]:
+    return sorted(candidate.instance for candidate in cluster.view(lambda layout: []).candidates)
+
+
+def names_of(takers: Takers) -> list[str]:
+    return [candidate.instance for candidate in takers.candidates(lambda layout: [], BlockIndex(), 0.0)]
+
+
+def ready(name: str, role: Role) -> Member:
+    return Member(record(name, role), state="ready")
+
+
+def test_who_comes_drains_or_goes_is_seen_at_once() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        assert seen(cluster) == []
+        for name in ("a", "b", "c"):
+            fakes.add(record(name, "decode"))
+        await settle()
+        assert seen(cluster) == ["a", "b", "c"]
+        fakes["a"].draining = True
+        fakes["a"].report()
+        await settle()
+        assert seen(cluster) == ["b", "c"]
+        fakes["b"].die()
+        await settle()
+        assert seen(cluster) == ["c"]
+        fakes["a"].draining = False
+        fakes["a"].report()
+        await settle()
+        assert seen(cluster) == ["a", "c"]
+
+    with_cluster(scenario)
+
+
+def test_a_reported_rate_counts_at_once() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        fakes.add(record("a", "prefill"))
+        fakes.add(record("b", "decode"))
+        await settle()
+        for rate in (70.0, 90.0):
+            fakes["a"].report(Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=rate))
+            await settle()
+            assert cluster.takers().prefill_tokens_per_s == rate
+
+    with_cluster(scenario)
+
+
+def test_equal_layouts_are_one_object_and_others_have_names_of_their_own() -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        other = msgspec.structs.replace(LAYOUT, block_tokens=2 * LAYOUT.block_tokens)
+        copies = [msgspec.msgpack.decode(msgspec.msgpack.encode(LAYOUT), type=type(LAYOUT)) for _ in range(2)]
+        assert copies[0] is not copies[1]
+        for name, layout in zip("abc", [*copies, other], strict=True):
+            fakes.add(msgspec.structs.replace(record(name, "decode"), layout=layout)).cached = NAMES[:2]
+        await settle()
+        by_layout: dict[object, list[BlockName]] = {LAYOUT: NAMES[:2], other: NAMES[2:]}
+        a, b, c = cluster.view(by_layout.__getitem__).candidates
+        assert a.layout is b.layout and (c.layout, c.instance) == (other, "c")
+        assert [x.cached_tokens for x in (a, b, c)] == [2 * LAYOUT.block_tokens] * 2 + [0]
+
+    with_cluster(scenario)
+
+
+def test_an_open_circuit_leaves_the_work_to_others_of_its_role_if_there_are_any() -> None:
+    bad, good, reader = ready("bad", "decode"), ready("good", "decode"), ready("reader", "prefill")
+    now = time.monotonic()
+    for _ in range(FAILURES):
+        bad.circuit.failed(now)
+    assert names_of(Takers([bad, good, reader]).sound(now)) == ["good", "reader"]
+    assert names_of(Takers([bad, reader]).sound(now)) == ["bad", "reader"]
