@@ -21,6 +21,7 @@ BENCHES = {
     "kv-profile": ("bench.kv_profile", "processor time of block transfers between two processes, by thread"),
     "handoff": ("bench.handoff", "what a handoff adds between a short prompt's first and second token, on this CPU"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
+    "kernels": ("bench.kernels", "the kernels of a decode step on an accelerator, and its waits before each"),
     "load": ("bench.load", "a checkpoint's weights onto the device: against a plain read of the same files"),
     "pooling": ("bench.pooling", "embeddings of texts of mixed lengths, no server: against Sentence Transformers"),
     "ready": ("bench.ready", "`baton serve` from the command to ready, by stages: against an import of torch alone"),

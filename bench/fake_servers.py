@@ -1,8 +1,14 @@
-"""OpenAI servers without a model, for other routers to stand before: each answers any request at once."""
+"""OpenAI servers without a model, for other routers to stand before: each answers any request at once.
+
+`python -m bench.fake_servers MODEL` is one of them in a process of its own: it says its port and ends with its stdin.
+"""
 
 import asyncio
 import json
+import sys
 from typing import cast
+
+import uvloop
 
 _END_OF_HEAD = b"\r\n\r\n"
 _TEXT = " sixteen words of an answer that nobody wrote and that everybody gets whatever they ask".strip()
@@ -89,3 +95,15 @@ def _body_size(head: bytes, rest: bytes) -> int | None:
             end = rest.find(b"0\r\n\r\n")
             return end + 5 if end >= 0 else None
     return 0
+
+
+async def main(model: str) -> None:
+    server = FakeServer(model)
+    await server.start()
+    print(server.port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    server.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1]))

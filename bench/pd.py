@@ -3,11 +3,13 @@
 `baton-bench pd MODEL --trace FILE [--rates 10 20] [--duration-s 30] [--chunks 512 1024] [--plot FILE.png] [--json]`
 
 Each setup is started by `baton serve`, one after the other, and sent the trace's first requests with times scaled to
-each rate, prompts as token ids of exact length. A request is good when its time to the first token and the 99th
-percentile of its own gaps between tokens keep the objectives; goodput is good requests per second of arrivals. The
-curve: for each objective of the gaps, each layout's best goodput over its setups and rates, also where prefill apart
-from decode loses, which is told in words too. `--from FILE ...` takes what `--json` printed earlier and runs nothing.
-Without weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
+each rate, prompts as token ids of exact length. With `--promises-ms 0 12` it is sent each rate twice, the second time
+with a promise of 12 ms between tokens (`x-baton-itl-ms`): then a decode instance may compute prompts, too, as far as
+the promise allows. A request is good when its time to the first token and the 99th percentile of its own gaps between
+tokens keep the objectives; goodput is good requests per second of arrivals. The curve: for each objective of the gaps,
+each layout's best goodput over its setups and rates, also where prefill apart from decode loses, which is told in words
+too; the plot has a line for each setup. `--from FILE ...` takes what `--json` printed earlier and runs nothing. Without
+weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -22,7 +25,18 @@ import httpx
 from bench import plots
 from bench.engine_shapes import SHAPES
 from bench.made_up import write_servable_shape
-from bench.pd_results import APART, UNIFIED, Measured, Setup, curve, line_of, losses, read_runs
+from bench.pd_results import (
+    APART,
+    OBJECTIVES_MS,
+    UNIFIED,
+    Measured,
+    Setup,
+    curve,
+    line_of,
+    lines,
+    losses,
+    read_runs,
+)
 from bench.peers import Server, running
 from bench.report import Row, show
 from bench.senders import Target, send_all
@@ -62,22 +76,25 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
 
 def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Iterator[Measured]:
     model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
-    target = Target(url, model, options.request_timeout_s)
-    for number, rate in enumerate([options.rates[0], *options.rates]):
+    cases = [(rate, promise) for rate in options.rates for promise in options.promises_ms]
+    for number, (rate, itl_ms) in enumerate([(options.rates[0], max(options.promises_ms)), *cases]):
         is_warm_up = number == 0
+        promised = replace(setup, itl_ms=itl_ms)
+        target = Target(url, model, options.request_timeout_s, itl_ms)
         duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
         count = max(2, round(rate * duration_s))
         natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
         scale = duration_s / natural.duration_s
         trace = load_trace(options.trace, count=count, length_scale=options.length_scale, time_scale=scale)
         requests = trace_requests(trace, seed=number, token_ids=(options.token_ids[0], options.token_ids[1]))
+        before = _read_by_decode(url)
         outcomes = send_all(requests, target, processes=options.clients)
         if is_warm_up or not any(outcome.error is None for outcome in outcomes):
             if not is_warm_up:
-                sys.stderr.write(f"{setup.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
+                sys.stderr.write(f"{promised.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
             continue
-        measured = Measured(setup, rate, trace.duration_s, outcomes)
-        _tell(measured, options)
+        measured = Measured(promised, rate, trace.duration_s, outcomes)
+        _tell(measured, options, _read_by_decode(url) - before)
         yield measured
 
 
@@ -91,12 +108,20 @@ def _wait_complete(url: str) -> None:
     raise SystemExit("the two instances did not appear")
 
 
-def _tell(measured: Measured, options: argparse.Namespace) -> None:
+def _read_by_decode(url: str) -> int:
+    """Prompts that were computed by decode instances so far."""
+    text = httpx.get(f"{url}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if line.startswith("baton:placements_total") and "decode_only" in line]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
+
+def _tell(measured: Measured, options: argparse.Namespace, num_read_by_decode: int) -> None:
     good = measured.goodput(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
     failed = len(measured.outcomes) - len(measured.served)
     sys.stderr.write(
         f"{measured.setup.name} at {measured.rate:g}/s: goodput {good:.3g}/s, mean TTFT"
-        f" {measured.mean_ttft_s * 1e3:.4g} ms, p99 ITL {measured.itl_s(99) * 1e3:.4g} ms, {failed} failed\n"
+        f" {measured.mean_ttft_s * 1e3:.4g} ms, p99 ITL {measured.itl_s(99) * 1e3:.4g} ms, {failed} failed,"
+        f" {num_read_by_decode} prompts read by decode\n"
     )
     sys.stderr.flush()
 
@@ -161,6 +186,9 @@ def parser() -> argparse.ArgumentParser:
         help="most tokens of a unified step; none: 1P1D only",
     )
     made.add_argument("--pd-chunks", type=int, nargs="*", default=[1024], help="the same where prefill is apart")
+    made.add_argument(
+        "--promises-ms", type=float, nargs="+", default=[0.0], help="between tokens, to every request; 0: nothing"
+    )
     made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
     made.add_argument("--goodput-itl-ms", type=float, default=12.0)
     made.add_argument("--budget-s", type=float, default=480.0, help="setups that would take longer are left out")
@@ -181,9 +209,12 @@ def run(arguments: Sequence[str]) -> None:
             plots.check()
         except plots.PlotError as exc:
             raise SystemExit(f"baton-bench pd: {exc}") from None
-    found = _earlier(options) if options.earlier else _measured(options)
-    if options.json:
-        sys.stdout.writelines(line_of(measured) + "\n" for measured in found)
+    found: list[Measured] = []
+    for measured in _earlier(options) if options.earlier else _measured(options):
+        found.append(measured)
+        if options.json:
+            sys.stdout.write(line_of(measured) + "\n")
+            sys.stdout.flush()
     show(rows_of(found, options), as_json=options.json)
     ttft_s = options.goodput_ttft_ms / 1e3
     # People read it below the table; programs have the rows.
@@ -191,8 +222,7 @@ def run(arguments: Sequence[str]) -> None:
     told = list(losses(found, ttft_s)) or ["nowhere in what was measured"]
     out.write(f"\nwhere {APART} is worse than {UNIFIED}:\n" + "".join(f"  {text}\n" for text in told))
     if options.plot is not None:
-        labels = (APART, UNIFIED)
-        plots.objectives(options.plot, curve(found, ttft_s), labels, ttft_ms=options.goodput_ttft_ms)
+        plots.objectives(options.plot, OBJECTIVES_MS, lines(found, ttft_s), ttft_ms=options.goodput_ttft_ms)
 
 
 def _earlier(options: argparse.Namespace) -> list[Measured]:
@@ -202,7 +232,7 @@ def _earlier(options: argparse.Namespace) -> list[Measured]:
         raise SystemExit(f"baton-bench pd: {exc}") from None
 
 
-def _measured(options: argparse.Namespace) -> list[Measured]:
+def _measured(options: argparse.Namespace) -> Iterator[Measured]:
     if options.trace is None:
         raise SystemExit("baton-bench pd: --trace, or --from with what was measured earlier")
     try:
@@ -214,4 +244,4 @@ def _measured(options: argparse.Namespace) -> list[Measured]:
         if model is None:
             model = str(write_servable_shape(options.shape, Path(folder)))
             options.baton_args = ["--load-format", "dummy", *options.baton_args]
-        return list(measure(options, model))
+        yield from measure(options, model)

@@ -19,15 +19,17 @@ TICK_S = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`chunk`: most tokens of a step."""
+    """`chunk`: most tokens of a step. `itl_ms`: promised to every request; 0: nothing."""
 
     layout: str
     chunk: int
     flags: tuple[str, ...]
+    itl_ms: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.layout}, chunk {self.chunk}"
+        promise = f", {self.itl_ms:g} ms promised" if self.itl_ms else ""
+        return f"{self.layout}, chunk {self.chunk}{promise}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,17 @@ def curve(found: Sequence[Measured], ttft_s: float) -> dict[int, tuple[float, fl
     return {objective: (best(APART, objective), best(UNIFIED, objective)) for objective in OBJECTIVES_MS}
 
 
+def lines(found: Sequence[Measured], ttft_s: float) -> dict[str, list[float]]:
+    """By setup: the best goodput over its rates at each of `OBJECTIVES_MS`."""
+    by_setup: dict[str, list[Measured]] = {}
+    for measured in found:
+        by_setup.setdefault(measured.setup.name, []).append(measured)
+    return {
+        name: [max(measured.goodput(ttft_s, at / 1e3) for measured in runs) for at in OBJECTIVES_MS]
+        for name, runs in by_setup.items()
+    }
+
+
 def line_of(measured: Measured) -> str:
     """All that is known of a run, as JSON: what `read_runs` reads."""
     outcomes = [
@@ -72,8 +85,8 @@ def line_of(measured: Measured) -> str:
         for o in measured.outcomes
     ]
     setup = measured.setup
-    told = {"layout": setup.layout, "chunk": setup.chunk, "rate": measured.rate, "span_s": measured.span_s}
-    return json.dumps({"bench": RUN, **told, "outcomes": outcomes}, separators=(",", ":"))
+    told = {"layout": setup.layout, "chunk": setup.chunk, "itl_ms": setup.itl_ms, "rate": measured.rate}
+    return json.dumps({"bench": RUN, **told, "span_s": measured.span_s, "outcomes": outcomes}, separators=(",", ":"))
 
 
 def read_runs(paths: Sequence[Path]) -> list[Measured]:
@@ -89,7 +102,8 @@ def read_runs(paths: Sequence[Path]) -> list[Measured]:
                     Outcome(ttft_s=o["ttft_s"], itls_s=[gap * TICK_S for gap in o["gaps"]], error=o["error"])
                     for o in run["outcomes"]
                 ]
-                found.append(Measured(Setup(run["layout"], run["chunk"], ()), run["rate"], run["span_s"], outcomes))
+                setup = Setup(run["layout"], run["chunk"], (), run.get("itl_ms", 0.0))
+                found.append(Measured(setup, run["rate"], run["span_s"], outcomes))
             except (KeyError, TypeError, ValueError) as exc:
                 raise ValueError(f"{path}:{number} is not what `baton-bench pd --json` prints") from exc
     if not found:

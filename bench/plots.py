@@ -60,14 +60,16 @@ def search(path: Path, tried: Sequence[Summary], found: Summary | None) -> None:
 
 
 def objectives(
-    path: Path, curve: Mapping[int, tuple[float, float]], labels: tuple[str, str], *, ttft_ms: float
+    path: Path, objectives_ms: Sequence[int], lines: Mapping[str, Sequence[float]], *, ttft_ms: float
 ) -> None:
-    """Two layouts' goodput over the objective of the gaps between tokens."""
+    """Goodput over the objective of the gaps between tokens, a line a setup."""
     figure, [axis] = _figure(1)
-    for number, label in enumerate(labels):
-        axis.plot(list(curve), [values[number] for values in curve.values()], marker="o", label=label)
+    for label, values in lines.items():
+        axis.plot(objectives_ms, values, marker="o", label=label)
     title = f"best goodput, TTFT <= {ttft_ms:g} ms"
     axis.set(xlabel="p99 gap between tokens, ms", ylabel="good requests/s", xscale="log", title=title)
+    axis.minorticks_off()
+    axis.set_xticks(objectives_ms, [str(at) for at in objectives_ms], fontsize="small")
     axis.legend()
     figure.savefig(path, dpi=120)
 

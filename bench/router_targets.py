@@ -87,15 +87,16 @@ async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> 
 
 @asynccontextmanager
 async def others(peers: list[str]) -> AsyncIterator[list[Target]]:
-    """`direct` first; then `peers`, each `NAME=COMMAND` with `{port}`, `{servers}`, `{server_list}` (with commas) and
+    """`direct` first: a faked server in a process of its own, as a router is one, so that a request wakes a process
+    there and back. Then `peers`, each `NAME=COMMAND` with `{port}`, `{servers}`, `{server_list}` (with commas) and
     `{models}` (a name for each server, with commas) in the command."""
     servers = [FakeServer(MODEL_NAME) for _ in ROLES]
     async with AsyncExitStack() as stack:
+        found = [Target("direct", await stack.enter_async_context(_server_apart()))]
         for server in servers:
             await server.start()
             stack.callback(server.close)
         urls = [f"http://127.0.0.1:{server.port}" for server in servers]
-        found = [Target("direct", servers[0].port)]
         for peer in peers:
             name, _, command = peer.partition("=")
             port = free_port()
@@ -108,6 +109,21 @@ async def others(peers: list[str]) -> AsyncIterator[list[Target]]:
             await _wait_until_answered(name, port, process)
             found.append(Target(name, port, psutil.Process(process.pid)))
         yield found
+
+
+@asynccontextmanager
+async def _server_apart() -> AsyncIterator[int]:
+    """Its port."""
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-m", "bench.fake_servers", MODEL_NAME]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(_START_S):
+            port = int(await process.stdout.readline())
+        yield port
+    finally:
+        await _stop(process)
 
 
 def free_port() -> int:

@@ -18,9 +18,12 @@ LEAD_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """`itl_ms`: what Baton is to promise to every request; 0: nothing."""
+
     url: str
     model: str
     timeout_s: float
+    itl_ms: float = 0.0
 
 
 def send_all(requests: list[Request], target: Target, *, processes: int) -> list[Outcome]:
@@ -36,7 +39,7 @@ def send_all(requests: list[Request], target: Target, *, processes: int) -> list
 
 
 def _send(requests: list[Request], target: Target, start: float) -> list[Outcome]:
-    bodies = [_body(request, target.model) for request in requests]
+    bodies = [asked(request, target) for request in requests]
     time.sleep(max(0.0, start - time.time()))
     seen = asyncio.run(_drive(requests, bodies, target))
     return [read_stream(each) for each in seen]
@@ -75,9 +78,10 @@ async def _drive(requests: list[Request], bodies: list[bytes], target: Target) -
     return found
 
 
-def _body(request: Request, model: str) -> bytes:
-    asked = {
-        "model": model,
+def asked(request: Request, target: Target) -> bytes:
+    """Head and body."""
+    body = {
+        "model": target.model,
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "temperature": 0.0,
@@ -85,7 +89,8 @@ def _body(request: Request, model: str) -> bytes:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    return post("/v1/completions", json.dumps(asked).encode())
+    headers = f"x-baton-itl-ms: {target.itl_ms:g}\r\n" if target.itl_ms else ""
+    return post("/v1/completions", json.dumps(body).encode(), headers=headers)
 
 
 def read_stream(seen: Seen) -> Outcome:

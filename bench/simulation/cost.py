@@ -2,9 +2,10 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from bench.cards import (
     CARDS,
@@ -17,6 +18,10 @@ from bench.cards import (
     kv_tokens,
     prefill_tokens_per_s,
 )
+
+PromptStep = Literal["alone", "beside"]
+"""Prompts alone, or beside sequences that write."""
+Points = tuple[tuple[int, float], ...]
 
 
 class CostError(Exception):
@@ -37,12 +42,28 @@ class CostModel:
     kv_bytes_per_token: int
     link_bytes_per_s: float = 10e9
     """Of an instance, in each direction."""
+    prompt_steps: Mapping[PromptStep, Points] = field(default_factory=dict)
+    """Seconds of steps with prompts by their tokens, sequences that write among them, up to the next number that is
+    known: without what they read of earlier tokens. Empty: as long as the prompts and the others would take apart."""
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = 2048
 
     def prefill_s(self, start: int, length: int) -> float:
         """Of `length` tokens after `start` tokens whose KV is there."""
         return length * (self.prefill_s_per_token + self.prefill_s_per_pair * (start + length / 2))
+
+    def chunks_s(self, chunks: Sequence[tuple[int, int]], batch: int, num_kv_tokens: float) -> float:
+        """Of a step with these chunks, (start, length), beside `batch` sequences that write and their KV tokens."""
+        apart_s = sum([self.prefill_s(start, length) for start, length in chunks])
+        if not self.prompt_steps:
+            return apart_s + (self.step_s(batch, num_kv_tokens) if batch else 0.0)
+        points = self.prompt_steps["beside" if batch else "alone"]
+        num_tokens = sum([length for _, length in chunks]) + batch
+        at = bisect_left(points, (num_tokens, 0.0))
+        known, known_s = points[min(at, len(points) - 1)]
+        beyond_s = max(0, num_tokens - known) * self.prefill_s_per_token
+        earlier_s = sum([start * length for start, length in chunks]) * self.prefill_s_per_pair
+        return known_s + beyond_s + earlier_s + num_kv_tokens * self.step_s_per_kv_token
 
     def base_step_s(self, batch: int) -> float:
         """Linear between the batches that are known, and beyond the last."""
@@ -122,6 +143,21 @@ def from_measurements(path: Path, model: Model) -> CostModel:
         kv_tokens=0,
         kv_bytes_per_token=model.kv_bytes_per_token,
     )
+
+
+def prompt_steps(path: Path) -> dict[PromptStep, Points]:
+    """Of a JSON file: milliseconds by tokens, of steps with prompts `alone` and `beside` sequences that write. Raises
+    `CostError`."""
+    try:
+        told = json.loads(path.read_text())
+        return {
+            kind: tuple(sorted((int(tokens), float(ms) / 1e3) for tokens, ms in told[kind].items()))
+            for kind in get_args(PromptStep)
+        }
+    except OSError as exc:
+        raise CostError(f"cannot read {path}: {exc.strerror}") from exc
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise CostError(f'{path} needs {{"alone": {{"256": 6.1, …}}, "beside": …}}, in ms by tokens') from exc
 
 
 def adjusted(

@@ -10,17 +10,15 @@ import asyncio
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Literal, Protocol
 
 from bench.simulation.cache import BlockCache, Holding
 from bench.simulation.cost import CostModel
 from bench.simulation.measures import Distribution
 from contracts.identity import BlockName, RequestId, TicketId
+from engine.pace import Pace
 from engine.roster import OVERTAKING
-
-_RATE_WEIGHT = 0.1
-"""Of the newest step in the measured rates, as in the engine's meter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +35,8 @@ class Stream:
     """Of its full blocks."""
     arrived_at: float
     due: int = 0
+    itl_s: float | None = None
+    """What was promised to it."""
     ticket: TicketId | None = None
     holding: Holding = field(default_factory=Holding)
     computed: int = 0
@@ -66,16 +66,23 @@ class Owner(Protocol):
 
 class SimulatedEngine:
     def __init__(
-        self, cost: CostModel, *, cache: BlockCache, block_tokens: int, owner: Owner, gaps: Distribution
+        self,
+        cost: CostModel,
+        *,
+        cache: BlockCache,
+        block_tokens: int,
+        owner: Owner,
+        gaps: Distribution,
+        stretch: float = inf,
     ) -> None:
+        """`stretch`: as `engine.pace.Pace`."""
         self.cost = cost
         self.cache = cache
         self.waiting: list[Stream] = []
         self.prompts: list[Stream] = []
         self.decoding: list[Stream] = []
         self.reserved: set[Stream] = set()
-        self.prefill_tokens_per_s = cost.prefill_tokens_per_s
-        self.decode_step_s = cost.step_s(1, 0)
+        self.pace = Pace(cost.prefill_tokens_per_s, cost.step_s(1, 0), stretch)
         self.busy_s = 0.0
         self._block_tokens = block_tokens
         self._owner = owner
@@ -96,6 +103,18 @@ class SimulatedEngine:
     def queued_tokens(self) -> int:
         waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
         return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
+
+    @property
+    def spare_tokens_per_s(self) -> float:
+        """As the scheduler's."""
+        writers = self.decoding
+        if not writers:
+            return self.pace.prefill_tokens_per_s
+        promises_s = [s.itl_s for s in writers]
+        if None in promises_s or not self.pace.keeps(promises_s):
+            return 0.0
+        most = self.cost.max_num_batched_tokens - len(writers)
+        return self.pace.tokens_per_s(min(self.pace.room(promises_s) or most, most), len(writers))
 
     @property
     def num_running(self) -> int:
@@ -170,14 +189,21 @@ class SimulatedEngine:
         if not self._num_steps:
             return
         batch = len(self.decoding)
-        prefill_s = sum(self.cost.prefill_s(s.computed, length) for s, length in self._chunks)
-        decode_s = self.cost.step_s(batch, sum(s.kv_tokens for s in self.decoding)) if batch else 0.0
-        self._first_s, self._longer_s = prefill_s + decode_s, batch * self.cost.step_s_per_kv_token
+        num_kv_tokens = sum(s.kv_tokens for s in self.decoding)
+        if self._chunks:
+            chunks = [(s.computed, length) for s, length in self._chunks]
+            self._first_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
+        else:
+            self._first_s = self.cost.step_s(batch, num_kv_tokens)
+        self._longer_s = batch * self.cost.step_s_per_kv_token
         self._started_at = self._loop.time()
         self._timer = self._loop.call_at(self._started_at + self._seconds(self._num_steps), self._end)
 
     def _schedule_prompts(self) -> None:
         budget = self.cost.max_num_batched_tokens - len(self.decoding)
+        if self.decoding and (self.prompts or self.waiting):
+            room = self.pace.room([s.itl_s for s in self.decoding])
+            budget = budget if room is None else min(room, budget)
         for sequence in self.prompts:
             budget -= self._append_chunk(sequence, budget)
         while self.waiting and self.num_running < self.cost.max_num_seqs:
@@ -277,11 +303,12 @@ class SimulatedEngine:
     def _measure(self, seconds: float) -> None:
         self.busy_s += seconds
         num_prompt_tokens = sum(length for _, length in self._chunks)
-        if num_prompt_tokens >= 32:
-            rate = num_prompt_tokens / seconds
-            self.prefill_tokens_per_s += _RATE_WEIGHT * (rate - self.prefill_tokens_per_s)
-        elif not num_prompt_tokens:
-            self.decode_step_s += _RATE_WEIGHT * (seconds / self._num_steps - self.decode_step_s)
+        if not num_prompt_tokens:
+            self.pace.decoded(seconds / self._num_steps)
+        else:
+            self.pace.computed(num_prompt_tokens, seconds)
+            if self.decoding:
+                self.pace.mixed(num_prompt_tokens, len(self.decoding), seconds)
         fresh = [s for s in self.decoding if s.is_fresh]
         for sequence in fresh:
             before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at

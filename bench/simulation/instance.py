@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from math import ceil
+from math import ceil, inf
 
 from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
@@ -31,6 +31,7 @@ from contracts.messages import (
     Work,
 )
 from contracts.naming import block_names
+from engine.pace import DECODE_STRETCH
 
 _TOKEN = 0
 """What every simulated token is."""
@@ -47,7 +48,14 @@ class SimulatedInstance:
         self.subscriber: Callable[[EventBatch], None] | None = None
         self.sharers: list[SimulatedInstance] = [self]
         """All whose cache this is, itself included."""
-        self.engine = SimulatedEngine(cost, cache=cache, block_tokens=record.layout.block_tokens, owner=self, gaps=gaps)
+        self.engine = SimulatedEngine(
+            cost,
+            cache=cache,
+            block_tokens=record.layout.block_tokens,
+            owner=self,
+            gaps=gaps,
+            stretch=DECODE_STRETCH if record.role == "decode" else inf,
+        )
         self.started_at = asyncio.get_running_loop().time()
         self.ended_at: float | None = None
         self._fabric = fabric
@@ -75,8 +83,9 @@ class SimulatedInstance:
             running=engine.num_running,
             waiting=len(engine.waiting),
             queued_tokens=engine.queued_tokens,
-            prefill_tokens_per_s=engine.prefill_tokens_per_s,
-            decode_step_s=engine.decode_step_s,
+            prefill_tokens_per_s=engine.pace.prefill_tokens_per_s,
+            decode_step_s=engine.pace.decode_step_s,
+            spare_tokens_per_s=engine.spare_tokens_per_s,
             held_blocks=sum(stream.holding.num_blocks for stream in self._held.values()),
         )
 
@@ -162,6 +171,7 @@ class SimulatedInstance:
             remaining=1 if mode == "prefill" else num_tokens - (mode == "decode"),
             names=block_names(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
             arrived_at=self._loop.time(),
+            itl_s=work.itl_s,
         )
         self._works[work.request_id] = work
         if ticket is not None:

@@ -1,11 +1,20 @@
 """Options that `baton-bench plan` and `baton-bench replay --simulate` share, and what they make."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from bench.simulation.autoscaling import ScalingRules
-from bench.simulation.cost import CostModel, adjusted, card_named, from_card, from_measurements, model_named
+from bench.simulation.cost import (
+    CostModel,
+    adjusted,
+    card_named,
+    from_card,
+    from_measurements,
+    model_named,
+    prompt_steps,
+)
 from bench.simulation.run import Scenario
 from bench.simulation.summary import Objective
 from bench.traces import Trace, load_trace
@@ -37,11 +46,15 @@ def add_cost(made: argparse.ArgumentParser) -> None:
     group.add_argument("--measured", type=Path, help="rates from `baton-bench engine --json` of the model instead")
     group.add_argument("--kv-cache-tokens", type=int, help="tokens of KV cache of an instance (needed with --measured)")
     group.add_argument("--prefill-tokens-per-s", type=float, help="another speed of prefill, the same at every length")
+    group.add_argument(
+        "--prompt-steps", type=Path, help='times of steps with prompts: {"alone": {"256": 6.1, …}, "beside": …}, ms'
+    )
     group.add_argument("--link-gbps", type=float, default=10.0, help="GB/s of an instance in each direction")
     group.add_argument("--max-num-seqs", type=int, default=256)
     group.add_argument("--max-num-batched-tokens", type=int, default=2048)
     group.add_argument("--block-size", type=int, help="default: the tokens of a hash of the trace, or 64")
     group.add_argument("--disaggregation-min-tokens", type=int, default=32)
+    group.add_argument("--itl-ms", type=float, help="promised to every request, as by x-baton-itl-ms")
     group.add_argument("--kv-pull", choices=get_args(PullPolicy), default="auto", help="as the router's")
     group.add_argument("--dispatch-ahead-s", type=float, default=1.0, help="as the router's; inf: nothing waits in it")
     group.add_argument("--seed", type=int, default=0, help="where policies that take turns begin")
@@ -79,6 +92,8 @@ def cost(options: argparse.Namespace) -> CostModel:
         if options.measured is None
         else from_measurements(options.measured, model)
     )
+    if options.prompt_steps is not None:
+        made = replace(made, prompt_steps=prompt_steps(options.prompt_steps))
     return adjusted(
         made,
         prefill_tokens_per_s=options.prefill_tokens_per_s,
@@ -109,6 +124,7 @@ def scenario(
         block_tokens=options.block_size or trace.hash_tokens or DEFAULT_BLOCK_TOKENS,
         disaggregation_min_tokens=options.disaggregation_min_tokens,
         pull=options.kv_pull,
+        itl_s=None if options.itl_ms is None else options.itl_ms / 1e3,
         dispatch_ahead_s=options.dispatch_ahead_s,
         seed=options.seed,
         scaling=scaling,

@@ -13,6 +13,7 @@ from bench.simulation.virtual_time import run_virtually
 from bench.traces import Trace, TraceRequest
 from contracts.instance import Role
 from contracts.sampling import SamplingParams
+from services.router.caller import Slo
 from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.errors import RouterError
@@ -40,6 +41,8 @@ class Scenario:
     block_tokens: int
     disaggregation_min_tokens: int = 32
     pull: PullPolicy = "auto"
+    itl_s: float | None = None
+    """Promised to every request."""
     dispatch_ahead_s: float = 1.0
     """As the router's setting: what is more waits in the router. inf: nothing does."""
     seed: int = 0
@@ -117,7 +120,7 @@ async def _simulate(scenario: Scenario) -> Result:
     clients: set[asyncio.Task[None]] = set()
     for number, request in enumerate(scenario.trace.requests):
         await asyncio.sleep(max(0.0, began + request.at_s - loop.time()))
-        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), result))
+        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), scenario.itl_s, result))
         clients.add(client)
         client.add_done_callback(clients.discard)
     await asyncio.gather(*clients)
@@ -164,11 +167,12 @@ def _job(scenario: Scenario, number: int, request: TraceRequest) -> Job:
     )
 
 
-async def _client(dispatcher: Dispatcher, job: Job, result: Result) -> None:
+async def _client(dispatcher: Dispatcher, job: Job, itl_s: float | None, result: Result) -> None:
     loop = asyncio.get_running_loop()
     outbox, now = Outbox(), loop.time()
     try:
-        [flight] = dispatcher.launch([job], outbox, arrival=Arrival(at=now, tokenizing_at=now, tokenized_at=now))
+        arrival = Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=Slo(itl_s=itl_s))
+        [flight] = dispatcher.launch([job], outbox, arrival=arrival)
         while not flight.is_over:
             await outbox.take()
     except RouterError as exc:

@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 
 from bench.pd import parser, rows_of, run, setups
-from bench.pd_results import APART, UNIFIED, Measured, Setup, curve, line_of, losses, read_runs
+from bench.pd_results import (
+    APART,
+    OBJECTIVES_MS,
+    UNIFIED,
+    Measured,
+    Setup,
+    curve,
+    line_of,
+    lines,
+    losses,
+    read_runs,
+)
 from bench.serve import Outcome
 
 
@@ -61,14 +72,30 @@ def test_setups_are_the_same_but_for_roles_and_chunks() -> None:
     ]
 
 
+def test_a_promise_is_part_of_a_setup_and_of_its_line() -> None:
+    plain, promised = Setup(APART, 512, ()), Setup(APART, 512, (), 12.0)
+    assert promised.name == "1P1D, chunk 512, 12 ms promised"
+    found = [
+        Measured(plain, 1.0, 2.0, [outcome(0.1, [7])] * 2),
+        Measured(promised, 1.0, 2.0, [outcome(0.1, [11])] * 2),
+        Measured(promised, 4.0, 2.0, [outcome(0.1, [11])] * 8),
+    ]
+    drawn = lines(found, 1.0)
+    at = OBJECTIVES_MS.index
+    assert [drawn[plain.name][at(ms)] for ms in (6, 8, 12)] == [0.0, 1.0, 1.0]
+    assert [drawn[promised.name][at(ms)] for ms in (6, 8, 12)] == [0.0, 0.0, 4.0]
+
+
 def test_an_earlier_run_gives_the_same_curve_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = [
         measured(APART, 4.0, [outcome(0.2, [7, 13.21]), outcome(0.1, [], error="503")]),
         measured(UNIFIED, 4.0, [outcome(0.1, [40, 5])]),
+        Measured(Setup(APART, 512, (), 12.0), 4.0, 2.0, [outcome(0.2, [7, 13])]),
     ]
     kept, plot = tmp_path / "runs.jsonl", tmp_path / "curve.png"
     kept.write_text("".join(line_of(one) + "\n" for one in found))
     assert curve(read_runs([kept]), 1.0) == curve(found, 1.0)
+    assert lines(read_runs([kept]), 1.0) == lines(found, 1.0)
     run(["--from", str(kept)])
     assert "mean TTFT at 4/s: 200 against 100 ms" in capsys.readouterr().out
     pytest.importorskip("matplotlib")

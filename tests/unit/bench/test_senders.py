@@ -2,7 +2,8 @@
 
 import json
 
-from bench.senders import Seen, read_stream
+from bench.senders import Seen, Target, asked, read_stream
+from bench.workload import Request
 
 
 def event(**values: object) -> bytes:
@@ -30,6 +31,13 @@ def test_gaps_between_tokens_are_those_of_their_last_bytes() -> None:
     found = read_stream(Seen(1.0, pieces))
     assert (found.ttft_s, found.itls_s, found.latency_s) == (0.5, [0.5, 1.0], 2.0)
     assert (found.prompt_tokens, found.output_tokens, found.error) == (7, 3, None)
+
+
+def test_a_promise_goes_with_each_request() -> None:
+    request = Request(0.0, [1, 2], 3)
+    plain, promised = Target("http://localhost:1", "m", 1.0), Target("http://localhost:1", "m", 1.0, 12.5)
+    assert b"x-baton-itl-ms: 12.5\r\n" in asked(request, promised).split(b"\r\n\r\n")[0] + b"\r\n"
+    assert b"x-baton" not in asked(request, plain)
 
 
 def test_a_stream_without_its_end_has_failed() -> None:

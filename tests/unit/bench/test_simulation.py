@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulation.cost import CostModel
-from bench.simulation.run import Served, simulate
+from bench.simulation.cost import CostError, CostModel, prompt_steps
+from bench.simulation.run import Result, Served, simulate
 from bench.simulation.search import Trials, best_split, smallest_pools
 from bench.simulation.summary import Objective, Summary, rows, summarise
 from bench.traces import Trace, TraceRequest
@@ -77,6 +77,42 @@ def test_a_unified_instance_stalls_answers_while_it_reads_prompts() -> None:
     assert split.gaps.percentile(100) < 0.02
     assert unified.gaps.percentile(100) > 2.0
     assert {one.decision for one in unified.served} == {"unified"}
+
+
+def test_a_promised_pace_bounds_what_a_unified_instance_computes_beside_answers() -> None:
+    trace = alone(TraceRequest(0.0, 512, 300, (1,)), TraceRequest(1.0, 2048, 2, (2, 3, 4, 5)))
+    unified = replace(scenario(trace, prefill=0, decode=0), num_unified=1)
+    promised = simulate(replace(unified, itl_s=0.1))
+    assert promised.gaps.percentile(100) < 0.1
+    assert simulate(unified).gaps.percentile(100) > 2.0
+    assert len(promised.served) == 2
+
+
+def test_where_a_pace_is_promised_a_decode_instance_takes_prompts_from_a_queue() -> None:
+    trace = alone(*(TraceRequest(0.1 * n, 512, 100, (n,)) for n in range(20)))
+    split = scenario(trace, prefill=1, decode=1)
+    apart, shared = simulate(split), simulate(replace(split, itl_s=0.2))
+    assert {one.decision for one in apart.served} == {"disaggregated"}
+    assert {one.decision for one in shared.served} == {"disaggregated", "decode_only"}
+    assert shared.gaps.percentile(99) < 0.2
+
+    def mean_ttft_s(result: Result) -> float:
+        return sum(one.ttft_s for one in result.served) / len(result.served)
+
+    assert mean_ttft_s(shared) < 0.8 * mean_ttft_s(apart)
+
+
+def test_steps_with_prompts_take_what_a_table_says(tmp_path: Path) -> None:
+    table = tmp_path / "steps.json"
+    table.write_text('{"alone": {"256": 100, "512": 200}, "beside": {"256": 150, "512": 300}}')
+    cost = replace(COST, prompt_steps=prompt_steps(table))
+    assert cost.chunks_s([(0, 200)], 0, 0) == pytest.approx(0.1)
+    assert cost.chunks_s([(0, 200), (0, 57)], 0, 0) == pytest.approx(0.2)
+    assert cost.chunks_s([(0, 200)], 56, 1000) == pytest.approx(0.15 + 1000 * COST.step_s_per_kv_token)
+    assert cost.chunks_s([(0, 612)], 0, 0) == pytest.approx(0.2 + 100 * COST.prefill_s_per_token)
+    table.write_text('{"alone": {"256": 100}}')
+    with pytest.raises(CostError, match="beside"):
+        prompt_steps(table)
 
 
 def test_twice_is_the_same(tmp_path: Path) -> None:
