@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from contracts.identity import BlockName
 from contracts.messages import HandoffReport
@@ -49,21 +50,23 @@ class Admission:
         reservation: Reservation,
         arrivals: Arrivals,
         engine: EngineCalls,
+        report: Callable[[HandoffReport], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reservation = reservation
         self.arrivals = arrivals
         self._request = request
         self._engine = engine
+        self._report = report
         self._clock = clock
-        self._first: FirstTokens | None = None
         self._failure: RequestFailed | None = None
         self._admitted: asyncio.Future[float] | None = None
 
     def begin(self, fetched: FetchResult) -> None:
-        """All blocks are here: the sequences that go on join the batch."""
+        """All blocks are here: the sequences that go on join the batch. The router hears of it once the engine has
+        begun, which should not wait for this thread, and before any token that it writes."""
         try:
-            self._first = first = decode_first_tokens(fetched.payload)
+            first = decode_first_tokens(fetched.payload)
         except WireError as exc:
             self._failure = RequestFailed("handoff_failed", f"first tokens: {exc}")
             self._failure.__cause__ = exc
@@ -80,24 +83,30 @@ class Admission:
                 engine.admit(inner, going)
                 return self._clock()  # a step begins as soon as all commands have run
 
-            self._admitted = self._engine.call(admit)
+            self._admitted = self._engine.call(admit, then=partial(self._begun, fetched, first))
+        else:
+            self._begun(fetched, first, None)
         for sequence in request.live - set(going):
             request.end_sequence(sequence)
 
-    async def report(self, fetched: FetchResult) -> HandoffReport:
-        """Once the engine has begun: it should not wait for this thread. Raises `RequestFailed`."""
+    async def wait(self) -> None:
+        """Until the engine has begun. Raises `RequestFailed`, or what the engine raised."""
         if self._failure is not None:
             raise self._failure
-        assert self._first is not None
-        step_at = await self._admitted if self._admitted is not None else None
-        exposed_s = min(fetched.seconds, fetched.exposed_s + self._first.since_end_s)
-        return HandoffReport(
-            request_id=self._request.request_id,
-            transport=fetched.transport,
-            handoff_s=fetched.seconds,
-            exposed_s=exposed_s,
-            transferred_blocks=fetched.num_blocks,
-            reused_blocks=self.reservation.reused,
-            transferred_bytes=fetched.num_bytes,
-            to_step_s=0.0 if step_at is None else exposed_s + max(0.0, step_at - fetched.ended_at),
+        if self._admitted is not None:
+            await self._admitted
+
+    def _begun(self, fetched: FetchResult, first: FirstTokens, step_at: float | None) -> None:
+        exposed_s = min(fetched.seconds, fetched.exposed_s + first.since_end_s)
+        self._report(
+            HandoffReport(
+                request_id=self._request.request_id,
+                transport=fetched.transport,
+                handoff_s=fetched.seconds,
+                exposed_s=exposed_s,
+                transferred_blocks=fetched.num_blocks,
+                reused_blocks=self.reservation.reused,
+                transferred_bytes=fetched.num_bytes,
+                to_step_s=0.0 if step_at is None else exposed_s + max(0.0, step_at - fetched.ended_at),
+            )
         )

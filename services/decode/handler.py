@@ -5,6 +5,7 @@ Blocks are freed only when the fetch is over: until then a copy may write to the
 
 import asyncio
 import logging
+from functools import partial
 from typing import Literal
 
 from contracts.messages import Decode, Generate, Ticket, Work
@@ -81,7 +82,8 @@ class DecodeHandler:
         try:
             with request.span.child("reserve"):
                 reservation = await self._reserve(request, ticket)
-            admission = Admission(request, reservation, arrivals, self._engine)
+            report = partial(self._router.send, request.router)
+            admission = Admission(request, reservation, arrivals, self._engine, report)
             fetched = await self._fetch(request, ticket, admission)
             if fetched is None:
                 logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
@@ -89,7 +91,7 @@ class DecodeHandler:
                 arrivals.tell()
                 await self._engine.call(lambda engine: engine.admit_locally(inner))
             else:
-                self._router.send(request.router, await admission.report(fetched))
+                await admission.wait()
             with request.span.child("write"):
                 await writing.wait()
         finally:

@@ -48,7 +48,9 @@ class Turn:
 class EngineCalls(Protocol):
     """What request handling may do with the engine."""
 
-    def call(self, action: Callable[[EnginePort], T]) -> asyncio.Future[T]: ...
+    def call(
+        self, action: Callable[[EnginePort], T], *, then: Callable[[T], None] | None = None
+    ) -> asyncio.Future[T]: ...
 
     def post(self, action: Callable[[EnginePort], object]) -> None: ...
 
@@ -104,13 +106,16 @@ class EngineThread(Generic[E]):
         self._on_broken = on_broken
         self._attached.set()
 
-    def call(self, action: Callable[[E], T]) -> asyncio.Future[T]:
-        """Runs `action` in the engine's thread, in order with all others, before its next step."""
+    def call(self, action: Callable[[E], T], *, then: Callable[[T], None] | None = None) -> asyncio.Future[T]:
+        """Runs `action` in the engine's thread, in order with all others, before its next step.
+
+        `then` is called with what it returned before any later step is told of: who awaits the future may run after.
+        """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self._is_broken:
             future.set_exception(EngineBroken("the engine has stopped"))
         else:
-            self._commands.put(_Command(action, future))  # type: ignore[arg-type]
+            self._commands.put(_Command(action, future, then))  # type: ignore[arg-type]
         return future
 
     def post(self, action: Callable[[E], object]) -> None:
@@ -213,9 +218,15 @@ class EngineThread(Generic[E]):
 
 
 class _Command(Generic[E, T]):
-    def __init__(self, action: Callable[[E], T], future: "asyncio.Future[T] | None") -> None:
+    def __init__(
+        self,
+        action: Callable[[E], T],
+        future: "asyncio.Future[T] | None",
+        then: Callable[[T], None] | None = None,
+    ) -> None:
         self.future = future
         self._action = action
+        self._then = then
         self._value: T | None = None
         self._error: Exception | None = None
 
@@ -235,8 +246,10 @@ class _Command(Generic[E, T]):
             return
         if self._error is not None:
             self.future.set_exception(self._error)
-        else:
-            self.future.set_result(self._value)  # type: ignore[arg-type]
+            return
+        self.future.set_result(self._value)  # type: ignore[arg-type]
+        if self._then is not None:
+            self._then(self._value)  # type: ignore[arg-type]
 
 
 def _frees_something(result: StepResult) -> bool:

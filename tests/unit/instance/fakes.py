@@ -179,12 +179,18 @@ class InlineCalls:
     def __init__(self, engine: EnginePort) -> None:
         self.engine = engine
 
-    def call(self, action: Callable[[EnginePort], T]) -> "asyncio.Future[T]":
+    def call(
+        self, action: Callable[[EnginePort], T], *, then: Callable[[T], None] | None = None
+    ) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         try:
-            future.set_result(action(self.engine))
+            value = action(self.engine)
         except Exception as exc:  # noqa: BLE001 - as the real one does
             future.set_exception(exc)
+            return future
+        future.set_result(value)
+        if then is not None:
+            then(value)
         return future
 
     def post(self, action: Callable[[EnginePort], object]) -> None:

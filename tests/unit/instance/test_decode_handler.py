@@ -77,16 +77,33 @@ def test_the_engine_is_told_before_the_task_that_fetched_runs_again() -> None:
         reservation = b.engine.reserve(request.work)
         assert reservation is not None
         now = [20.25]
-        admission = Admission(request, reservation, Arrivals(b.calls, request), b.calls, lambda: now[0])
+        reports: list[HandoffReport] = []
+        admission = Admission(request, reservation, Arrivals(b.calls, request), b.calls, reports.append, lambda: now[0])
         admission.arrivals.add([name(1), name(2)])
-        result = fetched(FirstToken(0, 42, False))
-        admission.begin(result)
+        admission.begin(fetched(FirstToken(0, 42, False)))
         assert b.engine.verbs() == ["reserve", "mark_received", "admit"]
         assert request.is_admitted
         now[0] = 30.0
-        report = await admission.report(result)
+        (report,) = reports
         assert report.exposed_s == pytest.approx(0.15)
         assert report.to_step_s == pytest.approx(0.15 + 0.25)  # `ended_at` is 20
+
+    run(test())
+
+
+def test_the_router_hears_of_the_handoff_before_any_token() -> None:
+    """Also where this thread had no time for the fetch's task while the engine wrote the whole answer."""
+
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        b.transfer.ended = lambda: b.turn(tokens=[output(inner, 43, position=1, finish="stop")])
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
+        await settle()
+        assert [type(m).__name__ for m in b.router.answers()] == ["HandoffReport", "Tokens"]
+        b.check()
 
     run(test())
 

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,25 @@ def test_every_step_leaves_by_one_turn() -> None:
         await watcher.three_tokens.wait()
         assert [t.result.tokens[0].token_ids for t in watcher.turns if t.result.tokens] == [[0], [1], [2]]
         await thread.stop()
+
+    run(test())
+
+
+def test_what_follows_a_command_comes_before_the_steps_after_it() -> None:
+    """However long the event loop had no time for either."""
+
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.results = [StepResult(tokens=[output(work().request_id, n)]) for n in range(3)]
+        thread, seen = await started(engine), list[str]()
+        thread.attach(on_turn=lambda turn: seen.append("turn"), on_stats=lambda _: None, on_broken=lambda _: None)
+        future = thread.call(lambda e: "begun", then=seen.append)
+        while engine.num_steps < 3:
+            time.sleep(0.001)  # noqa: ASYNC251 - the loop is busy
+        assert not seen
+        assert await future == "begun"
+        await thread.stop()
+        assert seen[:2] == ["begun", "turn"]
 
     run(test())
 
