@@ -80,5 +80,9 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     model_aliases: list[str] = []
     adapters: list[AdapterRecord] = []
+    step_tokens: int = 0
+    """Of prompts that one step computes at most; 0: not told."""
+    reads_behind: bool = False
+    """Takes a `contracts.messages.Front`, and is one."""
     pooling: PoolingProfile | None = None
     """Set where the model answers with vectors; such an instance writes no text and its blocks are empty."""

@@ -71,15 +71,25 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
 
+class Front(msgspec.Struct, frozen=True, kw_only=True):
+    """Another prefill instance, `ticket.source`, reads the first `num_blocks` full blocks of the prompt at this moment
+    and hands them on as it computes them, those of its last step layer by layer: compute what follows right behind it.
+    If it fails, or there is no room, compute all of the prompt."""
+
+    ticket: Ticket
+    num_blocks: int
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the prompt, sample the first token of each sequence and hand the blocks to `ticket.sink`.
 
-    Without a ticket nothing is handed on: the request ends with its first token.
+    Without a ticket nothing is handed on: the request ends with its first token. `pull` or `front`, not both.
     """
 
     work: Work
     ticket: Ticket | None = None
     pull: Pull | None = None
+    front: Front | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -216,6 +226,8 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
     pulled_tokens: int = 0
     pulled_from: InstanceId | None = None
     pull_s: float = 0.0
+    front_tokens: int = 0
+    """Those that a `Front` has read."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
