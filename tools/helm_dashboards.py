@@ -155,7 +155,14 @@ BATON = [
             Query(f"sum(rate(vllm:prompt_tokens_total{{{MODEL}}}{RATE}))", "all prompt tokens"),
         ],
     ),
-    Panel("Placements by decision", [by("decision", f"rate(baton:placements_total{{{MODEL}}}{RATE})")], "reqps"),
+    Panel(
+        "Placements by decision",
+        [
+            by("decision", f"rate(baton:placements_total{{{MODEL}}}{RATE})"),
+            Query(f"sum(rate(baton:joint_prefill_requests_total{{{MODEL}}}{RATE}))", "read by two at once"),
+        ],
+        "reqps",
+    ),
     Panel(
         "Leases and held blocks",
         [

@@ -8,6 +8,7 @@ import msgspec
 
 from contracts.identity import BlockName, RequestId, new_ticket_id
 from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Work
+from services.router.front import FrontPart
 from services.router.job import PromptNames
 from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
@@ -39,6 +40,8 @@ class Attempt(msgspec.Struct, eq=False):
     """How many attempts for these sequences came before."""
     decode_has_blocks: bool = False
     """The handoff is over: prefill is needed no more."""
+    front: FrontPart | None = None
+    """Reads the prompt's first part while `prefill` reads the rest."""
 
     def start(
         self,
@@ -49,25 +52,21 @@ class Attempt(msgspec.Struct, eq=False):
         handoff_timeout_s: float,
         pull_from: Member | None = None,
     ) -> None:
-        """Tells both instances at once; each gets the root of its own names. `pull_from` is the source of what the
+        """Tells all instances at once; each gets the root of its own names. `pull_from` is the source of what the
         placement's reader fetches first."""
-        num_tokens = len(work.token_ids)
-        if self.prefill is not None and placement.prefill is not None:
-            share = self._share(placement.prefill, num_tokens, computes=True)
-            self.prefill.assign(self.request_id, share)
-        if self.decode is not None and placement.decode is not None:
-            share = self._share(placement.decode, num_tokens, computes=self.prefill is None)
-            self.decode.assign(self.request_id, share)
-        if self.prefill is None and self.decode is not None:
-            pull = _pull(self.request_id, placement, pull_from, self.decode, naming)
+        self._assign(placement, len(work.token_ids))
+        pull, front = _pull(self.request_id, placement, pull_from, self._beginning(), naming), None
+        if self.front is not None and self.prefill is not None:
+            front_ticket = _ticket(self.front.request_id, self.front.member, self.prefill, naming, handoff_timeout_s)
+            front, pull = self.front.start(work, front_ticket, placement, naming, pull), None
+        if self.prefill is None:
+            assert self.decode is not None
             self.decode.send(Generate(_named(work, naming, self.decode), pull))
-        elif self.prefill is not None:
-            pull = _pull(self.request_id, placement, pull_from, self.prefill, naming)
-            if self.decode is None:
-                self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull))
-                return
+        elif self.decode is None:
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull, front))
+        else:
             ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull, front))
             self.decode.send(Decode(_named(work, naming, self.decode), ticket))
 
     def members(self) -> list[Member]:
@@ -81,6 +80,12 @@ class Attempt(msgspec.Struct, eq=False):
         """Whether the loss of prefill breaks it: a first token or blocks are still to come."""
         return not self.decode_has_blocks or any(s.has_gap or len(s.token_ids) == self.position for s in self.live())
 
+    def prefilled(self) -> None:
+        """All of the prompt has been read: a front that still computes is not needed."""
+        if self.front is not None:
+            self.front.end(cancel=False)
+            self.front = None
+
     def end(self, *, cancel: bool) -> None:
         """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
         for member in self.members():
@@ -88,6 +93,8 @@ class Attempt(msgspec.Struct, eq=False):
             member.circuit.given_up()
             if cancel:
                 member.send(Cancel(self.request_id))
+        if self.front is not None:
+            self.front.end(cancel=cancel)
 
     def cancel_sequence(self, index: int) -> None:
         if self.decode is not None:
@@ -99,11 +106,25 @@ class Attempt(msgspec.Struct, eq=False):
     def on_lost(self, member: Member, reason: str) -> None:
         self.owner.on_lost(self, member, reason)
 
-    def _share(self, candidate: Candidate, num_tokens: int, *, computes: bool) -> Share:
+    def _beginning(self) -> Member:
+        """`Placement.beginning`."""
+        member = self.front.member if self.front is not None else self.prefill or self.decode
+        assert member is not None
+        return member
+
+    def _assign(self, placement: Placement, num_tokens: int) -> None:
+        if self.prefill is not None and placement.prefill is not None:
+            self.prefill.assign(self.request_id, self._share(placement.prefill, num_tokens, placement.front_tokens))
+        if self.decode is not None and placement.decode is not None:
+            computed = num_tokens if self.prefill is not None else 0
+            self.decode.assign(self.request_id, self._share(placement.decode, num_tokens, computed))
+
+    def _share(self, candidate: Candidate, num_tokens: int, computed: int) -> Share:
+        """Of one that has blocks for all of the prompt; others compute the first `computed` tokens."""
         missing = max(0, num_tokens - candidate.cached_tokens)
         return Share(
             assignment=self,
-            prefill_tokens=ceil(candidate.uncached(num_tokens)) if computes else 0,
+            prefill_tokens=min(ceil(candidate.uncached(num_tokens)), num_tokens - computed),
             sequences=len(self.sequences),
             blocks=ceil(missing / candidate.layout.block_tokens),
         )
@@ -121,7 +142,7 @@ def _named(work: Work, naming: PromptNames, member: Member) -> Work:
 def _pull(
     request_id: RequestId, placement: Placement, source: Member | None, sink: Member, naming: PromptNames
 ) -> Pull | None:
-    plan = placement.computing.pull
+    plan = placement.beginning.pull
     if plan is None or source is None:
         return None
     block_tokens = sink.record.layout.block_tokens

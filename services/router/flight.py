@@ -17,11 +17,12 @@ from contracts.messages import Answer, Failed, HandoffReport, PrefillReport, Tok
 from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
 from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
+from services.router.front import FrontPart
 from services.router.job import Arrival, FlightRules, Job, PromptNames
 from services.router.member import Member
 from services.router.outbox import Outbox
 from services.router.patience import Patience
-from services.router.placement import Demand, NoCapacity, Placement, place
+from services.router.placement import Candidate, Demand, NoCapacity, Placement, place
 from services.router.refusals import failure, no_capacity
 from services.router.sequence import TokenSequence
 from services.router.timeline import Timeline
@@ -129,6 +130,7 @@ class Flight:
             case PrefillReport():
                 member.prefilled(attempt.request_id)
                 member.circuit.succeeded()
+                attempt.prefilled()
                 self._owner.prefilled(self)
                 if self.timeline.report is None:
                     self.timeline.report = answer
@@ -139,6 +141,12 @@ class Flight:
                 attempt.decode_has_blocks = True
             case Failed():
                 self._on_failed(attempt, member, answer)
+
+    def front_freed(self, report: PrefillReport | None) -> None:
+        if report is not None and self.timeline.report is None:
+            self.timeline.front_report = report
+        if not self.is_over:
+            self._owner.prefilled(self)
 
     def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
         if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
@@ -189,7 +197,7 @@ class Flight:
             # Nobody's fault, and known to placement from now on.
             self._replay(attempt, failure(failed), delay_s=0.0, is_counted=False)
             return
-        self._blame(culprit, failed)
+        self.blame(culprit, failed)
         may_retry = failed.code not in ("overloaded", "internal") or self._owner.allows_retry()
         if not may_retry:
             self._end_attempt(attempt, cancel=True)
@@ -198,7 +206,7 @@ class Flight:
         delay_s = _BACKOFF_S * 2**attempt.replays if failed.code in ("overloaded", "internal") else 0.0
         self._replay(attempt, failure(failed), delay_s=delay_s)
 
-    def _blame(self, culprit: InstanceId, failed: Failed) -> None:
+    def blame(self, culprit: InstanceId, failed: Failed) -> None:
         """An instance that is merely full is not broken."""
         blamed = self._cluster.member(culprit)
         if blamed is not None and failed.code in ("internal", "timeout", "handoff_failed"):
@@ -268,42 +276,54 @@ class Flight:
             avoid=self._avoid,
             keep_decode=self._keep_decode,
             itl_s=self.arrival.slo.itl_s,
+            needs_one_reader=self.job.sampling.prompt_logprobs is not None and self.prompt_logprobs is None,
         )
         placement = place(demand, self._cluster.view(naming.names, self.job.model, self.job.lora), self._rules.policy)
         if isinstance(placement, NoCapacity):
             return placement
         if not self._num_attempts and not self._owner.admits(self, placement):
             return None
-        prefill, decode = self._members_of(placement)
+        attempt = self._attempt(placement, sequences, position=num_written, replays=replays)
+        self.timeline.placed(placement, self._clock())
+        work = self._work(attempt, token_ids, indexes(sequences), naming.root(placement.computing.layout))
+        timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.beginning.pull
+        source = self._cluster.member(plan.source) if plan is not None else None
+        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source)
+        for member in attempt.members():
+            self._expect(member, naming.names(member.record.layout))
+        if attempt.front is not None:
+            layout = attempt.front.member.record.layout
+            self._expect(attempt.front.member, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
+        return None
+
+    def _expect(self, member: Member, names: Sequence[BlockName]) -> None:
+        now = self._clock()
+        member.circuit.tries(now)
+        self._cluster.index.expect(member.record.instance, names, until=now + self._rules.expected_blocks_ttl_s)
+
+    def _attempt(
+        self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, replays: int
+    ) -> Attempt:
+        request_id = RequestId(f"{self.job.request_id}~{self._num_attempts}")
+        front = self._member_of(placement.front)
+        prefill = self._member_of(placement.prefill)
         attempt = Attempt(
             owner=self,
-            request_id=RequestId(f"{self.job.request_id}~{self._num_attempts}"),
+            request_id=request_id,
             sequences={sequence.index: sequence for sequence in sequences},
             prefill=prefill,
-            decode=decode,
-            position=num_written,
+            decode=self._member_of(placement.decode),
+            position=position,
             replays=replays,
             decode_has_blocks=prefill is None,
+            front=FrontPart(self, RequestId(f"{request_id}^"), front) if front is not None else None,
         )
         self._num_attempts += 1
         self._attempts.add(attempt)
-        self.timeline.placed(placement, self._clock())
-        work = self._work(attempt, token_ids, indexes(sequences), naming.root(placement.computing.layout))
-        timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.computing.pull
-        source = self._cluster.member(plan.source) if plan is not None else None
-        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source)
-        now = self._clock()
-        until = now + self._rules.expected_blocks_ttl_s
-        for member in attempt.members():
-            member.circuit.tries(now)
-            names = naming.names(member.record.layout)
-            self._cluster.index.expect(member.record.instance, names, until=until)
-        return None
+        return attempt
 
-    def _members_of(self, placement: Placement) -> tuple[Member | None, Member | None]:
-        prefill = self._cluster.member(placement.prefill.instance) if placement.prefill is not None else None
-        decode = self._cluster.member(placement.decode.instance) if placement.decode is not None else None
-        return prefill, decode
+    def _member_of(self, candidate: Candidate | None) -> Member | None:
+        return self._cluster.member(candidate.instance) if candidate is not None else None
 
     def _work(self, attempt: Attempt, token_ids: list[int], sequences: list[int], root: BlockName) -> Work:
         """`root` of the instance that reads the prompt: one of another layout names blocks in its own way."""

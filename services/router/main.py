@@ -142,6 +142,7 @@ def flight_rules(settings: RouterSettings) -> FlightRules:
             disaggregation_min_tokens=settings.disaggregation_min_tokens,
             name=settings.placement_policy,
             pull=settings.kv_pull,
+            joint_prefill_min_tokens=settings.joint_prefill_min_tokens,
         ),
         request_timeout_s=settings.request_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,

@@ -144,6 +144,8 @@ class Member:
             link_speeds=self.link_speeds,
             spare_tokens_per_s=load.spare_tokens_per_s,
             next_step_s=self.steps.predict(active_sequences + 1),
+            step_tokens=record.step_tokens,
+            reads_behind=record.reads_behind,
         )
 
     def check_invariants(self) -> None:

@@ -80,6 +80,9 @@ class RouterMetrics:
         )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
+        self._joint_prefills = self._counter(
+            "baton:joint_prefill_requests", "Requests whose prompt two prefill instances have read at once."
+        )
         self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
         self._success = self._labelled("vllm:request_success", "Sequences by how they ended.", "finished_reason")
         self._placements = self._labelled("baton:placements", "Requests by who serves them.", "decision")
@@ -147,7 +150,8 @@ class RouterMetrics:
         if timeline.report is not None:
             self._queue.observe(timeline.report.queue_s)
             self._prefill.observe(timeline.report.prefill_s)
-            for tier, tokens in timeline.report.cached_tokens.items():
+            self._joint_prefills.value += timeline.front_tokens > 0
+            for tier, tokens in timeline.cached_tokens.items():
                 self._count(self._hits, tier).value += tokens
         if timeline.handoff is not None:
             self._handoff.observe(timeline.handoff.handoff_s)

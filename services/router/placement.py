@@ -4,7 +4,8 @@ The prefill instance is the one with the smallest predicted time to first token:
 cached there, over its measured rate. Under load, tokens to compute weigh more than tokens queued: those who come next
 wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
 decode instance is the least busy one with room; blocks that it already has count only as bytes
-not moved. A prefix that another instance has is fetched from there where that is cheaper (`pulls`).
+not moved. A prefix that another instance has is fetched from there where that is cheaper (`pulls`), and a long prompt
+may be read by two idle prefill instances at once (`joint`).
 That is the policy `prefix`; the others are there to compare with.
 """
 
@@ -18,6 +19,7 @@ import msgspec
 from contracts.identity import InstanceId
 from contracts.instance import Role
 from contracts.layout import KVLayout, obstacle
+from services.router.joint import plan_joint
 from services.router.pulls import PullPlan, PullPolicy, best_holders, plan_pull
 
 Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
@@ -47,6 +49,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Where blocks of this request have arrived already."""
     itl_s: float | None = None
     """The longest time between tokens that was promised."""
+    needs_one_reader: bool = False
+    """Logprobs of the prompt are wanted: one instance must compute all of it."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +81,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted time of a decode step with one sequence more; 0: not measured."""
     spare_tokens_per_s: float = 0.0
     """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
+    step_tokens: int = 0
+    """Of prompts that one step computes at most; 0: not told."""
+    reads_behind: bool = False
+    """It may read a prompt together with another instance."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""
@@ -120,17 +128,22 @@ class PlacementPolicy:
     disaggregation_min_tokens: int = 32
     name: PolicyName = "prefix"
     pull: PullPolicy = "auto"
+    joint_prefill_min_tokens: int = 0
+    """Tokens to compute from which on two prefill instances may read a prompt together; 0: never."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`prefill` computes the prompt, `decode` writes the answer; where one instance does both, only `decode` is set.
 
-    `prefill_only` is for requests that end with their first token: there is nothing to hand off.
+    `prefill_only` is for requests that end with their first token: there is nothing to hand off. With `front`, that
+    instance reads the first `front_tokens` (whole blocks) and `prefill` what follows, right behind it.
     """
 
     decision: Decision
     prefill: Candidate | None = None
     decode: Candidate | None = None
+    front: Candidate | None = None
+    front_tokens: int = 0
     predicted_ttft_s: float
     other_ttft_s: float = 0.0
     """Where a prefill and a decode instance could each have read the prompt: of the one that does not."""
@@ -143,10 +156,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def computing(self) -> Candidate:
-        """The instance that reads the prompt."""
+        """The instance that reads the prompt, to its end."""
         chosen = self.prefill or self.decode
         assert chosen is not None
         return chosen
+
+    @property
+    def beginning(self) -> Candidate:
+        """The instance that reads the prompt from its start, or fetches what is cached elsewhere."""
+        return self.front or self.computing
 
 
 class NoCapacity(msgspec.Struct, frozen=True):
@@ -227,12 +245,12 @@ def _split(
     demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy, pools: _Pools
 ) -> Placement | None:
     if prefill is not None and demand.max_new_tokens == 1:
-        return _read_by("prefill_only", prefill, None, demand, pools)
+        return _read_by("prefill_only", prefill, None, demand, policy, pools)
     if decode is None:
         return None
     if prefill is None or decode.uncached(demand.num_tokens) < policy.disaggregation_min_tokens:
         return _alone("decode_only", decode, demand, pools)
-    apart = _read_by("disaggregated", prefill, decode, demand, pools)
+    apart = _read_by("disaggregated", prefill, decode, demand, policy, pools)
     beside_s = _beside_s(decode, demand)
     if beside_s == inf:
         return apart
@@ -260,14 +278,33 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand, pools: _Poo
 
 
 def _read_by(
-    decision: Decision, prefill: Candidate, decode: Candidate | None, demand: Demand, pools: _Pools
+    decision: Decision,
+    prefill: Candidate,
+    decode: Candidate | None,
+    demand: Demand,
+    policy: PlacementPolicy,
+    pools: _Pools,
 ) -> Placement:
-    return Placement(
+    alone = Placement(
         decision=decision,
         prefill=prefill,
         decode=decode,
         predicted_ttft_s=prefill.time_to_first_token_s(demand.num_tokens),
         shortest_queue_s=min([c.queue_s for c in pools["prefill"]]),
+    )
+    least = policy.joint_prefill_min_tokens
+    if not least or policy.name != "prefix" or demand.needs_one_reader:
+        return alone
+    num_tokens, avoid = demand.num_tokens, demand.avoid
+    plan = plan_joint(prefill, pools["prefill"], num_tokens=num_tokens, min_tokens=least, avoid=avoid)
+    if plan is None:
+        return alone
+    return msgspec.structs.replace(
+        alone,
+        prefill=msgspec.structs.replace(plan.back, pull=None),
+        front=prefill,
+        front_tokens=plan.front_tokens,
+        predicted_ttft_s=plan.seconds,
     )
 
 

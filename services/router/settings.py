@@ -190,6 +190,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 32
+    joint_prefill_min_tokens: Annotated[
+        int,
+        Meta(
+            description="prompts with as many tokens that are not cached are read by two idle prefill instances at "
+            "once, where that is predicted to be quicker; 0: never, for it has not run on an accelerator yet",
+            ge=0,
+        ),
+    ] = 0
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
     instance_wait_s: Annotated[
         float,

@@ -17,6 +17,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decision: str
     prefill: str | None
     decode: str | None
+    front: str | None = None
+    """A prefill instance that was to read the prompt's first part while `prefill` reads the rest."""
+    front_tokens: int = 0
+    """Those that `prefill` has from it: 0 where it computed all by itself."""
     cached_tokens: Mapping[str, int]
     pulled_tokens: int = 0
     """Cached ones that the instance fetched from another one, `pulled_from`, first."""
@@ -54,6 +58,7 @@ class Timeline(msgspec.Struct):
     decision: Decision = "decode_only"
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
+    front: InstanceId | None = None
     predicted_ttft_s: float = 0.0
     other_ttft_s: float = 0.0
     predicted_itl_s: float = 0.0
@@ -62,6 +67,7 @@ class Timeline(msgspec.Struct):
     last_token_at: float | None = None
     ended_at: float | None = None
     report: PrefillReport | None = None
+    front_report: PrefillReport | None = None
     handoff: HandoffReport | None = None
     replays: int = 0
     num_later_tokens: int = 0
@@ -72,6 +78,7 @@ class Timeline(msgspec.Struct):
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
+        self.front = placement.front.instance if placement.front is not None else None
         if self.first_token_at is None:
             before_s = now - self.arrived_at
             self.predicted_ttft_s = before_s + placement.predicted_ttft_s
@@ -107,19 +114,30 @@ class Timeline(msgspec.Struct):
         return None if self.ended_at is None else self.ended_at - self.arrived_at
 
     @property
+    def front_tokens(self) -> int:
+        return 0 if self.report is None else self.report.front_tokens
+
+    @property
+    def beginning(self) -> PrefillReport | None:
+        """Of the instance that read the prompt from its start: what was cached there is what was not computed."""
+        return self.front_report if self.front_tokens and self.front_report is not None else self.report
+
+    @property
     def cached_tokens(self) -> dict[Tier, int]:
-        return {} if self.report is None else self.report.cached_tokens
+        return {} if self.beginning is None else self.beginning.cached_tokens
 
     def explain(self, request_id: str, now: float) -> Explanation:
-        report, handoff = self.report, self.handoff
+        report, beginning, handoff = self.report, self.beginning, self.handoff
         explanation = Explanation(
             request_id=request_id,
             decision=self.decision,
             prefill=self.prefill,
             decode=self.decode,
-            pulled_tokens=report.pulled_tokens if report is not None else 0,
-            pulled_from=report.pulled_from if report is not None else None,
-            pull_s=report.pull_s if report is not None else 0.0,
+            front=self.front,
+            front_tokens=self.front_tokens,
+            pulled_tokens=beginning.pulled_tokens if beginning is not None else 0,
+            pulled_from=beginning.pulled_from if beginning is not None else None,
+            pull_s=beginning.pull_s if beginning is not None else 0.0,
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
             other_ttft_s=self.other_ttft_s,

@@ -74,6 +74,8 @@ def record(
         http_address=f"{instance}:80",
         host="here",
         load=load or Load(free_blocks=100, total_blocks=100, prefill_tokens_per_s=1000.0),
+        step_tokens=16,
+        reads_behind=role == "prefill",
         pooling=pooling,
     )
 
@@ -249,7 +251,7 @@ class FakeInstance:
             if not any(job.sent.values()):
                 answers.append(handoff_report(work))
         elif not any(job.sent.values()):
-            answers.append(prefill_report(work))
+            answers.append(prefill_report(work, front_tokens=self._read_by_front(message)))
         for sequence in sorted(job.live):
             position = offset + job.sent[sequence]
             if position < work.sampling.max_tokens:
@@ -263,6 +265,13 @@ class FakeInstance:
         if not job.live:
             self.jobs.pop(work.request_id, None)
         return answers
+
+    def _read_by_front(self, message: Prefill | Generate) -> int:
+        """What has come from it by now: all or nothing."""
+        front = message.front if isinstance(message, Prefill) else None
+        if front is None or not self.cluster.is_prefilled(front.ticket):
+            return 0
+        return front.num_blocks * self.record.layout.block_tokens
 
     def _token(self, job: Job, sequence: int, position: int) -> Tokens:
         work = job.work
@@ -302,7 +311,7 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
     return TokenLogprobs(Logprob(token_id, -0.5, 1), top)
 
 
-def prefill_report(work: Work) -> PrefillReport:
+def prefill_report(work: Work, *, front_tokens: int = 0) -> PrefillReport:
     prompt_logprobs = None
     if (wanted := work.sampling.prompt_logprobs) is not None:
         prompt_logprobs = [None, *(logprobs_of(token, wanted) for token in work.token_ids[1:])]
@@ -311,6 +320,7 @@ def prefill_report(work: Work) -> PrefillReport:
         queue_s=0.25,
         prefill_s=0.5,
         cached_tokens={"device": 4},
+        front_tokens=front_tokens,
         prompt_logprobs=prompt_logprobs,
     )
 
