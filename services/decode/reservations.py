@@ -6,6 +6,7 @@ All that wait ask the engine together, in one command, and again whenever more b
 import asyncio
 import bisect
 from dataclasses import dataclass
+from functools import partial
 
 from contracts.messages import Work
 from engine.errors import RequestError
@@ -79,16 +80,23 @@ class Reservations:
             return
         self._is_asking = True
         asked = list(self._waiting)
-        answer = self._engine.call(lambda engine: _grant(engine, [waiter.work for waiter in asked]))
-        answer.add_done_callback(lambda done: self._answered(asked, done))
+        # Before any later numbers: blocks that become free after a refusal may be the last for long.
+        answer = self._engine.call(
+            lambda engine: _grant(engine, [waiter.work for waiter in asked]), then=partial(self._answered, asked)
+        )
+        answer.add_done_callback(partial(self._unanswered, asked))
 
-    def _answered(self, asked: list[_Waiter], done: "asyncio.Future[_Grants]") -> None:
-        self._is_asking = False
-        if done.cancelled() or (error := done.exception()) is not None:
+    def _unanswered(self, asked: list[_Waiter], done: "asyncio.Future[_Grants]") -> None:
+        """The engine has stopped, or could not say."""
+        error = None if done.cancelled() else done.exception()
+        if done.cancelled() or error is not None:
+            self._is_asking = False
             for waiter in asked:
-                self._settle(waiter, error if not done.cancelled() else None)
-            return
-        grants = done.result()
+                self._settle(waiter, error)
+            self._ask()
+
+    def _answered(self, asked: list[_Waiter], grants: _Grants) -> None:
+        self._is_asking = False
         for waiter, answer in zip(asked, grants.answers, strict=False):
             self._settle(waiter, answer)
         refused = asked[len(grants.answers) :]

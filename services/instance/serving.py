@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from contracts.identity import BlockName, Generation, InstanceId, RequestId
@@ -117,8 +118,7 @@ class Serving(Leaving):
                 message_ = "this model writes text: it does not answer with vectors"
                 self._router.send(router, Failed(request_id=message.request_id, code="invalid", message=message_))
             case SnapshotRequest():
-                names = self._engine.call(lambda engine: (engine.cached_names(), engine.host_names()))
-                names.add_done_callback(lambda done: self._send_snapshot(router, done))
+                self._take_snapshot(router)
 
     def on_router_lost(self, router: RouterId) -> None:
         for request in self.table.of_router(router):
@@ -196,12 +196,15 @@ class Serving(Leaving):
         if not self._attempts:
             self._idle.set()
 
-    def _send_snapshot(
-        self, router: RouterId, names: "asyncio.Future[tuple[list[BlockName], list[BlockName]]]"
-    ) -> None:
-        if names.cancelled() or names.exception() is not None:
-            return
-        identity, (device, host) = self._identity, names.result()
+    def _take_snapshot(self, router: RouterId) -> None:
+        """Its number is that of the last batch before it: it is sent before any later step's events are published."""
+        taken = self._engine.call(
+            lambda engine: (engine.cached_names(), engine.host_names()), then=partial(self._send_snapshot, router)
+        )
+        taken.add_done_callback(lambda done: done.cancelled() or done.exception())  # a broken engine has been told of
+
+    def _send_snapshot(self, router: RouterId, names: tuple[list[BlockName], list[BlockName]]) -> None:
+        identity, (device, host) = self._identity, names
         snapshot = Snapshot(
             instance=identity.instance,
             generation=identity.generation,

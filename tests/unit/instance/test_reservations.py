@@ -112,3 +112,32 @@ def test_blocks_freed_after_a_shortage_are_noticed_even_below_the_first_refusal(
         assert waiting.done()
 
     run(test())
+
+
+def test_blocks_freed_before_a_refusal_is_heard_of_are_noticed() -> None:
+    """Both come at once where this thread was busy; an engine at rest says nothing more."""
+
+    async def test() -> None:
+        engine = full_engine()
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        (waiting,) = ask(line, work("a"))
+        await asyncio.sleep(0)  # it has asked
+        engine.free_blocks = 2
+        line.on_free_blocks(2)
+        await settle()
+        assert waiting.done()
+
+    run(test())
+
+
+def test_an_engine_that_cannot_say_fails_those_who_asked_and_is_asked_by_the_next() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.error = ZeroDivisionError()
+        line = Reservations(InlineCalls(engine), max_waiting=8)
+        first, second = ask(line, work("a"), work("b"))
+        await settle()
+        assert isinstance(first.exception(), ZeroDivisionError)
+        assert second.result().request_id == "b"
+
+    run(test())

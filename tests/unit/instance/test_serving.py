@@ -212,6 +212,22 @@ def test_a_snapshot_is_numbered_by_the_last_published_batch() -> None:
     run(test())
 
 
+def test_a_snapshot_has_the_number_of_when_it_was_taken() -> None:
+    """Also where this thread hears of it and of the next step at once: a router would miss that step's blocks."""
+
+    async def test() -> None:
+        b = bench()
+        b.turn(events=[BlocksStored([name(1)])])
+        b.serving.on_message(ROUTER, SnapshotRequest())
+        b.turn(events=[BlocksStored([name(2)])])
+        await settle()
+        (snapshot,) = b.router.answers()
+        assert (snapshot.sequence, snapshot.device) == (1, [name(1)])
+        assert b.events.sequence == 2
+
+    run(test())
+
+
 def test_draining_takes_nothing_new_and_lets_the_running_end() -> None:
     async def test() -> None:
         b = bench()
