@@ -79,6 +79,9 @@ class _Recorded(Span):
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(attributes)
 
+    def over(self, at: float) -> None:
+        self.over_at = at
+
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
         if error is not None:
             self._span.set_status(trace.StatusCode.ERROR, error)

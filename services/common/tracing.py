@@ -21,10 +21,11 @@ Attributes = Mapping[str, str | bool | int | float]
 
 
 class Span:
-    """`with` ends it, with the error that left the block if one did."""
+    """`with` ends it: with the error that left the block if one did, and as of `over_at` where that was said."""
 
     is_recording = False
     """Whether anybody will see what is set."""
+    over_at: float | None = None
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._headers = headers
@@ -40,6 +41,9 @@ class Span:
     def set(self, attributes: Attributes) -> None:
         """Adds attributes; those of the same name are replaced."""
 
+    def over(self, at: float) -> None:
+        """What it stands for was over then, though the task that says so may run later."""
+
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
         """Nothing is recorded after this."""
 
@@ -52,7 +56,7 @@ class Span:
         if isinstance(error, asyncio.CancelledError):  # nobody wants the rest: no failure
             self.set({"baton.cancelled": True})
             error = None
-        self.end(error=None if error is None else f"{type(error).__name__}: {error}")
+        self.end(at=self.over_at, error=None if error is None else f"{type(error).__name__}: {error}")
 
 
 class Tracing:

@@ -5,6 +5,7 @@ Blocks are freed only when the fetch is over: until then a copy may write to the
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import Literal
 
@@ -85,6 +86,7 @@ class DecodeHandler:
             report = partial(self._router.send, request.router)
             admission = Admission(request, reservation, arrivals, self._engine, report)
             fetched = await self._fetch(request, ticket, admission)
+            begun_at = time.monotonic() if fetched is None else fetched.ended_at
             if fetched is None:
                 logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
                 request.is_admitted = True
@@ -92,8 +94,8 @@ class DecodeHandler:
                 await self._engine.call(lambda engine: engine.admit_locally(inner))
             else:
                 await admission.wait()
-            with request.span.child("write"):
-                await writing.wait()
+            with request.span.child("write", at=begun_at) as write:
+                write.over(await writing.wait())
         finally:
             if not (writing.is_over and request.is_admitted):
                 arrivals.tell()
@@ -119,6 +121,7 @@ class DecodeHandler:
                     translation=translation_of(ticket, request.work, reservation),
                 )
                 transfer.set(_described(ticket, reservation, fetched))
+                transfer.over(fetched.ended_at)
                 return fetched
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)

@@ -1,6 +1,7 @@
 """A whole answer, or the rest of one, written by this instance's engine. Shared by the decode and unified roles."""
 
 import asyncio
+import time
 
 from contracts.messages import ErrorCode, Pull
 from engine.outputs import CompletedBlocks, SequenceOutput
@@ -14,7 +15,7 @@ class Writing:
     """`Progress` of a request whose answer is written here: all that matters is its end."""
 
     def __init__(self) -> None:
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def completed(self, blocks: CompletedBlocks) -> None:
         """Nobody waits for these blocks."""
@@ -30,7 +31,7 @@ class Writing:
 
     def ended(self) -> None:
         if not self._end.done():
-            self._end.set_result(None)
+            self._end.set_result(time.monotonic())
 
     def failed(self, code: ErrorCode, message: str) -> None:
         if not self._end.done():
@@ -40,9 +41,9 @@ class Writing:
     def is_over(self) -> bool:
         return self._end.done() and not self._end.cancelled() and self._end.exception() is None
 
-    async def wait(self) -> None:
-        """Raises `RequestFailed` when the engine gave the request up."""
-        await self._end
+    async def wait(self) -> float:
+        """Returns when it ended: a moment of `time.monotonic()`. Raises `RequestFailed` when the engine gave it up."""
+        return await self._end
 
 
 async def generate(engine: EngineCalls, request: Request, puller: PullPort, pull: Pull | None) -> None:

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"
 SECRET_WORDS = "zebra quagga okapi"
-NEW_TOKENS = 20
+NEW_TOKENS = 100
+"""So many that the first, which comes from prefill, is never the last to reach the router."""
 
 
 class Traced:

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from typing import Literal
 
 import msgspec
@@ -10,6 +11,7 @@ from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
 from contracts.naming import block_names
 from kvtransfer import Translation
 from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
+from services.common.tracing import Span
 from services.decode.admission import Admission, Arrivals
 from services.decode.handler import DecodeHandler
 from services.decode.reservations import Reservations
@@ -103,6 +105,41 @@ def test_the_router_hears_of_the_handoff_before_any_token() -> None:
         b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
         await settle()
         assert [type(m).__name__ for m in b.router.answers()] == ["HandoffReport", "Tokens"]
+        b.check()
+
+    run(test())
+
+
+class Spans(Span):
+    """Remembers when what was called how began and was over."""
+
+    def __init__(self, seen: dict[str, list[float | None]], name: str = "") -> None:
+        super().__init__({})
+        self._seen = seen
+        self._name = name
+
+    def child(self, name: str, *, at: float | None = None) -> Span:
+        self._seen[name] = [at]
+        return Spans(self._seen, name)
+
+    def over(self, at: float) -> None:
+        self._seen[self._name].append(at)
+
+
+def test_a_trace_has_the_times_of_what_happened_not_of_the_task_that_heard_of_it() -> None:
+    async def test() -> None:
+        b, seen = bench(), dict[str, list[float | None]]()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        b.serving.table.all()[0].span = Spans(seen)
+        await settle()
+        before, inner = time.monotonic(), b.inner()
+        b.transfer.ended = lambda: b.turn(tokens=[output(inner, 43, position=1, finish="stop")])
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
+        await settle()
+        ended_at = Fetched(b"").ended_at
+        assert seen["transfer"] == [None, ended_at]
+        began, over = seen["write"]
+        assert began == ended_at and over is not None and over >= before
         b.check()
 
     run(test())
