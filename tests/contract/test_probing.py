@@ -18,8 +18,11 @@ from tests.contract.test_transports import handoff, run
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, Meddler, Pair, TensorMemory, pair_of
 
 pytestmark = pytest.mark.slow
-LADDER = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"), probe_retry_s=0.1, probe_timeout_s=15.0)
-DEADLINES = {"hang": 4.0, "mute": 2.0}
+LADDER = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"), probe_retry_s=0.1, probe_timeout_s=60.0)
+SHORT_S = {"hang": 4.0, "mute": 2.0}
+"""How long a process that never ends is waited for; nobody else's deadline may be met before."""
+BOUND_S = 120.0
+"""Probes are nice: where others use all cores, their processes take long to start."""
 
 
 def with_fault(fault: str) -> tuple[str, ...]:
@@ -31,7 +34,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-async def until(is_so: Callable[[], bool], seconds: float = 15.0) -> None:
+async def until(is_so: Callable[[], bool], seconds: float = 100.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -49,12 +52,12 @@ def test_a_demoted_transport_is_probed_and_used_again_when_it_proved_itself() ->
         meddler = Meddler()
         async with pair_of(LADDER, meddler=meddler) as pair:
             await demote_usm(pair, meddler)
-            ticket = pair.ticket(timeout_s=20)
+            ticket = pair.ticket(timeout_s=100)
             pair.producer.node.open(ticket)
             begun = asyncio.create_task(pair.consumer.node.fetch(ticket, [(b"0" * 16, 40)]))  # type: ignore[list-item]
             await until(lambda: pair.consumer.node.links()[0].transport == "usm")
             (link,) = pair.consumer.node.links()
-            assert link.choice == "proved" and link.probed_bytes_per_second > 1e8
+            assert link.choice == "proved" and link.probed_bytes_per_second > 1e7
             assert link.reason.startswith("usm: in use, ") and "zeromq: not the fastest" in link.reason
             assert pair.consumer.tally.changes == [("usm", "demoted"), ("usm", "promoted")]
             assert {("usm", "proved"), ("zeromq", "proved")} == set(pair.consumer.tally.probes)
@@ -67,7 +70,7 @@ def test_a_demoted_transport_is_probed_and_used_again_when_it_proved_itself() ->
             assert not pair.consumer.tally.retries[1:]
         assert not children()
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,9 @@ def test_a_demoted_transport_is_probed_and_used_again_when_it_proved_itself() ->
 def test_what_fails_its_probe_is_not_used_and_nothing_is_left(fault: str, outcome: str, said: str) -> None:
     async def test() -> None:
         meddler = Meddler()
-        settings = msgspec.structs.replace(LADDER, probe_timeout_s=DEADLINES.get(fault, 15.0))
-        async with pair_of(settings, meddler=meddler, probe_command=with_fault(fault)) as pair:
+        short = msgspec.structs.replace(LADDER, probe_timeout_s=SHORT_S.get(fault, LADDER.probe_timeout_s))
+        source, sink = (short, LADDER) if fault == "mute" else (LADDER, short)
+        async with pair_of(source, consumer_settings=sink, meddler=meddler, probe_command=with_fault(fault)) as pair:
             await demote_usm(pair, meddler)
             await until(lambda: ("usm", outcome) in pair.consumer.tally.probes)
             assert await handoff(pair, 3, first=5) == "zeromq"
@@ -95,7 +99,7 @@ def test_what_fails_its_probe_is_not_used_and_nothing_is_left(fault: str, outcom
             assert not [change for change in pair.consumer.tally.changes if change[1] == "promoted"]
         assert not children()
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 def test_closing_a_node_ends_its_probe() -> None:
@@ -110,7 +114,7 @@ def test_closing_a_node_ends_its_probe() -> None:
         assert time.monotonic() - began < LADDER.probe_timeout_s / 2
         assert not children()
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 def test_a_process_whose_parent_is_gone_ends() -> None:
@@ -125,9 +129,9 @@ def test_a_process_whose_parent_is_gone_ends() -> None:
         assert process.stdout is not None
         assert (await process.stdout.readline()).startswith(b"baton-probe ")
         os.close(write)
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 def test_a_process_that_cannot_be_started_is_a_verdict() -> None:
@@ -137,7 +141,7 @@ def test_a_process_that_cannot_be_started_is_a_verdict() -> None:
         assert [verdict.outcome for verdict in verdicts] == ["unavailable", "skipped"]
         assert "no process could be started" in verdicts[0].reason
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 def tensors() -> tuple[TensorMemory, TensorMemory]:
@@ -151,14 +155,14 @@ def test_between_devices_the_first_handoff_goes_by_the_host_and_a_probe_measures
         settings = msgspec.structs.replace(SETTINGS, probe_timeout_s=60.0)
         async with pair_of(settings, memories=tensors()) as pair:
             assert await handoff(pair, 3) == "usm"
-            await until(lambda: len(pair.consumer.tally.probes) == 2, seconds=60)
+            await until(lambda: len(pair.consumer.tally.probes) == 2)
             assert pair.consumer.tally.probes == [("usm", "proved"), ("oneccl", "proved")]
             assert await handoff(pair, 3, first=5) in ("usm", "oneccl")
             (link,) = pair.consumer.node.links()
             assert link.choice == "proved" and link.probed_bytes_per_second
             assert "GB/s in a probe" in link.reason and "oneccl" in link.reason
 
-    asyncio.run(asyncio.wait_for(test(), 120))
+    asyncio.run(asyncio.wait_for(test(), 200))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_peer_access_forces_a_choice_between_devices(peer_access: str, transport
             assert link.choice == choice and said in link.reason
             assert not children()
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 def test_on_hosts_nothing_is_probed() -> None:
@@ -189,7 +193,7 @@ def test_on_hosts_nothing_is_probed() -> None:
             assert not children() and not pair.consumer.tally.probes
             assert pair.consumer.node.links()[0].choice == "rule"
 
-    run(test())
+    run(test(), bound_s=BOUND_S)
 
 
 def test_the_doctor_tries_every_transport_of_this_machine() -> None:
@@ -199,4 +203,4 @@ def test_the_doctor_tries_every_transport_of_this_machine() -> None:
         assert all(finding.status == "ok" and "every byte right" in finding.message for finding in found[:2])
         assert not children()
 
-    asyncio.run(asyncio.wait_for(test(), 120))
+    asyncio.run(asyncio.wait_for(test(), 200))

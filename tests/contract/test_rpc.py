@@ -1,7 +1,6 @@
 """Both ends of the connection between a router and an instance, over real sockets on loopback."""
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -13,6 +12,7 @@ from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens
 from contracts.wire import encode
 from services.common.cluster_key import ClusterKey, cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
+from tests.e2e.cluster import free_port
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 
@@ -182,9 +182,7 @@ def test_a_link_speaks_to_the_librarys_router_once_that_listens() -> None:
     async def whole() -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as library:
             library.setsockopt(zmq.LINGER, 0)
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
             router = Router(f"tcp://127.0.0.1:{port}", None)
             await router.link.start()
             router.link.send(Cancel(RequestId("early")))

@@ -4,7 +4,6 @@ import asyncio
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from services.local.console import Console
 from services.local.launches import Forks, Programs
 from services.local.plan import Process
 from services.local.supervisor import Supervisor
+from tests.e2e.cluster import free_port
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +38,7 @@ class Stage:
     preload: str | None = None
 
     def __init__(self, *instances: list[str], router: list[str] | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         processes = [Process("router", router or ["router", port, str(len(instances))], {})]
         processes += [Process(f"prefill-{number}", argv, {}) for number, argv in enumerate(instances)]
         self.output = io.StringIO()

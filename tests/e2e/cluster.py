@@ -99,7 +99,8 @@ class Api:
 
     def metrics(self, address: str | None = None) -> dict[str, float]:
         """Sum of each sample name over its labels; of the router, or of the instance at `address`."""
-        text = httpx.get(f"http://{address or self.url.removeprefix('http://')}/metrics").text
+        where = address or self.url.removeprefix("http://")
+        text = httpx.get(f"http://{where}/metrics", verify=False, timeout=60.0).text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -214,7 +215,11 @@ class Cluster(Api):
         found: dict[str, float] = {}
         watched = ("vllm:num_requests_running", "vllm:num_requests_waiting", "baton:held_blocks", "baton:leases")
         for instance in self.instances():
-            metrics = self.metrics(instance["http_address"])
+            try:
+                metrics = self.metrics(instance["http_address"])
+            except httpx.TransportError:  # it has ended, and the router is about to hear of it
+                found[f"{instance['instance']} is gone"] = 1.0
+                continue
             found |= {f"{instance['instance']} {name}": metrics[name] for name in watched if metrics[name]}
         router = self.metrics()
         found |= {f"router {name}": router[name] for name in watched[:2] if router.get(name)}

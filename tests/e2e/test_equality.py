@@ -94,7 +94,7 @@ def test_tokens_equal_transformers_through_a_collective_library(llama: Path) -> 
             assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(llama, prompt, NEW_TOKENS), case
         cluster.wait_idle()
         assert cluster.metrics()["baton:handoff_seconds_count"] == len(PROMPTS)
-        wait_until(lambda: links_of(cluster) == ["oneccl"], timeout_s=5, what="a link over oneccl in /health")
+        wait_until(lambda: links_of(cluster) == ["oneccl"], timeout_s=30, what="a link over oneccl in /health")
 
 
 def test_tokens_equal_transformers_when_the_last_chunk_leaves_in_parts(llama: Path) -> None:
@@ -104,7 +104,7 @@ def test_tokens_equal_transformers_when_the_last_chunk_leaves_in_parts(llama: Pa
             assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(llama, prompt, NEW_TOKENS), case
         cluster.wait_idle()
         # The model has three layers. An instance tells the registry of its links with its next heartbeat.
-        wait_until(lambda: "tails in 3 parts" in reasons_of(cluster), timeout_s=5, what="a link with three parts")
+        wait_until(lambda: "tails in 3 parts" in reasons_of(cluster), timeout_s=30, what="a link with three parts")
 
 
 def test_unified_instances_need_no_transport_between_processes(llama: Path) -> None:

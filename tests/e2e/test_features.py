@@ -142,8 +142,14 @@ def test_streams_under_a_form_survive_the_loss_of_their_decode_instance(handed_o
     pids = [handed_off.pid("decode", number) for number in range(2)]
     addresses = [instance["http_address"] for instance in handed_off.instances("decode")]
     streams = Streams(handed_off)
-    wait_until(lambda: any(streams.chunks.values()), timeout_s=30, what="a stream that has begun")
-    running = [handed_off.metrics(address)["vllm:num_requests_running"] for address in addresses]
+    running: list[float] = []
+
+    def one_writes() -> bool:
+        """A first token comes from prefill, before decode has anything to write."""
+        running[:] = [handed_off.metrics(address)["vllm:num_requests_running"] for address in addresses]
+        return any(running) or len(streams.answers) == len(LONG)
+
+    wait_until(one_writes, timeout_s=30, what="a decode that writes")
     assert any(running), "the streams ended before an instance could be killed"
     os.kill(pids[running.index(max(running))], signal.SIGKILL)
     assert streams.wait() == undisturbed

@@ -263,8 +263,9 @@ def test_decode_killed_during_a_handoff(model: Path, transport: str) -> None:
             driver.send(driver.decode, Decode(work, ticket))
             await driver.until_load(driver.decode, lambda load: load.waiting == 1, "a fetch that waits")
             never_fetched = driver.ticket(timeout_s=1.0)
-            driver.start(driver.work(prompt(400, 3)))
-            await driver.until_load(driver.prefill, lambda load: load.running == 1, "prefill computes")
+            for salt in range(3, 11):  # enough to read for whoever looks at the load now and then
+                driver.start(driver.work(prompt(400, salt)))
+            await driver.until_load(driver.prefill, lambda load: load.running >= 1, "prefill computes")
             driver.decode.kill()
             driver.send(driver.prefill, Prefill(work, ticket))
             driver.send(driver.prefill, Prefill(driver.work(prompt(300, 2)), never_fetched))
@@ -279,17 +280,22 @@ def test_decode_killed_during_a_handoff(model: Path, transport: str) -> None:
 def test_a_stop_lets_what_runs_end_and_takes_nothing_new(model: Path) -> None:
     async def test() -> None:
         async with instances(model, "--drain-handover-s", "0") as driver:  # no router here could name heirs
-            answer = driver.start(driver.work(prompt(30), max_tokens=400))
-            await driver.until(lambda: len(answer.tokens[0]) > 2, "tokens of decode")
+            work, ticket = driver.work(prompt(30), max_tokens=40), driver.ticket()
+            answer = driver.answers[work.request_id]
+            driver.send(driver.decode, Decode(work, ticket))
+            await driver.until_load(driver.decode, lambda load: load.waiting == 1, "a fetch that waits")
             driver.decode.process.signal(signal.SIGTERM)
-            await driver.until(lambda: len(driver.view.records()) == 1, "decode has left")
+            await driver.until(lambda: any(r.draining for r in driver.view.records()), "decode says that it leaves")
             late = driver.work(prompt(10))
             driver.send(driver.decode, Generate(late))
             refused = driver.answers[late.request_id]
             await driver.until(lambda: bool(refused.failed), "a refusal")
             assert refused.failed[0].code == "draining"
+            driver.send(driver.prefill, Prefill(work, ticket))
             await driver.until(lambda: bool(answer.reasons), "the running request ends")
-            assert len(answer.sequence()) == 400
+            await driver.until(lambda: answer.has_begun(work.sequences), "its first token")
+            assert len(answer.sequence()) == 40
+            await driver.until(lambda: len(driver.view.records()) == 1, "decode has left")
             driver.prefill.process.signal(signal.SIGTERM)
             for instance in driver.instances.values():
                 assert await asyncio.to_thread(instance.process.wait) == 0

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "40", "--max-model-len", "600", "--host-kv-gb", "0.01")
 FLAGS = ("--dtype", "float32", "--disaggregation-min-tokens", "0", "--kv-pull", "always", *SMALL)
 TRIES = 5
-"""Of conversations: events may reach the router after a client has asked again."""
+"""Of conversations: events may reach the router after a client has asked again, or some of them."""
+ANSWERED = 48
+"""Tokens of an answer in full blocks, which prefill has never seen."""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +62,11 @@ def test_the_next_turn_fetches_the_answer_from_decode(serving: Cluster) -> None:
         answer, _ = ask(serving, prompt_of(number))
         again, told = ask(serving, next_turn(number, answer))
         assert again == ask(serving, next_turn(number, answer), cache_salt="somebody else's")[0]
-        if told.get("pulled_tokens"):
+        if told.get("pulled_tokens", 0) >= ANSWERED:
             pulled.append(told)
             break
     assert pulled, "no turn found the answer of the one before"
     assert pulled[0]["pulled_from"].startswith("decode-")
-    assert pulled[0]["pulled_tokens"] >= 48  # full blocks of the answer that prefill has never seen
     assert pulled[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > len(prompt_of(0)) + 32
     serving.wait_idle()
 
@@ -81,7 +82,7 @@ def test_an_evicted_prefix_comes_back_from_host_memory(serving: Cluster) -> None
         again, told = ask(serving, prompt_of(number, 300), max_tokens=2)
         assert again == first
         tiers.append(told["cached_tokens"])
-        if told["cached_tokens"].get("host"):
+        if tiers[-1].get("host", 0) > 100:
             break
     assert tiers[-1].get("host", 0) > 100, tiers
     wait_until(
@@ -89,8 +90,13 @@ def test_an_evicted_prefix_comes_back_from_host_memory(serving: Cluster) -> None
     )
     (prefill,) = serving.instances("prefill")
     assert prefill["host_used_blocks"] <= prefill["host_total_blocks"]
-    metrics = serving.metrics(prefill["http_address"])
-    assert metrics["baton:host_loaded_blocks_total"] > 0
+    metrics: dict[str, float] = {}
+
+    def has_loaded() -> bool:
+        metrics.update(serving.metrics(prefill["http_address"]))
+        return metrics["baton:host_loaded_blocks_total"] > 0
+
+    wait_until(has_loaded, timeout_s=20, what="a count of the blocks that came back")
     assert 0 < metrics["vllm:cpu_cache_usage_perc"] <= 1
     serving.wait_idle()
 
@@ -109,7 +115,11 @@ def test_a_source_that_is_killed_while_it_is_asked_fails_nothing(serving: Cluste
         os.kill(pid, signal.SIGSTOP)
         asking.start()
         try:
-            wait_until(lambda: _requests(prefill["http_address"]) > 0, timeout_s=20, what="a prefill at work")
+            wait_until(
+                lambda found=found: found or _requests(prefill["http_address"]) > 0,  # type: ignore[misc]
+                timeout_s=20,
+                what="a prefill at work",
+            )
         finally:
             os.kill(pid, signal.SIGKILL)
         asking.join(60)

@@ -84,7 +84,7 @@ def test_helm_test_passes(pods: Pods) -> None:
 def test_an_instance_that_ends_leaves_the_registry_at_once(pods: Pods) -> None:
     """The unified one: from here on a request needs a handoff."""
     assert pods.stop("unified") == 0
-    wait_until(lambda: len(health()["instances"]) == 2, timeout_s=5, what="an instance that left")
+    wait_until(lambda: len(health()["instances"]) == 2, timeout_s=30, what="an instance that left")
 
 
 def test_the_api_key_of_the_secret_is_needed(pods: Pods) -> None:
@@ -151,7 +151,7 @@ def test_sigterm_drains_and_ends_with_status_0(pods: Pods) -> None:
         assert pods.pre_stop(role) == 0
         assert httpx.get(f"http://{ADDRESSES[role]}:7004/health").json()["status"] == "drained"
         assert pods.stop(role) == 0
-    wait_until(lambda: not health()["instances"], timeout_s=5, what="instances that left")
+    wait_until(lambda: not health()["instances"], timeout_s=30, what="instances that left")
     assert pods.probe("router", "readinessProbe") == 503
     assert pods.probe("router", "livenessProbe") == 200
     assert pods.stop("router") == 0
