@@ -108,7 +108,8 @@ class ConsumerLink:
             )
         )
         try:
-            welcome = await asyncio.wait_for(asyncio.shield(self._welcome), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` may forget that it was cancelled
+                welcome = await asyncio.shield(self._welcome)
         except TimeoutError as exc:
             self.lose("no answer to hello")
             raise PeerLost(f"{self.address} did not answer within {timeout_s:g} s") from exc
@@ -311,7 +312,8 @@ class ConsumerLink:
         dialects = [rung.dialect] if rung.dialect else []
         self.send(Attach(transport=rung.transport, epoch=epoch, dialects=dialects))
         try:
-            attached = await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                attached = await answer
         except TimeoutError as exc:
             raise TransportUnavailable(f"the producer was not ready for it within {timeout_s:g} s") from exc
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contracts.instance import InstanceRecord
 from services.common.errors import RegistryUnavailable, Superseded
 from services.common.registry import RegistryClient
+from services.common.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,7 @@ class Membership:
     async def leave(self) -> None:
         """Stops renewing and removes the record, if the registry answers."""
         if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
+            await end([self._renewing])
         record = self._record()
         try:
             await self._client.leave(record.instance, record.generation)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.common.errors import RegistryUnavailable
+from services.common.tasks import end
 from services.router.usage import UsageLedger, Used
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ class UsageExchange:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end([self._task])
         await self.exchange()
         await self._store.close()
 

@@ -113,6 +113,19 @@ def with_one(registry: Registry, body: Callable[[Watched, RegistryClient], Await
     run(whole())
 
 
+def test_a_view_ends_at_once_however_early_it_is_closed(registry: Registry) -> None:
+    async def body() -> None:
+        for turns in range(8):
+            view = registry.new_view()
+            await view.start(lambda: None)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(TIMEOUT_S):
+                await view.close()
+
+    run(body())
+
+
 def test_a_registered_instance_is_seen(registry: Registry) -> None:
     async def body(watched: Watched, client: RegistryClient) -> None:
         assert watched.view.is_connected()

@@ -88,7 +88,8 @@ class OneCclTransport:
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
         inlet.thread = thread
         try:
-            await asyncio.wait_for(asyncio.shield(thread.opened), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(thread.opened)
         except TimeoutError as exc:
             inlet.close()
             raise TransportUnavailable(f"{backend.name}: the two ends did not meet within {timeout_s:g} s") from exc

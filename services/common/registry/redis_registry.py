@@ -24,6 +24,7 @@ from services.common.errors import RegistryUnavailable, Superseded
 from services.common.redis_client import TIMEOUT_S, connect_redis
 from services.common.registry.port import without_load
 from services.common.registry.table import GENERATIONS_KEPT
+from services.common.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +141,7 @@ class RedisRegistryView:
         return self._is_connected
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
 
