@@ -1,6 +1,6 @@
 """A release as processes of this machine, each with the environment that Kubernetes would give its container.
 
-Kubernetes is emulated only where a pod differs from a process: its own address (127.0.0.2, .3, …: the ports stay those
+Kubernetes is emulated only where a pod differs from a process: its own address (127.X.Y.2, .3, …: the ports stay those
 of the chart), the folder of the model, and the names that DNS would resolve. Probes ask what they ask in a cluster.
 """
 
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from random import SystemRandom
 
 import httpx
 
@@ -18,7 +19,9 @@ from tests.e2e.cluster import ROOT, environment, free_port, wait_until
 from tests.helm.chart import Manifest, container_of, environment_of, named, objects, pod_of
 
 SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n", "CLUSTER_KEY": "k" * 64}
-ADDRESSES = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4", "unified": "127.0.0.5"}
+_NETWORK = f"127.{SystemRandom().randrange(1, 255)}.{SystemRandom().randrange(256)}"
+"""Of this run's pods alone: another run on the machine has the same ports."""
+ADDRESSES = {role: f"{_NETWORK}.{n}" for n, role in enumerate(("router", "prefill", "decode", "unified"), start=2)}
 VALUES: Manifest = {
     "gpu": {"resourceName": "", "device": "cpu"},
     "engine": {"dtype": "float32", "threads": 1, "kvCacheMemoryBytes": "8M", "maxNumSeqs": 8},
