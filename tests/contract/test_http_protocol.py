@@ -51,7 +51,7 @@ def test_an_answer_may_take_as_long_as_it_likes() -> None:
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for word in (b"do", b"ne"):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.4)
             await send({"type": "http.response.body", "body": word, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -59,14 +59,14 @@ def test_an_answer_may_take_as_long_as_it_likes() -> None:
         writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
         assert b"408" not in await reader.readuntil(b"0\r\n\r\n")
 
-    talk(slow, body, HeadLimits(timeout_s=0.1))
+    talk(slow, body, HeadLimits(timeout_s=0.3))
 
 
 def test_a_body_is_no_head_and_an_answer_to_it_may_take_its_time() -> None:
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["more_body"]:
             pass
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.4)
         await app(scope, receive, send)
 
     async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,7 +78,7 @@ def test_a_body_is_no_head_and_an_answer_to_it_may_take_its_time() -> None:
                 writer.write(bytes(3000))
             assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
 
-    talk(slow, body, HeadLimits(max_bytes=1000, timeout_s=0.1))
+    talk(slow, body, HeadLimits(max_bytes=1000, timeout_s=0.3))
 
 
 def test_a_next_head_that_takes_for_ever_is_not_waited_for() -> None:
@@ -88,4 +88,4 @@ def test_a_next_head_that_takes_for_ever_is_not_waited_for() -> None:
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
-    talk(app, body, HeadLimits(timeout_s=0.05))
+    talk(app, body, HeadLimits(timeout_s=0.3))

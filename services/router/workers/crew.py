@@ -15,6 +15,8 @@ from services.router.usage import Used, Window
 from services.router.workers.figures import Figures
 
 ASK_TIMEOUT_S = 0.5
+METRICS_TIMEOUT_S = 2.0
+"""Without a worker the sums of all shrink, and whoever scrapes them takes that for a restart."""
 
 Question = Literal["figures", "metrics", "usage"]
 
@@ -68,7 +70,7 @@ class Crew:
 
     async def metrics(self) -> dict[int, str]:
         """By worker, this one included."""
-        answers = await self._ask("metrics")
+        answers = await self._ask("metrics", METRICS_TIMEOUT_S)
         found = {index: msgspec.json.decode(answer, type=str) for index, answer in answers.items()}
         return dict(sorted((found | {self._worker.index: self._metrics()}).items()))
 
@@ -82,9 +84,9 @@ class Crew:
                 tokens[used.window] = tokens.get(used.window, 0) + used.tokens
         return [Used(one.window, requests.get(one.window, 0), tokens.get(one.window, 0)) for one in own]
 
-    async def _ask(self, question: Question) -> dict[int, bytes]:
+    async def _ask(self, question: Question, timeout_s: float = ASK_TIMEOUT_S) -> dict[int, bytes]:
         siblings = self._worker.siblings()
-        answers = await asyncio.gather(*(_ask(self._worker.socket(index), question) for index in siblings))
+        answers = await asyncio.gather(*(_ask(self._worker.socket(index), question, timeout_s) for index in siblings))
         return {index: answer for index, answer in zip(siblings, answers, strict=True) if answer}
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,10 +98,10 @@ class Crew:
         writer.close()
 
 
-async def _ask(path: str, question: Question) -> bytes:
+async def _ask(path: str, question: Question, timeout_s: float) -> bytes:
     """Empty: no answer."""
     try:
-        async with asyncio.timeout(ASK_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
                 writer.write(f"{question}\n".encode())

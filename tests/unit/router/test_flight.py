@@ -204,7 +204,7 @@ def test_a_new_request_waits_only_so_long_for_an_instance_that_left(serve: Serve
             router.fakes.forget(name)
         assert (await asked).status_code == 503
 
-    serve(scenario, instance_wait_s=0.1)
+    serve(scenario, instance_wait_s=0.5)
 
 
 def test_requests_wait_for_the_first_instances_of_a_router_that_has_just_started(serve: Serve) -> None:
@@ -231,7 +231,7 @@ def test_the_first_instances_are_awaited_only_so_long_and_by_so_many(serve: Serv
         assert not first.done()
         assert (await first).status_code == 503
 
-    serve(scenario, prefill=0, decode=0, instance_wait_s=0.1, max_concurrent_requests=1)
+    serve(scenario, prefill=0, decode=0, instance_wait_s=0.5, max_concurrent_requests=1)
 
 
 def test_replays_are_bounded(serve: Serve) -> None:
