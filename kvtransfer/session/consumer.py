@@ -10,6 +10,7 @@ from typing import NamedTuple
 from contracts.identity import BlockName
 from contracts.messages import Ticket
 from kvtransfer.frames import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from kvtransfer.session.progress import Progress
 from kvtransfer.session.steps import (
     Arrived,
     Ask,
@@ -75,11 +76,7 @@ class ConsumerSession:
         self._partial = partial
         self._deadline = now + ticket.timeout_s
         self._state_deadline = now + limits.connect_timeout_s
-        self._lacking: set[int] = set(range(len(wanted)))
-        """Blocks that are not whole."""
-        self._missing: set[int] = set(self._lacking)
-        """Their parts."""
-        self._parts = 1
+        self._progress = Progress(len(wanted))
         self._requested: list[int] = []
         self._copying: dict[int, Copying] = {}
         """By the first part of each placement."""
@@ -145,17 +142,17 @@ class ConsumerSession:
         _, parts = self._take(indexes)
         if self._link is not None and self._link.pulls and now > self._lease_until:
             return self._outdated(now)
-        fresh = [part for part in parts if part in self._missing]
-        self._missing.difference_update(fresh)
+        fresh = self._progress.arrived(parts)
         self._arrived_now += len(fresh)
-        names = self._whole(fresh)
+        names = [self._wanted[number][0] for number in self._progress.whole(fresh)]
         self.received += names
         steps: list[ConsumerStep] = [Arrived(names)] if names and self.state in LIVE else []
         return steps + self._after_copies(now)
 
     def damaged(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
         """The bytes of these placements do not match their checksums."""
-        attempts, parts = self._take(indexes)
+        attempts, numbers = self._take(indexes)
+        parts = self._progress.parts
         self._mismatches += len(indexes)
         if self.state not in (State.STREAMING, State.DRAINING) or attempts != {self.attempt}:
             return self._after_copies(now)
@@ -163,7 +160,7 @@ class ConsumerSession:
             self._mismatches = 0
             return self._retry("bytes did not match their checksum", now, demote=self.transport)
         place = {index: position for position, index in enumerate(self._requested)}
-        again = [place[part // self._parts] * self._parts + part % self._parts for part in parts]
+        again = [place[number // parts] * parts + number % parts for number in numbers]
         return [Ask(Again(self.ticket.ticket, self.attempt, again))]
 
     def abandoned(self, indexes: Sequence[int], now: float, reason: str = "") -> list[ConsumerStep]:
@@ -202,13 +199,14 @@ class ConsumerSession:
         return self.state is State.ENDED
 
     def check_invariants(self) -> None:
-        assert not self._lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
-        assert {part // self._parts for part in self._missing} == self._lacking
+        lacking = self._progress.lacking
+        self._progress.check_invariants()
+        assert not lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
         assert self._under_way == {i + n for i, c in self._copying.items() for n in range(c.num_parts)}
         if self.state is State.ENDED:
             assert not self._copying
             assert self._end is not None or self._done is not None
-            assert self._end is not None or self._partial or not self._lacking
+            assert self._end is not None or self._partial or not lacking
 
     def _move(self, trigger: ConsumerTrigger) -> bool:
         following = CONSUMER[self.state].get(trigger)
@@ -223,9 +221,9 @@ class ConsumerSession:
         if self.attempt >= self._limits.max_attempts:
             return self._fail(Fault.LOST, f"given up after {self.attempt} attempts")
         self.attempt += 1
-        self.transport, self._parts = self._link.transport, self._link.parts
-        self._requested = sorted(self._lacking)
-        self._missing = {index * self._parts + part for index in self._lacking for part in range(self._parts)}
+        self.transport = self._link.transport
+        self._progress.begin(self._link.parts)
+        self._requested = sorted(self._progress.lacking)
         self._arrived_now = 0
         self._done = None
         self._sent_at = now
@@ -246,15 +244,15 @@ class ConsumerSession:
         ]
 
     def _place(self, message: Blocks) -> list[ConsumerStep]:
-        parts, placements = message.parts, list[Placement]()
-        if parts not in (1, self._parts):
-            return self._fail(Fault.SOURCE_FAILED, f"it sends {parts} parts of a block, not {self._parts}")
-        each = self._parts // parts
+        parts, of_each, placements = message.parts, self._progress.parts, list[Placement]()
+        if parts not in (1, of_each):
+            return self._fail(Fault.SOURCE_FAILED, f"it sends {parts} parts of a block, not {of_each}")
+        each = of_each // parts
         for position, piece in enumerate(message.pieces):
             number, part = divmod(piece.index, parts)
             if number >= len(self._requested):
                 return self._fail(Fault.SOURCE_FAILED, f"block {number} was never asked for")
-            first = self._requested[number] * self._parts + part
+            first = self._requested[number] * of_each + part
             if self._is_free(first, each):
                 self._copying[first] = Copying(self.attempt, each)
                 self._under_way.update(range(first, first + each))
@@ -264,18 +262,11 @@ class ConsumerSession:
 
     def _is_free(self, first: int, count: int) -> bool:
         """Are these parts missing, and is nobody copying one of them?"""
+        missing = self._progress.missing
         if count == 1:
-            return first in self._missing and first not in self._under_way
+            return first in missing and first not in self._under_way
         of_it = range(first, first + count)
-        return self._missing.issuperset(of_it) and self._under_way.isdisjoint(of_it)
-
-    def _whole(self, parts: Sequence[int]) -> list[BlockName]:
-        """Names of the blocks of which these parts were the last."""
-        count, missing = self._parts, self._missing
-        numbers = parts if count == 1 else {part // count for part in parts}
-        whole = [n for n in sorted(numbers) if missing.isdisjoint(range(n * count, (n + 1) * count))]
-        self._lacking.difference_update(whole)
-        return [self._wanted[number][0] for number in whole]
+        return missing.issuperset(of_it) and self._under_way.isdisjoint(of_it)
 
     def _take(self, indexes: Sequence[int]) -> tuple[set[int], list[int]]:
         """Of which attempts they are, and all their parts."""
@@ -303,8 +294,8 @@ class ConsumerSession:
         done = self._done
         if self.state is not State.DRAINING or done is None:
             return []
-        if not self._partial and done.num_blocks < len(self._requested) * self._parts:
-            lacking = len(self._requested) - done.num_blocks // self._parts
+        if not self._partial and done.num_blocks < len(self._requested) * self._progress.parts:
+            lacking = len(self._requested) - done.num_blocks // self._progress.parts
             return self._fail(Fault.INCOMPLETE, f"the producer finished without {lacking} wanted blocks")
         if self._copying or self._arrived_now < done.num_blocks:
             return []
