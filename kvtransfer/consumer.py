@@ -24,9 +24,11 @@ from kvtransfer.session.steps import (
     Ask,
     ConsumerStep,
     Copy,
+    Demote,
     Fault,
     Give,
     Placement,
+    Reached,
     Relink,
     StopCopies,
     Succeed,
@@ -117,7 +119,14 @@ class ConsumerSide:
         if translation is not None and translation.layout != layout:
             layout, landing = translation.layout, context.landings.begin(translation, wanted)
             wanted = landing.wanted
-        session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
+        session = ConsumerSession(
+            ticket,
+            wanted,
+            now=now,
+            limits=context.limits,
+            partial=options.partial,
+            tells_groups=options.on_parts is not None,
+        )
         future: asyncio.Future[FetchResult] = context.loop.create_future()
         return Fetching(session, future, options, now, layout=layout, landing=landing)
 
@@ -214,41 +223,38 @@ class ConsumerSide:
                         fetching.link.send(step.message)
                 case Copy():
                     continue  # done where its message was received
-                case Arrived():
-                    self._report(fetching, step)
+                case Arrived() | Reached():
+                    self._tell(fetching, step)
                 case StopCopies():
                     self._stop(fetching)
+                case Demote():
+                    self._demote(fetching, step.transport, step.reason)
                 case Relink():
                     self._relink(fetching, step)
                 case Succeed() | Give():
                     self._end(fetching, step)
 
-    def _report(self, fetching: Fetching, step: Arrived) -> None:
-        """An error of the caller's own callback ends its fetch, not the node."""
-        names = list(step.names) if fetching.landing is None else fetching.landing.arrived(step.names)
-        if fetching.on_blocks is None or not names:
-            return
-        try:
-            fetching.on_blocks(names)
-        except Exception as exc:
-            logger.exception("on_blocks failed", extra=fetching.log_fields)
-            fetching.on_blocks, fetching.error = None, exc
+    def _tell(self, fetching: Fetching, step: Arrived | Reached) -> None:
+        if not fetching.tell(step):
             self._apply(fetching, fetching.session.cancel())
 
     def _end(self, fetching: Fetching, step: Succeed | Give) -> None:
         if isinstance(step, Succeed):
-            fetching.succeed(self._result(fetching, step))
+            fetching.succeed(fetching.result(step, self._context.clock()))
         else:
             fetching.fail(step.fault, step.reason)
 
     def _relink(self, fetching: Fetching, step: Relink) -> None:
-        link, settings = fetching.link, self._context.settings
-        peer = fetching.ticket.source
+        settings, peer = self._context.settings, fetching.ticket.source
         logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
         self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
-        if step.demote is not None and link is not None:
-            self._broken(link, step.demote, step.reason)
+        if step.demote is not None:
+            self._demote(fetching, step.demote, step.reason)
         self._connect(fetching, settings.connect_timeout_s if step.demote else settings.relink_timeout_s)
+
+    def _demote(self, fetching: Fetching, transport: str, reason: str) -> None:
+        if fetching.link is not None:
+            self._broken(fetching.link, transport, reason)
 
     def _stop(self, fetching: Fetching) -> None:
         fetching.stop.is_set = True
@@ -346,21 +352,6 @@ class ConsumerSide:
             self._apply(fetching, session.damaged(result.damaged, now))
         if result.abandoned:
             self._apply(fetching, session.abandoned(result.abandoned, now, result.error))
-
-    def _result(self, fetching: Fetching, step: Succeed) -> FetchResult:
-        session, now = fetching.session, self._context.clock()
-        is_one_clock = fetching.link is not None and fetching.link.is_same_host()
-        finished_at = step.finished_at if is_one_clock else fetching.done_at
-        return FetchResult(
-            payload=step.payload,
-            transport=session.transport,
-            seconds=now - fetching.began,
-            exposed_s=min(max(now - finished_at, 0.0), now - fetching.began),
-            num_bytes=len(session.received) * fetching.block_bytes,
-            num_blocks=len(session.received),
-            names=fetching.received,
-            ended_at=now,
-        )
 
     def _renew(self, link: ConsumerLink, now: float) -> None:
         attempts = {

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from contracts.identity import BlockName
 from contracts.layout import KVLayout
@@ -14,12 +15,13 @@ from kvtransfer.conversion.landings import Landing
 from kvtransfer.conversion.plan import Translation
 from kvtransfer.copying import StopFlag
 from kvtransfer.session.consumer import ConsumerSession
-from kvtransfer.session.steps import Fault
+from kvtransfer.session.steps import Arrived, Fault, Reached, Succeed
 from kvtransfer.transports.port import Inlet
 
 logger = logging.getLogger(__name__)
 
 OnBlocks = Callable[[list[BlockName]], None]
+OnParts = Callable[[int, int], None]
 OnEnd = Callable[["FetchResult"], None]
 
 ERROR_OF: dict[Fault, type[errors.TransferError]] = {
@@ -56,6 +58,7 @@ class FetchOptions:
     """As `TransferNode.fetch` explains them."""
 
     on_blocks: OnBlocks | None = None
+    on_parts: OnParts | None = None
     on_end: OnEnd | None = None
     partial: bool = False
     translation: Translation | None = None
@@ -78,8 +81,9 @@ class Fetching:
         self.future = future
         self.layout = layout
         self.landing = landing
-        self.on_blocks = options.on_blocks
-        self.on_end = options.on_end
+        self._on_blocks = options.on_blocks
+        self._on_parts = options.on_parts
+        self._on_end = options.on_end
         self.began = began
         self.link: ConsumerLink | None = None
         self.inlet: Inlet | None = None
@@ -90,26 +94,45 @@ class Fetching:
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False
-        self.error: Exception | None = None
+        self._error: errors.LocalTransferError | None = None
         self.done_at = began
 
     @property
     def ticket(self) -> Ticket:
         return self.session.ticket
 
+    def tell(self, step: Arrived | Reached) -> bool:
+        """False: the caller's own callback raised, which is to end its fetch, not the node."""
+        if isinstance(step, Reached):
+            return self._on_parts is None or self._call("on_parts", partial(self._on_parts, step.reached, step.parts))
+        names = list(step.names) if self.landing is None else self.landing.arrived(step.names)
+        return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
+
+    def result(self, step: Succeed, now: float) -> FetchResult:
+        session = self.session
+        is_one_clock = self.link is not None and self.link.is_same_host()
+        finished_at = step.finished_at if is_one_clock else self.done_at
+        return FetchResult(
+            payload=step.payload,
+            transport=session.transport,
+            seconds=now - self.began,
+            exposed_s=min(max(now - finished_at, 0.0), now - self.began),
+            num_bytes=len(session.received) * self.block_bytes,
+            num_blocks=len(session.received),
+            names=self.received,
+            ended_at=now,
+        )
+
     def succeed(self, result: FetchResult) -> None:
-        """An error of the caller's own callback ends its fetch, not the node."""
-        if self.on_end is not None:
-            try:
-                self.on_end(result)
-            except Exception as exc:
-                logger.exception("on_end failed", extra=self.log_fields)
-                self.future.set_exception(_failed("on_end", exc))
-                return
-        self.future.set_result(result)
+        if self._on_end is not None and self._error is None:
+            self._call("on_end", partial(self._on_end, result))
+        if self._error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(self._error)
 
     def fail(self, fault: Fault, reason: str) -> None:
-        self.future.set_exception(ERROR_OF[fault](reason) if self.error is None else _failed("on_blocks", self.error))
+        self.future.set_exception(self._error or ERROR_OF[fault](reason))
 
     @property
     def received(self) -> Sequence[BlockName]:
@@ -121,8 +144,14 @@ class Fetching:
         """Callbacks of sockets and timers run outside the request's own task."""
         return {"request_id": self.ticket.request_id, "ticket": self.ticket.ticket}
 
-
-def _failed(callback: str, cause: Exception) -> errors.LocalTransferError:
-    error = errors.LocalTransferError(f"{callback} failed")
-    error.__cause__ = cause
-    return error
+    def _call(self, name: str, callback: Callable[[], None]) -> bool:
+        """Callbacks are not called again after one that raised."""
+        if self._error is not None:
+            return True
+        try:
+            callback()
+        except Exception as exc:
+            logger.exception("%s failed", name, extra=self.log_fields)
+            self._error = errors.LocalTransferError(f"{name} failed")
+            self._error.__cause__ = exc
+        return self._error is None

@@ -101,6 +101,7 @@ class SinkPort(Protocol):
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
+        on_parts: Callable[[int, int], None] | None = None,
         on_end: Callable[["FetchResult"], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,

@@ -125,17 +125,24 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
     ticket = pair.ticket()
     names = [name(100 + index) for index in range(len(theirs.device_tensor))]
     wanted = [(name(index), 40 - index) for index in range(first_block, -(-NUM_TOKENS // sink.block_tokens))]
-    heard: list[BlockName] = []
+    heard, groups = list[BlockName](), list[tuple[int, int]]()
     pair.producer.node.open(ticket)
     translation = Translation(source, names, first_block, NUM_TOKENS)
     fetch = asyncio.create_task(
-        pair.consumer.node.fetch(ticket, wanted, on_blocks=heard.extend, translation=translation)
+        pair.consumer.node.fetch(
+            ticket,
+            wanted,
+            on_blocks=heard.extend,
+            on_parts=lambda reached, parts: groups.append((reached, parts)),
+            translation=translation,
+        )
     )
     for block, block_name in enumerate(names):
         pair.producer.node.publish(ticket.ticket, [(block_name, block)])
     pair.producer.node.finish(ticket.ticket, b"first tokens")
     result = await fetch
     assert result.payload == b"first tokens"
+    assert groups == [(1, 1)]  # whatever parts the producer has
     assert sorted(heard) == sorted(result.names) == sorted(block_name for block_name, _ in wanted)
     assert pair.consumer.tally.bytes[result.transport, "received"] == result.num_bytes
     assert await pair.producer.node.released(ticket.ticket) == "received"
@@ -160,7 +167,7 @@ def test_blocks_arrive_in_the_consumers_layout(transport: str, case: str, is_rev
     source, sink = (CASES[case], SOURCE) if is_reverse else (SOURCE, CASES[case])
 
     async def test() -> None:
-        async with pair_of(only(transport), producer_layout=source, consumer_layout=sink) as pair:
+        async with pair_of(only(transport, parts=2), producer_layout=source, consumer_layout=sink) as pair:
             assert torch.equal(await hand_over(pair, source, sink), expected_blocks(source, sink))
             (link,) = pair.consumer.node.links()
             assert f"converting {source.dtype} in blocks of {source.block_tokens}" in link.reason

@@ -256,6 +256,7 @@ class FakeTransfer:
         self.release: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
         self.on_blocks: Callable[[list[BlockName]], None] | None = None
+        self.on_parts: Callable[[int, int], None] | None = None
         self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
         self.ended: Callable[[], object] = lambda: None
@@ -290,6 +291,7 @@ class FakeTransfer:
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
+        on_parts: Callable[[int, int], None] | None = None,
         on_end: Callable[[Fetched], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
@@ -297,6 +299,7 @@ class FakeTransfer:
         self.asked.append(("fetch", list(wanted)))
         self.translation = translation
         self.on_blocks = on_blocks
+        self.on_parts = on_parts
         try:
             fetched = await self.fetched
         except asyncio.CancelledError:

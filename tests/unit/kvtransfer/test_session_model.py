@@ -23,9 +23,9 @@ class BothEnds(World):
         partial=st.booleans(),
         wanted=st.sets(st.integers(0, NUM_BLOCKS - 1)),
         mishaps=st.sampled_from([0, 1, 1, 2, 3]),
-        stage=st.integers(0, 4),
+        stage=st.integers(0, 6),
         clocks=st.sampled_from([(0.0, 0.0), (5e5, 0.0), (0.0, 5e5)]),
-        parts=st.sampled_from([1, 2, 3]),
+        parts=st.tuples(st.sampled_from([1, 2, 3]), st.booleans()),
     )
     def begin(
         self,
@@ -35,17 +35,20 @@ class BothEnds(World):
         mishaps: int,
         stage: int,
         clocks: tuple[float, float],
-        parts: int,
+        parts: tuple[int, bool],
     ) -> None:
-        """`stage`: how far all goes well before chance takes over."""
-        self.pulls, self.parts = pulls, parts
-        self.memory = dict.fromkeys(range(NUM_BLOCKS * parts), GARBAGE)
+        """`stage`: how far all goes well before chance takes over; 5: until a tail is cut off.
+        `parts`: how many, and whether they are told of."""
+        self.pulls, (self.parts, self.tells_groups) = pulls, parts
+        self.memory = dict.fromkeys(range(NUM_BLOCKS * self.parts), GARBAGE)
         self.cache = dict(self.memory)
         self.producer_ahead, self.consumer_ahead = clocks
         self.mishaps = mishaps
         self.wanted = sorted(wanted)
         pairs = [(name(block), block) for block in self.wanted]
-        self.consumer = ConsumerSession(TICKET, pairs, now=self.consumer_now, limits=LIMITS, partial=partial)
+        self.consumer = ConsumerSession(
+            TICKET, pairs, now=self.consumer_now, limits=LIMITS, partial=partial, tells_groups=self.tells_groups
+        )
         self.wants_link = True
         if stage >= 1:
             self.open()
@@ -53,10 +56,17 @@ class BothEnds(World):
         if stage >= 2:
             self.deliver_all()
         if stage >= 3:
-            for block in self.wanted[:2]:
+            for block in self.wanted[: 2 if stage == 3 else 1]:
                 self.publish(block)
             self.deliver_all()
-        if stage >= 4:
+        if stage >= 4 and self.parts > 1 and self.wanted:
+            self.publish_part(set(self.wanted), 0)
+            self.deliver_all()
+            while self.copies:
+                self.copy(0, False)
+        if stage == 5 and self.mishaps:
+            self.break_connection(True)
+        if stage >= 6:
             self.finish()
             self.deliver_all()
 
@@ -129,16 +139,17 @@ class BothEnds(World):
         self.consume(self.consumer.linked("usm", pulls=self.pulls, now=self.consumer_now, parts=self.parts))
 
     @precondition(lambda self: self.copies and self.consumer_alive)
-    @rule(pick=st.integers(0, 100), damaged=st.sampled_from([False, False, False, True]))
-    def copy(self, pick: int, damaged: bool) -> None:
+    @rule(pick=st.integers(0, 100), damaged=st.sampled_from([False, False, False, True]), has_begun=st.booleans())
+    def copy(self, pick: int, damaged: bool, has_begun: bool = False) -> None:
         """With a transport that pulls, the memory is read now, whatever lies in it by now."""
         assert self.consumer is not None
         placement = self.copies.pop(pick % len(self.copies))
-        if self.stopped:
+        if self.stopped and not has_begun:
             self.consume(self.consumer.abandoned([placement.index], self.consumer_now))
             return
         read, written = (self.numbers(place, placement.parts) for place in (placement.source, placement.destination))
         for source, destination in zip(read, written, strict=True):
+            assert destination not in self.read
             found = self.memory[source] if self.pulls else self.content(source)
             self.cache[destination] = GARBAGE if damaged else found
         if damaged:
@@ -200,10 +211,14 @@ class BothEnds(World):
             bag.pop(pick % len(bag))
 
     @precondition(lambda self: self.mishaps)
-    @rule()
-    def break_connection(self) -> None:
+    @rule(is_noticed=st.booleans())
+    def break_connection(self, is_noticed: bool) -> None:
+        """`is_noticed`: at once, by both ends."""
         self.mishaps -= 1
         self.link.is_up = False
+        if is_noticed:
+            self.notice_break(self.link.number - 1)
+            self.notice_break(self.link.number - 1)
 
     @rule(which=st.integers(0, 9))
     def notice_break(self, which: int) -> None:
