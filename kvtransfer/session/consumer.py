@@ -96,6 +96,8 @@ class ConsumerSession:
         self._mismatches = 0
         self._done: Done | None = None
         self._link: Link | None = None
+        """For the next attempt, once this one has failed."""
+        self._pulls = False
         self._sent_at = now
         self._lease_until = now
         self._end: Give | None = None
@@ -150,7 +152,7 @@ class ConsumerSession:
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
         """These placements are complete and verified."""
         _, parts = self._take(indexes)
-        if self._link is not None and self._link.pulls and now > self._lease_until:
+        if self._pulls and now > self._lease_until:
             return self._outdated(now)
         fresh = self._progress.arrived(parts)
         self._arrived_now += len(fresh)
@@ -233,7 +235,7 @@ class ConsumerSession:
         if self.attempt >= self._limits.max_attempts:
             return self._fail(Fault.LOST, f"given up after {self.attempt} attempts")
         self.attempt += 1
-        self.transport = self._link.transport
+        self.transport, self._pulls = self._link.transport, self._link.pulls
         self._progress.begin(self._link.parts)
         self._requested = sorted(self._progress.lacking)
         self._arrived_now = 0

@@ -160,6 +160,19 @@ def test_a_copy_that_outlived_the_lease_does_not_count() -> None:
     assert pushed.copied([0], LIMITS.lease_s + 0.1) == [Arrived([name(0)])]
 
 
+def test_nor_does_one_that_outlived_its_connection_and_the_lease() -> None:
+    one = streaming()
+    one.handle(blocks(0), 0.0)
+    one.link_lost("reset", dead=False, now=1.0)
+    one.linked("zeromq", pulls=False, now=1.1)
+    [ask] = one.copied([0], LIMITS.lease_s + 0.1)
+    assert isinstance(ask, Ask) and isinstance(ask.message, Fetch) and ask.message.names == [name(0), name(1)]
+    late = streaming()
+    late.handle(blocks(0), 0.0)
+    late.link_lost("reset", dead=False, now=1.0)
+    assert late.copied([0], LIMITS.lease_s + 0.1) == []
+
+
 def test_only_confirmed_renewals_extend_the_lease() -> None:
     one = streaming()
     one.renewed(sent_at=3.0)
