@@ -15,10 +15,12 @@ from typing import Literal, Protocol
 
 from bench.simulation.cache import BlockCache, Holding
 from bench.simulation.cost import CostModel
+from bench.simulation.fabric import Behind, LastStep
 from bench.simulation.measures import Distribution
 from contracts.identity import BlockName, RequestId, TicketId
 from engine.pace import Pace
 from engine.roster import OVERTAKING
+from services.router.joint import LAYER_GROUPS
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,11 @@ class Stream:
     holding: Holding = field(default_factory=Holding)
     computed: int = 0
     cached: int = 0
+    named: int = 0
+    """Of its blocks."""
+    front_tokens: int = 0
+    """Another instance computes these at the moment that this one begins with what follows."""
+    has_met_front: bool = False
     written: int = 0
     """Tokens after `num_tokens`, the one from prefill included."""
     started_at: float | None = None
@@ -59,6 +66,12 @@ class Owner(Protocol):
 
     def on_reserved(self, sequence: Stream) -> None: ...
     def on_chunk(self, sequence: Stream) -> None: ...
+    def on_last_step(self, sequence: Stream, step: LastStep) -> None:
+        """It begins."""
+
+    def on_behind(self, sequence: Stream) -> Behind:
+        """The step with the first chunk after `front_tokens` begins."""
+
     def on_first_token(self, sequence: Stream) -> None: ...
     def on_finished(self, sequence: Stream) -> None: ...
     def on_step(self) -> None: ...
@@ -95,13 +108,15 @@ class SimulatedEngine:
         """Length of the first of the steps that run now."""
         self._longer_s = 0.0
         """By how much each is longer than the one before."""
+        self._behind_s = 0.0
+        """Part of a step's time that it waits for the blocks of a front."""
         self._num_steps = 0
         self._chunks: list[tuple[Stream, int]] = []
         self._num_planned_tokens = 0
 
     @property
     def queued_tokens(self) -> int:
-        waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
+        waiting = sum(s.num_tokens - s.front_tokens for s in self.waiting if s.mode != "decode")
         return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
 
     @property
@@ -190,14 +205,38 @@ class SimulatedEngine:
             return
         batch = len(self.decoding)
         num_kv_tokens = sum(s.kv_tokens for s in self.decoding)
+        self._behind_s = 0.0
         if self._chunks:
             chunks = [(s.computed, length) for s, length in self._chunks]
-            self._first_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
+            compute_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
+            self._behind_s = self._wait_for_fronts_s(compute_s)
+            self._first_s = compute_s + self._behind_s
         else:
             self._first_s = self.cost.step_s(batch, num_kv_tokens)
         self._longer_s = batch * self.cost.step_s_per_kv_token
         self._started_at = self._loop.time()
         self._timer = self._loop.call_at(self._started_at + self._seconds(self._num_steps), self._end)
+        self._tell_last_steps()
+
+    def _wait_for_fronts_s(self, compute_s: float) -> float:
+        """By how much a step is longer than `compute_s`: it begins with the first group of a front's layers, and its
+        own last group when the front's has come."""
+        now = self._loop.time()
+        ends_at = now + compute_s
+        for sequence, _ in self._chunks:
+            if sequence.front_tokens and not sequence.has_met_front:
+                sequence.has_met_front = True
+                behind = self._owner.on_behind(sequence)
+                if sequence.computed > sequence.cached:
+                    last_s = compute_s / LAYER_GROUPS
+                    ends_at = max(ends_at, behind.first_at + compute_s, behind.last_at + last_s)
+        return ends_at - now - compute_s
+
+    def _tell_last_steps(self) -> None:
+        begins_at, ends_at = self._started_at, self._started_at + self._first_s
+        for sequence, length in self._chunks:
+            if sequence.mode == "prefill" and sequence.computed + length == sequence.num_tokens:
+                self._owner.on_last_step(sequence, LastStep(begins_at, ends_at, sequence.computed, length))
 
     def _schedule_prompts(self) -> None:
         budget = self.cost.max_num_batched_tokens - len(self.decoding)
@@ -236,7 +275,8 @@ class SimulatedEngine:
         if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
             return False
         sequence.holding = self.cache.take(cached, fresh)
-        sequence.computed = sequence.cached = len(cached) * self._block_tokens
+        sequence.named, sequence.cached = len(cached), len(cached) * self._block_tokens
+        sequence.computed = max(sequence.cached, sequence.front_tokens)
         if sequence.started_at is None:
             sequence.started_at = self._loop.time()
         return True
@@ -306,6 +346,7 @@ class SimulatedEngine:
         if not num_prompt_tokens:
             self.pace.decoded(seconds / self._num_steps)
         else:
+            seconds -= self._behind_s
             self.pace.computed(num_prompt_tokens, seconds)
             if self.decoding:
                 self.pace.mixed(num_prompt_tokens, len(self.decoding), seconds)
@@ -318,9 +359,9 @@ class SimulatedEngine:
             self._gaps.add(seconds / self._num_steps, weight)
 
     def _computed(self, sequence: Stream, length: int) -> None:
-        before = sequence.computed // self._block_tokens
         sequence.computed += length
-        self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
+        before, sequence.named = sequence.named, sequence.computed // self._block_tokens
+        self.cache.name(sequence.holding, sequence.names[before : sequence.named])
         is_done = sequence.computed == sequence.num_tokens
         if sequence.mode == "prefill":
             self._owner.on_chunk(sequence)

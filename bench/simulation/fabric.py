@@ -1,4 +1,5 @@
-"""Handoffs in virtual time: blocks travel chunk by chunk while prefill computes, and share both instances' links."""
+"""Handoffs in virtual time: blocks travel chunk by chunk while prefill computes, and share both instances' links. Those
+of a front go to the instance that reads behind it, and what its last step computes follows by groups of layers."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from bench.simulation.cache import BlockCache
 from contracts.identity import InstanceId, TicketId
 from contracts.messages import Ticket
+from services.router.joint import LAYER_GROUPS
 from services.router.pulls import LATENCY_S
 
 
@@ -20,6 +22,24 @@ class Arrival:
     first_token_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """The step with a prompt's last chunk: `length` tokens after `start`."""
+
+    begins_at: float
+    ends_at: float
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """When the one that reads behind has all blocks, of their first and of their last group of layers."""
+
+    first_at: float
+    last_at: float
+
+
 @dataclass(slots=True)
 class _Handoff:
     produced: int = 0
@@ -31,6 +51,8 @@ class _Handoff:
     num_tokens: int = 0
     on_arrived: Callable[[Arrival], None] | None = None
     on_sent: list[Callable[[], None]] = field(default_factory=list)
+    last_step: LastStep | None = None
+    on_begun: Callable[[LastStep | None], None] | None = None
 
 
 class Fabric:
@@ -70,12 +92,45 @@ class Fabric:
         self._send(ticket, handoff)
         self._end(ticket, handoff)
 
+    def begins(self, ticket: Ticket, step: LastStep) -> None:
+        """The source computes the rest now."""
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        handoff.last_step = step
+        if handoff.on_begun is not None:
+            handoff.on_begun(step)
+
+    def follow(self, ticket: Ticket, on_begun: Callable[[LastStep | None], None]) -> None:
+        """The sink reads behind the source, once that has begun its last step; None: it never will."""
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        handoff.on_begun = on_begun
+        if handoff.last_step is not None:
+            on_begun(handoff.last_step)
+
+    def abandon(self, ticket: Ticket) -> None:
+        """The source was told to stop. What it computes in a step that has begun still arrives."""
+        handoff = self._handoffs.get(ticket.ticket)
+        if handoff is not None and handoff.on_begun is not None and handoff.last_step is None:
+            self.forget(ticket)
+            handoff.on_begun(None)
+
+    def behind(self, ticket: Ticket, num_cached: int) -> Behind:
+        """The sink begins to compute, and has the first `num_cached` tokens already."""
+        step = self._handoffs[ticket.ticket].last_step
+        assert step is not None
+        end = step.start + step.length
+        earlier_s = max(0, step.start - num_cached) * self._seconds_per_token
+        group_s = max(0, end - max(step.start, num_cached)) * self._seconds_per_token / LAYER_GROUPS
+        begins = self._link_free_at(ticket)
+        group_at = step.begins_at + (step.ends_at - step.begins_at) / LAYER_GROUPS
+        first_at = max(begins + earlier_s, group_at) + group_s
+        last_at = max(begins + earlier_s + (LAYER_GROUPS - 1) * group_s, step.ends_at) + group_s
+        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = last_at
+        self._loop.call_at(last_at + LATENCY_S, self.forget, ticket)
+        return Behind(first_at + LATENCY_S, last_at + LATENCY_S)
+
     def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
         """Tokens that the source has cached go to the sink."""
-        begins = max(
-            self._loop.time(), self._sending_until.get(ticket.source, 0.0), self._receiving_until.get(ticket.sink, 0.0)
-        )
-        ends_at = begins + LATENCY_S + num_tokens * self._seconds_per_token
+        ends_at = self._link_free_at(ticket) + LATENCY_S + num_tokens * self._seconds_per_token
         self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = ends_at
         self._loop.call_at(ends_at, on_arrived)
 
@@ -89,13 +144,15 @@ class Fabric:
         num_tokens = handoff.produced - handoff.sent
         if handoff.reserved_at is None or num_tokens <= 0:
             return
-        begins = max(
-            self._loop.time(), self._sending_until.get(ticket.source, 0.0), self._receiving_until.get(ticket.sink, 0.0)
-        )
-        handoff.ends_at = begins + num_tokens * self._seconds_per_token
+        handoff.ends_at = self._link_free_at(ticket) + num_tokens * self._seconds_per_token
         self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = handoff.ends_at
         handoff.sent = handoff.produced
         handoff.num_tokens += num_tokens
+
+    def _link_free_at(self, ticket: Ticket) -> float:
+        return max(
+            self._loop.time(), self._sending_until.get(ticket.source, 0.0), self._receiving_until.get(ticket.sink, 0.0)
+        )
 
     def _end(self, ticket: Ticket, handoff: _Handoff) -> None:
         """Once both are ready."""

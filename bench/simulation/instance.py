@@ -7,7 +7,7 @@ from math import ceil, inf
 from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.engine import SimulatedEngine, Stream
-from bench.simulation.fabric import Arrival, Fabric
+from bench.simulation.fabric import Arrival, Behind, Fabric, LastStep
 from bench.simulation.measures import Distribution
 from contracts.events import BlockEvent, EventBatch
 from contracts.identity import InstanceId, RequestId
@@ -15,6 +15,7 @@ from contracts.instance import InstanceRecord, LinkStatus, Load
 from contracts.messages import (
     Cancel,
     Decode,
+    Front,
     Generate,
     HandoffReport,
     Heartbeat,
@@ -65,6 +66,8 @@ class SimulatedInstance:
         self._held: dict[RequestId, Stream] = {}
         """Streams whose blocks wait to be fetched."""
         self._num_pulls = 0
+        self._fronts: dict[RequestId, Ticket] = {}
+        """Of prompts whose beginning another instance reads, until its blocks are on their way."""
         self._peers: dict[InstanceId, None] = {}
         """Those that blocks have come from."""
         self._fabric.caches[record.instance] = self.engine.cache
@@ -73,7 +76,7 @@ class SimulatedInstance:
 
     @property
     def is_idle(self) -> bool:
-        return self.engine.is_idle and not self._held and not self._num_pulls
+        return self.engine.is_idle and not self._held and not self._num_pulls and not self._fronts
 
     def load(self) -> Load:
         engine = self.engine
@@ -109,8 +112,8 @@ class SimulatedInstance:
 
     def on_message(self, message: ToInstance) -> None:
         match message:
-            case Prefill(work=work, ticket=ticket, pull=pull):
-                self._begin(work, "prefill", ticket, pull)
+            case Prefill(work=work, ticket=ticket, pull=pull, front=front):
+                self._begin(work, "prefill", ticket, pull, front)
             case Decode(work=work, ticket=ticket):
                 self._begin(work, "decode", ticket)
             case Generate(work=work, pull=pull):
@@ -131,6 +134,13 @@ class SimulatedInstance:
         if (ticket := self._tickets.get(sequence.request_id)) is not None:
             self._fabric.produced(ticket, sequence.computed)
 
+    def on_last_step(self, sequence: Stream, step: LastStep) -> None:
+        if (ticket := self._tickets.get(sequence.request_id)) is not None:
+            self._fabric.begins(ticket, step)
+
+    def on_behind(self, sequence: Stream) -> Behind:
+        return self._fabric.behind(self._fronts.pop(sequence.request_id), sequence.cached)
+
     def on_first_token(self, sequence: Stream) -> None:
         now = self._loop.time()
         assert sequence.started_at is not None
@@ -139,6 +149,7 @@ class SimulatedInstance:
             queue_s=sequence.started_at - sequence.arrived_at,
             prefill_s=now - sequence.started_at,
             cached_tokens={"device": sequence.cached},
+            front_tokens=max(0, sequence.front_tokens - sequence.cached),
         )
         work = self._works[sequence.request_id]
         self._publish()
@@ -160,7 +171,9 @@ class SimulatedInstance:
     def on_step(self) -> None:
         self._publish()
 
-    def _begin(self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None) -> None:
+    def _begin(
+        self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None, front: Front | None = None
+    ) -> None:
         block_tokens = self.record.layout.block_tokens
         num_full = len(work.token_ids) // block_tokens
         num_tokens = work.sampling.max_tokens - self._offset(work)
@@ -176,10 +189,26 @@ class SimulatedInstance:
         self._works[work.request_id] = work
         if ticket is not None:
             self._tickets[work.request_id] = ticket
-        if pull is None:
-            self.engine.add(stream)
-        else:
+        if front is not None:
+            self._follow(stream, front)
+        elif pull is not None:
             self._pull(stream, pull)
+        else:
+            self.engine.add(stream)
+
+    def _follow(self, stream: Stream, front: Front) -> None:
+        """Waits until the front begins its last step, and computes all where it never will."""
+        ticket = self._fronts[stream.request_id] = front.ticket
+        self._peers[ticket.source] = None
+
+        def begun(step: LastStep | None) -> None:
+            if step is None:
+                del self._fronts[stream.request_id]
+            else:
+                stream.front_tokens = front.num_blocks * self.record.layout.block_tokens
+            self.engine.add(stream)
+
+        self._fabric.follow(ticket, begun)
 
     def _pull(self, stream: Stream, pull: Pull) -> None:
         """What the source has by now comes first; the prompt is added then."""
@@ -235,8 +264,14 @@ class SimulatedInstance:
         self._works.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         self.engine.cancel(request_id)
-        if ticket is not None and ticket.sink == self.record.instance:
+        if (front := self._fronts.pop(request_id, None)) is not None:
+            self._fabric.forget(front)
+        if ticket is None:
+            return
+        if ticket.sink == self.record.instance:
             self._fabric.forget(ticket)
+        else:
+            self._fabric.abandon(ticket)
 
     def _offset(self, work: Work) -> int:
         """Tokens that were written before, elsewhere."""
