@@ -249,7 +249,10 @@ class _Command(Generic[E, T]):
             return
         self.future.set_result(self._value)  # type: ignore[arg-type]
         if self._then is not None:
-            self._then(self._value)  # type: ignore[arg-type]
+            try:
+                self._then(self._value)  # type: ignore[arg-type]
+            except Exception:  # others' commands are settled in the same turn
+                logger.exception("what follows a command to the engine failed")
 
 
 def _frees_something(result: StepResult) -> bool:

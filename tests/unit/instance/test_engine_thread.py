@@ -98,6 +98,22 @@ def test_what_follows_a_command_comes_before_the_steps_after_it() -> None:
     run(test())
 
 
+def test_a_bug_in_what_follows_a_command_is_not_the_next_ones(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    async def test() -> None:
+        thread, watcher = await started(FakeEngine()), Watcher()
+        first = thread.call(lambda e: 1, then=fail)
+        second = thread.call(lambda e: 2)
+        watcher.attach(thread)  # both are there: they are settled together
+        assert (await first, await second) == (1, 2)
+        await thread.stop()
+
+    run(test())
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_numbers_follow_the_turn_that_changed_them() -> None:
     async def test() -> None:
         engine = FakeEngine()
