@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,13 @@ def test_both_instances_share_calls_of_many_inputs(pooling_cluster: Cluster) -> 
     with ThreadPoolExecutor(6) as threads:
         calls = [threads.submit(pooling_cluster.client.post, "/v1/embeddings", json=body) for _ in range(6)]
     assert {len(call.result().json()["data"]) for call in calls} == {80}
-    for instance in pooling_cluster.instances("prefill"):
-        assert pooling_cluster.metrics(instance["http_address"])["baton:engine_steps_total"] > 0
+    addresses = [instance["http_address"] for instance in pooling_cluster.instances("prefill")]
+
+    def have_computed() -> bool:
+        """An answer may be here before the numbers of its step are told."""
+        return all(pooling_cluster.metrics(address)["baton:engine_steps_total"] > 0 for address in addresses)
+
+    wait_until(have_computed, timeout_s=20, what="steps of both instances")
     pooling_cluster.wait_idle()
 
 
