@@ -27,10 +27,16 @@ HEARTBEAT_S = 1.0
 ROUTER_TIMEOUT_S = 10.0
 INSTANCE_TIMEOUT_S = 3.0
 _LINGER_MS = 300
+_MOST_LOST = 256
+"""Remembered, of one instance; each has its own router's timeout to give its connection up."""
 
 
 class InstanceServer:
-    """The instance's end. Reports a router as lost when a message cannot reach it or when it has been silent."""
+    """The instance's end. Reports a router as lost when a message cannot reach it or when it has been silent.
+
+    A lost router that is alive after all gets no answer on this connection, so that it gives it up as well: it must not
+    wait for requests that have been given up here.
+    """
 
     def __init__(
         self,
@@ -44,6 +50,8 @@ class InstanceServer:
         self._router_timeout_s = router_timeout_s
         self._decoder = Decoder[ToInstance](ToInstance)
         self._heard: dict[RouterId, float] = {}
+        self._lost: dict[RouterId, None] = {}
+        """The last ones, oldest first."""
         self._router: Router | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -84,6 +92,8 @@ class InstanceServer:
 
     def _receive(self, peer: bytes, frame: bytes) -> None:
         router = RouterId(peer)
+        if router in self._lost:
+            return
         try:
             message = self._decoder.decode(frame)
         except WireError as exc:
@@ -104,6 +114,9 @@ class InstanceServer:
     def _lose(self, peer: bytes, reason: str) -> None:
         router = RouterId(peer)
         if self._heard.pop(router, None) is not None:
+            self._lost[router] = None
+            if len(self._lost) > _MOST_LOST:
+                del self._lost[next(iter(self._lost))]
             logger.info("router %s is lost: %s", router.hex(), reason)
             # Later, since the caller may be in the middle of a loop over this router's requests.
             self._loop.call_soon(self._on_router_lost, router)

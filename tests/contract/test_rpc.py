@@ -140,6 +140,26 @@ def test_a_router_that_falls_silent_is_lost(key: ClusterKey | None) -> None:
     asyncio.run(whole())
 
 
+def test_a_router_that_was_lost_hears_no_more_and_gives_its_connection_up(key: ClusterKey | None) -> None:
+    """It was only busy, and would wait for ever for what has been given up here."""
+
+    async def whole() -> None:
+        instance = Instance(0.2, key)
+        await instance.server.start(instance.on_message, instance.lost.put_nowait)
+        router = Router(instance.server.address, key, heartbeat_s=0.6, timeout_s=1.0)
+        await router.link.start()
+        async with asyncio.timeout(10):
+            assert await router.received.get() == REPORT
+            await instance.lost.get()
+            router.link.send(Cancel(RequestId("r")))
+            assert await router.lost.get() == "no message for 1 s"
+        assert instance.received.empty() and instance.lost.empty()
+        await router.link.close()
+        await instance.server.close()
+
+    asyncio.run(whole())
+
+
 def test_a_message_to_a_router_that_is_gone_tells_so(key: ClusterKey | None) -> None:
     async def body(instance: Instance, router: Router) -> None:
         router.link.send(Cancel(RequestId("r")))
