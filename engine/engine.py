@@ -22,10 +22,12 @@ from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
 from engine.engine_stats import stats_of
 from engine.errors import RequestError, UsageError
-from engine.executor import AfterLayer, LocalExecutor
+from engine.executor import LocalExecutor
+from engine.front import FrontLostError, Gate
 from engine.grammar import Grammars
 from engine.imports import Imports
 from engine.launched import Launched, hands_on, outlasts_a_launch
+from engine.layer_calls import LayerCalls
 from engine.loading import load
 from engine.masks import Masking
 from engine.meter import Meter
@@ -33,6 +35,7 @@ from engine.model import Progress
 from engine.outputs import CompletedBlocks, EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
 from engine.parallel.leading import lead, lead_copies
 from engine.parallel.ranks import OnLost, Ranks
+from engine.planning import Planner
 from engine.reservations import Reservations
 from engine.roster import Roster
 from engine.runner import Runner
@@ -40,7 +43,7 @@ from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, Request, State
 from engine.setup import Setup
-from engine.tail import Tail, Tell, plan_tail
+from engine.tail import Tell, plan_tail
 from engine.travel import Travel
 from engine.warm_up import compile_kernels, exercise, measure
 
@@ -110,14 +113,15 @@ class Engine:
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
         self._roster = Roster(self._pool, self.limits, self.eos_ids)
         self._scheduler = Scheduler(self._roster, self._meter.pace)
+        self._planner = Planner(self._scheduler, self._roster, self._host)
         self.adapters = Adapters(self._store, self._roster.requests)
         self._reservations = Reservations(self._roster)
         self._imports = Imports(self._roster)
         self._pins: dict[RequestId, list[BlockName]] = {}
         self._travel = Travel(self._blocks)
-        self._tail_plan = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
-        self.tail_parts = self._tail_plan.parts
-        self._tail: Tail | None = None
+        tail = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
+        self._layers = LayerCalls(tail, self.layout, self._device, is_layered=setup.forward.is_layered)
+        self.tail_parts, self.reads_behind = self._layers.tail_parts, self._layers.reads_behind
         self._ahead: Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
@@ -125,8 +129,7 @@ class Engine:
     def on_tail(self, tell: Tell) -> None:
         """`tell` hears of the last blocks of `prefill` requests in `tail_parts`, from another thread too; that they are
         whole is told by `step`. Before the first step."""
-        if self.tail_parts > 1:
-            self._tail = Tail(self.layout, self._tail_plan, self._device, tell)
+        self._layers.tell(tell)
 
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
@@ -134,8 +137,8 @@ class Engine:
         self._check(work)
         self._roster.enqueue(self._roster.enrol(work, mode, time.monotonic()))
 
-    def reserve(self, work: Work) -> Reservation | None:
-        """Memory for a prompt that another instance computes; None: no room now, ask again later.
+    def reserve(self, work: Work, *, mode: Mode = "generate") -> Reservation | None:
+        """Memory for a prompt that another instance computes, or begins (`follow`); None: no room now, ask again later.
 
         The reserved blocks are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
         """
@@ -144,7 +147,7 @@ class Engine:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         if self._scheduler.is_short_of_blocks:
             return None
-        reservation = self._reservations.reserve(work, time.monotonic())
+        reservation = self._reservations.reserve(work, time.monotonic(), mode)
         self._host.move()
         if reservation is not None:
             self.kv.mark(block for _, block in reservation.missing)
@@ -164,11 +167,18 @@ class Engine:
         self._travel.give_back(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
+    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> None:
+        """Computes what comes after the first `num_tokens`, full blocks, of a reserved prompt while another instance
+        fills those: as `gate` tells, which the step waits for. If it tells that they are lost, all is computed here."""
+        self._reservations.follow(request_id, num_tokens, time.monotonic())
+        self._layers.follow(request_id, gate)
+
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         """Frees at once, in any state. No copy may touch the request's blocks any more."""
         missing = self._reservations.missing_blocks(request_id)
         self._roster.cancel(request_id, sequence)
         if request_id not in self._roster.requests:
+            self._layers.forget(request_id)
             self._travel.give_back(missing)
             self._travel.end(request_id)
 
@@ -229,37 +239,40 @@ class Engine:
     def _begin(self, result: StepResult) -> Launched | None:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
-        plan = self._schedule(now)
+        plan = self._planner.plan(now)
         try:
-            launched = Launched(plan, self._runner.start(plan, after_layer=self._tail_of(plan)), now)
+            calls = self._layers.begin(plan, self._scheduler)
+            started = self._runner.start(plan, after_layer=calls.after_layer, is_gated=bool(calls.gated))
+        except FrontLostError as lost:
+            self._fall_back(plan, lost)
+            return None
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
+        for request_id in calls.gated:
+            self._layers.forget(request_id)
+        launched = Launched(plan, started, now)
         launched.advanced = self._scheduler.advance(plan)
         return self._choose(launched, result)
 
     def _begin_ahead(self, plan: Plan) -> Launched | None:
         """Launches what follows `plan` up to its logits, where that can be known."""
-        if not self._is_async:
+        if not self._is_async or self._layers.has_gates:
             return None
         # A mirror of several ranks' blocks is filled by the device in between.
         if hands_on(plan) and (self.kv.is_mirrored or not outlasts_a_launch(plan, self.limits)):
             return None
-        following = self._scheduler.schedule_ahead(time.monotonic())
-        self._host.move()
+        following = self._planner.plan_ahead(time.monotonic())
         if following is None:
             return None
-        self._host.before(following.blocks(self.limits.block_tokens))
         try:
-            started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
+            calls = self._layers.begin(following, self._scheduler)
+            started = self._runner.start(following, ahead=True, after_layer=calls.after_layer)
             launched = Launched(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again, alone
         launched.advanced = self._scheduler.advance(following)
         return launched
-
-    def _tail_of(self, plan: Plan) -> AfterLayer | None:
-        return self._tail.follow(self._scheduler.tails(plan)) if self._tail is not None else None
 
     def _choose(self, launched: Launched, result: StepResult) -> Launched | None:
         try:
@@ -314,8 +327,7 @@ class Engine:
         self._travel.check_invariants()
 
     def close(self) -> None:
-        if self._tail is not None:
-            self._tail.close()
+        self._layers.close()
         self._masking.close()
         self._executor.close()
         self._ranks.close()
@@ -329,6 +341,17 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _fall_back(self, plan: Plan, lost: FrontLostError) -> None:
+        """The step was not computed: it is planned anew, and those whose front is lost begin from the start."""
+        self._host.step_is_over(self._host.end_of_step())  # part of it may be running
+        for chunk in plan.chunks:
+            request_id = chunk.sequence.request.work.request_id
+            if self._layers.is_lost(request_id):
+                logger.warning("the prompt is computed here: %s", lost, extra={"request_id": request_id})
+                self._layers.forget(request_id)
+                self._travel.give_back(self._reservations.missing_blocks(request_id))
+                self._reservations.fall_back(request_id)
 
     def _give_up(self, plan: Plan, result: StepResult) -> None:
         """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`."""
@@ -350,6 +373,7 @@ class Engine:
         self._end_failed(request)
 
     def _end_failed(self, request: Request) -> None:
+        self._layers.forget(request.work.request_id)
         if self._roster.fail_request(request):
             self._travel.end(request.work.request_id)
 
@@ -358,24 +382,6 @@ class Engine:
         self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)
-
-    def _schedule(self, now: float) -> Plan:
-        """A plan, as soon as there is something to compute: what comes from the host tier joins when it is there."""
-        self._join_loaded()
-        plan = self._scheduler.schedule(now)
-        self._host.move()
-        if not plan.chunks and self._roster.loading:
-            self._host.wait(self._roster.loading[0].blocks)
-            self._join_loaded()
-            plan = self._scheduler.schedule(now)
-            self._host.move()
-        self._host.before(plan.blocks(self.limits.block_tokens))
-        return plan
-
-    def _join_loaded(self) -> None:
-        for sequence in list(self._roster.loading):
-            if self._host.are_there(sequence.blocks):
-                self._roster.loaded(sequence)
 
     def _copy_blocks(self) -> None:
         """At once: a block that is freed before its copy was made could be filled by another request."""

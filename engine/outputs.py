@@ -35,6 +35,8 @@ class FirstTokenInfo:
     cached_tokens: int
     host_tokens: int = 0
     """Cached tokens that came from the host tier."""
+    front_tokens: int = 0
+    """Read by another instance meanwhile."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 

@@ -1,7 +1,8 @@
-"""The decode side of a handoff, and pins for fetches by name. Pure.
+"""Blocks that another instance fills, and pins for fetches by name. Pure.
 
-reserve -> (mark_received)* -> admit, or admit_locally when the handoff failed. Whoever drives this must not free
-(cancel, admit_locally) while a copy may still write to the reserved blocks.
+The decode side of a handoff: reserve -> (mark_received)* -> admit, or admit_locally when it failed. A prompt that is
+read behind another instance: reserve -> (mark_received)*, follow in between, fall_back if that one was lost. Whoever
+drives this must not free (cancel, admit_locally, fall_back) while a copy may still write to the reserved blocks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,14 +13,14 @@ from contracts.naming import block_names
 from engine.errors import UsageError
 from engine.outputs import NamedBlock, Reservation
 from engine.roster import Roster
-from engine.sequence import Sequence, State
+from engine.sequence import Mode, Sequence, State
 
 
 class Reservations:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
 
-    def reserve(self, work: Work, now: float) -> Reservation | None:
+    def reserve(self, work: Work, now: float, mode: Mode = "generate") -> Reservation | None:
         """Pins what is cached and allocates the rest; None: no room now."""
         roster = self._roster
         pool, block_tokens = roster.pool, roster.limits.block_tokens
@@ -30,7 +31,7 @@ class Reservations:
         spare = pool.num_total // 100 if roster.running else 0
         if pool.num_free - pool.num_taken(prefix) - needed < spare:
             return None
-        trunk = roster.enrol(work, "generate", now)
+        trunk = roster.enrol(work, mode, now)
         cached = pool.take(prefix)
         fresh = pool.allocate(needed)
         assert fresh is not None
@@ -39,15 +40,18 @@ class Reservations:
         trunk.names = names[:num_full]
         missing = [NamedBlock(n, b) for n, b in zip(names[len(cached) :], fresh, strict=True)]
         trunk.request.missing = dict(missing)
+        trunk.request.cached_tokens = len(cached) * block_tokens
         return Reservation(work.request_id, names, len(cached), missing)
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> list[int]:
         """The blocks of that name."""
         blocks: list[int] = []
-        trunk = self._reserved(request_id)
-        full = set(trunk.names)
+        request = self._roster.requests.get(request_id)
+        if request is None:
+            raise UsageError(f"request {request_id} holds no reservation")
+        full = set(request.sequences[0].names)
         for name in names:
-            block = trunk.request.missing.pop(name, None)
+            block = request.missing.pop(name, None)
             if block is None:
                 raise UsageError(f"request {request_id}: block {name.hex()} is not missing")
             blocks.append(block)
@@ -77,6 +81,30 @@ class Reservations:
         """Computes the prompt here. Blocks that arrived are found again in the cache."""
         trunk = self._reserved(request_id)
         trunk.request.missing.clear()
+        self._roster.free_blocks(trunk)
+        self._roster.enqueue(trunk)
+
+    def follow(self, request_id: RequestId, num_tokens: int, now: float) -> None:
+        """What comes after the first `num_tokens`, full blocks, joins the batch. Those are being filled, and may be
+        marked as received later."""
+        trunk = self._reserved(request_id)
+        request, block_tokens = trunk.request, self._roster.limits.block_tokens
+        num_blocks, rest = divmod(num_tokens, block_tokens)
+        if rest or not request.cached_tokens < num_tokens < len(trunk.token_ids):
+            raise UsageError(f"request {request_id}: {num_tokens} tokens are no front of {len(trunk.token_ids)}")
+        front = set(trunk.names[:num_blocks])
+        request.missing = {name: block for name, block in request.missing.items() if name in front}
+        request.started, request.front_tokens = now, num_tokens - request.cached_tokens
+        trunk.num_computed, trunk.num_registered = num_tokens, num_blocks
+        self._roster.run(trunk)
+
+    def fall_back(self, request_id: RequestId) -> None:
+        """What it follows will not come: all of the prompt is computed here, but for what is in the cache."""
+        trunk = self._roster.requests[request_id].sequences[0]
+        request = trunk.request
+        request.missing.clear()
+        request.started, request.front_tokens = None, 0
+        self._roster.leave_batch(trunk)
         self._roster.free_blocks(trunk)
         self._roster.enqueue(trunk)
 

@@ -68,17 +68,21 @@ class Runner:
         return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
-    def start(self, plan: Plan, *, ahead: bool = False, after_layer: AfterLayer | None = None) -> Started:
-        """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for."""
+    def start(
+        self, plan: Plan, *, ahead: bool = False, after_layer: AfterLayer | None = None, is_gated: bool = False
+    ) -> Started:
+        """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for. `is_gated`:
+        `after_layer` decides when the next layer may be computed."""
         if not plan.chunks:
             return Started(plan, None, None, None)
         # What tokens may follow depends on those before them.
         constraints = None if ahead else self._masking.begin(plan.rows)
-        if self._executor.has_graphs and fits(plan):
+        if self._executor.has_graphs and not is_gated and fits(plan):
             result = self._executor.replay(describe(plan, self._tables, self._limits))
             return Started(plan, result.logits, result.greedy, None, constraints)
         inputs = self._inputs.describe(plan)
-        return Started(plan, self._executor.compute(inputs.arrays, after_layer), None, inputs, constraints)
+        logits = self._executor.compute(inputs.arrays, after_layer, is_gated=is_gated)
+        return Started(plan, logits, None, inputs, constraints)
 
     @torch.inference_mode()
     def choose(self, started: Started) -> Chosen:

@@ -56,6 +56,7 @@ class Request:
     started: float | None = None
     cached_tokens: int = 0
     host_tokens: int = 0  # cached ones that lay in the host tier
+    front_tokens: int = 0  # after those: read by another instance meanwhile
     num_published: int = 0  # leading blocks already reported as completed
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -150,3 +150,38 @@ def test_pinned_blocks_outlive_everything_until_unpinned(
     reservations.unpin(names)
     with pytest.raises(UsageError, match="not pinned"):
         reservations.unpin(names)
+
+
+def test_what_follows_a_front_is_computed_and_the_rest_may_be_received_later(
+    roster: Roster, scheduler: Scheduler, reservations: Reservations
+) -> None:
+    work = make_work("a", list(range(1, 11)), max_tokens=1)
+    reservation = reservations.reserve(work, 0.0, "prefill")
+    assert reservation is not None
+    reservations.mark_received(A, reservation.names[:1])
+    reservations.follow(A, BLOCK_TOKENS * 2, 0.0)
+    plan = scheduler.schedule(0.0)
+    assert [(chunk.start, chunk.length, chunk.is_last) for chunk in plan.chunks] == [(8, 2, True)]
+    result = step(roster, scheduler)
+    assert [block.name for done in result.completed for block in done.blocks] == reservation.names
+    assert [(info.cached_tokens, info.front_tokens) for info in result.first] == [(0, 8)]
+    assert reservations.missing_blocks(A)
+    reservations.mark_received(A, reservation.names[1:2])
+    assert not reservations.missing_blocks(A)
+    assert set(roster.pool.cached_names()) == set(reservation.names[:2])
+    roster.end_request(roster.requests[A])
+
+
+def test_a_prompt_whose_front_is_lost_is_computed_from_what_has_come(
+    roster: Roster, scheduler: Scheduler, reservations: Reservations
+) -> None:
+    work = make_work("a", list(range(1, 11)), max_tokens=1)
+    reservation = reservations.reserve(work, 0.0, "prefill")
+    assert reservation is not None
+    reservations.follow(A, BLOCK_TOKENS * 2, 0.0)
+    reservations.mark_received(A, reservation.names[:1])
+    reservations.fall_back(A)
+    plan = scheduler.schedule(0.0)
+    assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(4, 6)]
+    assert run_to_end(roster, scheduler) == {("a", 0): expected_tokens("a", 0, 1)}
+    roster.end_request(roster.requests[A])

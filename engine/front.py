@@ -1,0 +1,75 @@
+"""A sequence whose first blocks another instance fills while this one computes what follows them.
+
+The two go through the same layers at the same time, this one behind: before a layer reads the blocks, their part of it
+has arrived. The engine's thread waits for that inside its step, for as long as the other instance takes for a layer.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+AfterLayer = Callable[[int], None]
+
+
+class FrontLostError(Exception):
+    """What was to come before a sequence's own tokens will not come. The message says why."""
+
+
+class Gate:
+    """How many of the layers have arrived, of all blocks before the sequence's own tokens.
+
+    One thread tells, the engine's waits. Who tells must say `lost` in the end if not all layers came, and only when
+    nothing writes to the blocks any more: the engine may free them at once."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._arrived = 0
+        self._lost: str | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def is_open(self) -> bool:
+        return self._arrived == self._num_layers
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None and not self.is_open
+
+    def reached(self, groups: int, of: int) -> None:
+        """`groups` of so many equal groups of layers are here."""
+        with self._changed:
+            self._arrived = max(self._arrived, groups * self._num_layers // of)
+            self._changed.notify_all()
+
+    def lost(self, reason: str) -> None:
+        """No further layer will come. Changes nothing if all are here."""
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """Until this layer may be read. Raises `FrontLostError`."""
+        if self._arrived > layer:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived > layer or self._lost is not None)
+            if self._arrived <= layer:
+                raise FrontLostError(self._lost)
+
+
+def behind(gates: Sequence[Gate], num_layers: int, then: AfterLayer | None, *, is_layered: bool) -> AfterLayer:
+    """What to call after each layer of a step that reads behind these gates, once the first layer may be computed.
+
+    `then` is called first. Where the model does not go layer by layer (`is_layered`), all are waited for now. Raises
+    `FrontLostError`, as does what is returned.
+    """
+    for gate in gates:
+        gate.wait(0 if is_layered else num_layers - 1)
+
+    def after_layer(layer: int) -> None:
+        if then is not None:
+            then(layer)
+        if layer + 1 < num_layers:
+            for gate in gates:
+                gate.wait(layer + 1)
+
+    return after_layer
