@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.instance import Load
+from contracts.layout import KVLayout
 from contracts.messages import ToInstance
 from engine import Engine, EngineStats
 from kvtransfer import TransferNode
@@ -24,6 +25,7 @@ class Parts:
     router: InstanceServer
     counter: TransferMetrics
     puller: Puller
+    layout: KVLayout
 
 
 MakeHandler = Callable[[Parts], RoleHandler]

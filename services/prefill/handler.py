@@ -5,19 +5,29 @@ Blocks are freed only when the transfer says that no copy reads them any more, h
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
-from contracts.messages import Prefill, Pull, Ticket
+from contracts.messages import Prefill, Ticket
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
+from services.instance.parts import Parts
 from services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from services.instance.pulling import PullPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment, to_the_end
+from services.prefill.following import Following, Fronts
 from services.prefill.reading import HandedReading, Reading
 
 logger = logging.getLogger(__name__)
+
+
+def prefill_handler(parts: Parts) -> "PrefillHandler":
+    fronts = Fronts(parts.engine, parts.transfer, layout=parts.layout, counter=parts.counter)
+    return PrefillHandler(
+        parts.engine, parts.transfer, parts.puller, fronts, counter=parts.counter, clock=time.monotonic
+    )
 
 
 class PrefillHandler:
@@ -28,6 +38,7 @@ class PrefillHandler:
         engine: EngineCalls,
         transfer: SourcePort,
         puller: PullPort,
+        fronts: Fronts,
         *,
         counter: HandoffCounter,
         clock: Callable[[], float],
@@ -35,6 +46,7 @@ class PrefillHandler:
         self._engine = engine
         self._transfer = transfer
         self._puller = puller
+        self._fronts = fronts
         self._counter = counter
         self._clock = clock
 
@@ -43,10 +55,11 @@ class PrefillHandler:
 
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Prefill)
+        following = Following(self._fronts, request, message.front) if message.front is not None else None
         if message.ticket is None:
-            await self._read(request, message.pull)
+            await self._read(request, message, following)
         else:
-            await self._hand_off(request, message.ticket, message.pull)
+            await self._hand_off(request, message, message.ticket, following)
 
     def on_stats(self, stats: EngineStats) -> None:
         """Nothing waits for it."""
@@ -54,24 +67,31 @@ class PrefillHandler:
     def num_queued(self) -> int:
         return 0
 
-    async def _read(self, request: Request, pull: Pull | None) -> None:
+    async def _begin(self, request: Request, message: Prefill, following: Following | None) -> None:
+        if following is not None:
+            await following.begin()
+        else:
+            await self._puller.pull(request, message.pull)
+            await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+
+    async def _read(self, request: Request, message: Prefill, following: Following | None) -> None:
         reading = Reading()
         request.progress = reading
         try:
-            await self._puller.pull(request, pull)
-            await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            await self._begin(request, message, following)
             await reading.end
         finally:
+            if following is not None:
+                await to_the_end(following.end())
             self._free(request, reading)
 
-    async def _hand_off(self, request: Request, ticket: Ticket, pull: Pull | None) -> None:
+    async def _hand_off(self, request: Request, message: Prefill, ticket: Ticket, following: Following | None) -> None:
         reading = HandedReading(self._transfer, ticket, clock=self._clock)
         request.progress = reading
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
         try:
-            await self._puller.pull(request, pull)
-            await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            await self._begin(request, message, following)
             ends: list[asyncio.Future[Any]] = [reading.end, released]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not reading.end.done():
@@ -88,14 +108,21 @@ class PrefillHandler:
             raise
         finally:
             reading.is_open = False
-            await to_the_end(self._let_go(request, reading, ticket, released))
+            await to_the_end(self._let_go(request, reading, ticket, released, following))
 
     async def _let_go(
-        self, request: Request, reading: Reading, ticket: Ticket, released: "asyncio.Future[str]"
+        self,
+        request: Request,
+        reading: Reading,
+        ticket: Ticket,
+        released: "asyncio.Future[str]",
+        following: Following | None,
     ) -> None:
         if not released.done():
             self._transfer.cancel(ticket.ticket)
         try:
+            if following is not None:
+                await following.end()
             reason = await released
         finally:
             self._free(request, reading)

@@ -1,7 +1,6 @@
 """`baton prefill`: the whole wiring of the process."""
 
 import sys
-import time
 from os import environ
 
 from services.common.configuration import load
@@ -22,15 +21,9 @@ def main(argv: list[str]) -> None:
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.instance.process import run_instance
-    from services.prefill.handler import PrefillHandler
+    from services.prefill.handler import prefill_handler
 
-    status = run_instance(
-        settings,
-        "prefill",
-        lambda parts: PrefillHandler(
-            parts.engine, parts.transfer, parts.puller, counter=parts.counter, clock=time.monotonic
-        ),
-    )
+    status = run_instance(settings, "prefill", prefill_handler)
     sys.exit(status)
 
 

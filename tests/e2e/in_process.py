@@ -4,7 +4,6 @@ import asyncio
 import gc
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -23,7 +22,7 @@ from services.instance.parts import Parts
 from services.instance.process import InstanceProcess
 from services.instance.serving import RoleHandler
 from services.instance.settings import InstanceSettings
-from services.prefill.handler import PrefillHandler
+from services.prefill.handler import prefill_handler
 from services.router import main as router
 from services.router.settings import RouterSettings
 from services.unified.handler import UnifiedHandler
@@ -32,10 +31,6 @@ from tests.e2e.cluster import Api, free_port
 BLOCK = 16
 
 Wrap = Callable[[Role, RoleHandler], RoleHandler]
-
-
-def _prefill(parts: Parts) -> RoleHandler:
-    return PrefillHandler(parts.engine, parts.transfer, parts.puller, counter=parts.counter, clock=time.monotonic)
 
 
 def _decode(parts: Parts) -> RoleHandler:
@@ -54,7 +49,11 @@ def _unified(parts: Parts) -> RoleHandler:
     return UnifiedHandler(parts.engine, parts.puller)
 
 
-_HANDLERS: dict[Role, Callable[[Parts], RoleHandler]] = {"prefill": _prefill, "decode": _decode, "unified": _unified}
+_HANDLERS: dict[Role, Callable[[Parts], RoleHandler]] = {
+    "prefill": prefill_handler,
+    "decode": _decode,
+    "unified": _unified,
+}
 
 
 def _handler(wrap: Wrap, role: Role, parts: Parts) -> RoleHandler:

@@ -11,6 +11,7 @@ from contracts.instance import LinkStatus
 from contracts.layout import KVLayout
 from contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from contracts.sampling import SamplingParams
+from engine.front import Gate
 from engine.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
 from kvtransfer import Translation
 from services.common.rpc import RouterId
@@ -102,7 +103,7 @@ class FakeEngine:
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
         self._ask("add", work.request_id, mode)
 
-    def reserve(self, work: Work) -> Reservation | None:
+    def reserve(self, work: Work, *, mode: Mode = "generate") -> Reservation | None:
         if self.free_blocks < self.blocks_per_request:
             return None
         self._ask("reserve", work.request_id)
@@ -118,6 +119,10 @@ class FakeEngine:
 
     def admit_locally(self, request_id: RequestId) -> None:
         self._ask("admit_locally", request_id)
+
+    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> None:
+        self._ask("follow", request_id, num_tokens)
+        self.gate = gate
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         self._ask("cancel", request_id, sequence)

@@ -1,0 +1,152 @@
+"""One prompt, read by two prefill instances at the same time: the same tokens, whatever becomes of the first."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from contracts.identity import RequestId, new_ticket_id
+from contracts.messages import Cancel, Decode, Front, Prefill, Ticket, Work
+from contracts.sampling import SamplingParams
+from tests.e2e.instances import Answer, Driver, Instance, instances
+from tests.e2e.test_equality import expected_tokens, prompt_of
+
+BLOCK = 16
+NEW_TOKENS = 6
+OWN = {"prefill-0": (), "prefill-1": (), "decode-0": ()}
+FLAGS = ("--block-size", str(BLOCK), "--kv-tail-parts", "4", "--max-num-batched-tokens", "64")
+
+
+def ticket(source: Instance, sink: Instance, timeout_s: float = 20.0) -> Ticket:
+    return Ticket(
+        ticket=new_ticket_id(),
+        source=source.record.instance,
+        source_generation=source.record.generation,
+        source_address=source.record.transfer_address,
+        sink=sink.record.instance,
+        sink_generation=sink.record.generation,
+        timeout_s=timeout_s,
+    )
+
+
+class Joint:
+    """`front` reads the first blocks of prompts, `back` the rest; a decode instance writes on."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.front, self.back = driver.instances["prefill-0"], driver.instances["prefill-1"]
+
+    def start(self, work: Work, num_blocks: int, *, tells_front: bool = True, timeout_s: float = 20.0) -> Answer:
+        driver, own = self.driver, ticket(self.back, self.driver.decode)
+        front = Front(ticket=ticket(self.front, self.back, timeout_s), num_blocks=num_blocks)
+        if tells_front:
+            driver.send(self.front, Prefill(self.of_front(work, num_blocks), front.ticket))
+        driver.send(self.back, Prefill(work, own, None, front))
+        driver.send(driver.decode, Decode(work, own))
+        return driver.answers[work.request_id]
+
+    def of_front(self, work: Work, num_blocks: int) -> Work:
+        tokens = work.token_ids[: num_blocks * BLOCK]
+        return msgspec.structs.replace(
+            work,
+            request_id=RequestId(f"{work.request_id}^"),
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            sequences=[0],
+        )
+
+    async def answer(self, answer: Answer) -> list[int]:
+        await self.driver.until(lambda: bool(answer.reasons) or bool(answer.failed), "an answer")
+        await self.driver.until(lambda: answer.has_begun([0]) and answer.prefill is not None, "its beginning")
+        assert not answer.failed
+        return answer.sequence()
+
+
+@pytest.mark.parametrize("transport", ["usm", "zeromq", "oneccl"])
+def test_tokens_equal_those_of_one_reader(llama: Path, transport: str) -> None:
+    async def test() -> None:
+        async with instances(llama, *FLAGS, "--kv-transport", transport, own=OWN) as driver:
+            joint = Joint(driver)
+            # In one step of the front and one behind it; in several of either; the last block and a token alone.
+            for number, (length, num_blocks) in enumerate([(120, 4), (200, 4), (200, 9), (81, 5), (33, 1)]):
+                prompt = prompt_of(length, start=7 * number)
+                answer = joint.start(driver.work(prompt, max_tokens=NEW_TOKENS), num_blocks)
+                assert await joint.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS), (length, num_blocks)
+                assert answer.prefill is not None
+                assert answer.prefill.front_tokens == num_blocks * BLOCK
+                assert not sum(answer.prefill.cached_tokens.values())
+            # What the second instance has is not fetched again; where it has all of it, nobody is followed.
+            for length, num_blocks, front_tokens in [(120, 6, 0), (300, 14, 14 * BLOCK - 7 * BLOCK)]:
+                prompt = prompt_of(length)
+                answer = joint.start(driver.work(prompt, max_tokens=NEW_TOKENS), num_blocks)
+                assert await joint.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS), (length, num_blocks)
+                assert answer.prefill is not None
+                assert answer.prefill.front_tokens == front_tokens
+            await driver.until_idle()
+
+    asyncio.run(asyncio.wait_for(test(), 120.0))
+
+
+def test_prompts_that_overlap_in_both_directions_wait_for_nobody_for_ever(llama: Path) -> None:
+    async def test() -> None:
+        async with instances(llama, *FLAGS, own=OWN) as driver:
+            there, back = Joint(driver), Joint(driver)
+            back.front, back.back = there.back, there.front
+            prompts = [prompt_of(150 + 9 * number, start=11 * number) for number in range(12)]
+            answers = [
+                (there if number % 2 else back).start(driver.work(prompt, max_tokens=NEW_TOKENS), 1 + number % 8)
+                for number, prompt in enumerate(prompts)
+            ]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert await there.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
+            await driver.until_idle()
+
+    asyncio.run(asyncio.wait_for(test(), 120.0))
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "never told"])
+def test_a_front_that_is_lost_costs_time_alone(llama: Path, fault: str) -> None:
+    async def test() -> None:
+        async with instances(llama, *FLAGS, own=OWN) as driver:
+            joint, prompt = Joint(driver), prompt_of(200)
+            if fault == "killed":
+                joint.front.kill()
+            elif fault == "frozen":
+                joint.front.process.signal(signal.SIGSTOP)
+            timeout_s = 20.0 if fault == "killed" else 1.5
+            work = driver.work(prompt, max_tokens=NEW_TOKENS)
+            answer = joint.start(work, 6, tells_front=fault == "frozen", timeout_s=timeout_s)
+            assert await joint.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
+            assert answer.prefill is not None
+            assert answer.prefill.front_tokens == 0
+            if fault == "frozen":
+                joint.front.process.signal(signal.SIGCONT)
+            for instance in driver.instances.values():
+                if instance is not joint.front or fault == "frozen":
+                    await driver.until_load(instance, lambda load: not load.running and not load.held_blocks, "idle")
+
+    asyncio.run(asyncio.wait_for(test(), 120.0))
+
+
+def test_one_that_follows_can_be_cancelled(llama: Path) -> None:
+    async def test() -> None:
+        async with instances(llama, *FLAGS, own=OWN) as driver:
+            joint = Joint(driver)
+            for delay_s in (0.0, 0.01, 0.03):
+                work = driver.work(prompt_of(250), max_tokens=NEW_TOKENS)
+                joint.start(work, 8)
+                await asyncio.sleep(delay_s)
+                for instance in driver.instances.values():
+                    driver.send(instance, Cancel(work.request_id))
+                    driver.send(instance, Cancel(RequestId(f"{work.request_id}^")))
+                await driver.until_idle()
+            # The same prompt afterwards.
+            prompt = prompt_of(250)
+            answer = joint.start(driver.work(prompt, max_tokens=NEW_TOKENS), 8)
+            assert await joint.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
+            await driver.until_idle()
+
+    asyncio.run(asyncio.wait_for(test(), 120.0))
