@@ -120,7 +120,7 @@ class Engine:
         self._pins: dict[RequestId, list[BlockName]] = {}
         self._travel = Travel(self._blocks)
         tail = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
-        self._layers = LayerCalls(tail, self.layout, self._device, is_layered=setup.forward.is_layered)
+        self._layers = LayerCalls(tail, self.layout, self._device)
         self.tail_parts, self.reads_behind = self._layers.tail_parts, self._layers.reads_behind
         self._ahead: Launched | None = None
         self._last_finish = 0.0

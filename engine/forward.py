@@ -21,8 +21,6 @@ from engine.quantization.experts import QuantizedExperts
 class Forward(Protocol):
     is_capturable: bool
     """A call's work on the device depends on shapes only: a graph may hold it."""
-    is_layered: bool
-    """It calls `after_layer` of its inputs: the work for each layer is given to the device when it returns."""
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """`layers` are the KV cache's views; returns logits [num_logits, vocab_size]."""
@@ -33,7 +31,6 @@ class TransformersForward:
     """Any decoder that transformers knows."""
 
     is_capturable = False
-    is_layered = True
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, adapters: AdapterStore | None = None) -> None:
         self._model = model

@@ -56,14 +56,13 @@ class Gate:
                 raise FrontLostError(self._lost)
 
 
-def behind(gates: Sequence[Gate], num_layers: int, then: AfterLayer | None, *, is_layered: bool) -> AfterLayer:
+def behind(gates: Sequence[Gate], num_layers: int, then: AfterLayer | None) -> AfterLayer:
     """What to call after each layer of a step that reads behind these gates, once the first layer may be computed.
 
-    `then` is called first. Where the model does not go layer by layer (`is_layered`), all are waited for now. Raises
-    `FrontLostError`, as does what is returned.
+    `then` is called first. Raises `FrontLostError`, as does what is returned.
     """
     for gate in gates:
-        gate.wait(0 if is_layered else num_layers - 1)
+        gate.wait(0)
 
     def after_layer(layer: int) -> None:
         if then is not None:

@@ -86,7 +86,6 @@ class FusedForward:
         if model.is_whole:
             self._row = row_kernel(self._like.device, self._layers, self._specs, self._head_dim, self._num_kv_heads)
         # A module of transformers may read values back, as its mixtures of experts do.
-        self.is_layered = True
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:

@@ -50,7 +50,6 @@ class CpuForward:
     """Fits `Forward`. Takes the weights out of the module, layer by layer: they are in memory once."""
 
     is_capturable = False
-    is_layered = False
 
     def __init__(self, model: LoadedModel, kernels: CpuLayers) -> None:
         module = cast(Any, model.module)
@@ -67,7 +66,8 @@ class CpuForward:
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         cos, sin = self._rotary(self._like, inputs.position_ids[None])
-        return self._decoder(self._embed(inputs.input_ids), (cos[0], sin[0]), layers, inputs.meta, inputs.logit_rows)
+        embedded, rotation = self._embed(inputs.input_ids), (cos[0], sin[0])
+        return self._decoder(embedded, rotation, layers, inputs.meta, inputs.logit_rows, inputs.after_layer)
 
 
 def _take(library: ctypes.CDLL, layer: Any, spec: AttentionSpec) -> DecoderLayer:

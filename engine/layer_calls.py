@@ -23,11 +23,10 @@ class Calls:
 class LayerCalls:
     """Owns the tail's thread until `close`."""
 
-    def __init__(self, plan: TailPlan, layout: KVLayout, device: torch.device, *, is_layered: bool) -> None:
+    def __init__(self, plan: TailPlan, layout: KVLayout, device: torch.device) -> None:
         self._plan = plan
         self._layout = layout
         self._device = device
-        self._is_layered = is_layered
         self._tail: Tail | None = None
         self._gates: dict[RequestId, Gate] = {}
 
@@ -38,7 +37,7 @@ class LayerCalls:
     @property
     def reads_behind(self) -> bool:
         """Going the same way as another instance layer by layer is of use."""
-        return self._is_layered and self._plan.parts > 1
+        return self._plan.parts > 1
 
     @property
     def has_gates(self) -> bool:
@@ -70,7 +69,7 @@ class LayerCalls:
         if not gated:
             return Calls(after_layer, [])
         gates = [self._gates[request_id] for request_id in gated]
-        return Calls(behind(gates, self._layout.num_layers, after_layer, is_layered=self._is_layered), gated)
+        return Calls(behind(gates, self._layout.num_layers, after_layer), gated)
 
     def close(self) -> None:
         if self._tail is not None:

@@ -1,7 +1,7 @@
 """A whole Llama-shaped decoder as one call of the C++ library, on weights packed once at load."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from engine.kernels.cpu_linear import Matrix, PackedMatrix, as_argument
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_AfterLayer = ctypes.CFUNCTYPE(_INT, _INT)
+_NOTHING = _AfterLayer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class _Step(ctypes.Structure):
         *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, _INT) for name in ("block_tokens", "num_threads", "codes")),
         ("epsilon", _FLOAT),
+        ("after_layer", _AfterLayer),
     )
 
 
@@ -87,9 +90,11 @@ class CpuDecoder:
         caches: list[Tensor],
         meta: AttentionMetadata,
         logit_rows: Tensor | None,
+        after_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """`residual`: the embeddings [num_tokens, hidden], destroyed; `rotation`: cos and sin, float32
-        [num_tokens, rotary_dim]; `caches`: each layer's view. Returns logits [num_logits, vocabulary]."""
+        [num_tokens, rotary_dim]; `caches`: each layer's view; `after_layer`: as in `StepInputs`. Returns logits
+        [num_logits, vocabulary]. Raises what `after_layer` raises."""
         step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
         self._point_at(caches)
         self._make_room(len(residual))
@@ -108,8 +113,12 @@ class CpuDecoder:
         step.logit_rows = None if logit_rows is None else logit_rows.data_ptr()
         step.num_tokens, step.num_logits = len(residual), num_logits
         step.num_threads = torch.get_num_threads()
+        calls = _Calls(after_layer)
+        step.after_layer = calls.function
         if self._function(step) != 0:
             raise MemoryError("attention ran out of memory for its scratch space")
+        if calls.error is not None:
+            raise calls.error
         return logits
 
     def _point_at(self, caches: list[Tensor]) -> None:
@@ -133,6 +142,23 @@ class CpuDecoder:
         widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs)
         self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
         step.normed, step.heads, step.attended, step.gated = (part.data_ptr() for part in self._scratch)
+
+
+class _Calls:
+    """`after_layer` as a function of C, through which no error can pass: it is kept."""
+
+    def __init__(self, after_layer: Callable[[int], None] | None) -> None:
+        self.error: BaseException | None = None
+        self._after_layer = after_layer
+        self.function = _NOTHING if after_layer is None else _AfterLayer(self._call)
+
+    def _call(self, layer: int) -> int:
+        assert self._after_layer is not None
+        try:
+            self._after_layer(layer)
+        except BaseException as error:  # noqa: BLE001 - raised when the library has returned
+            self.error = error
+        return self.error is not None
 
 
 def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:

@@ -54,7 +54,7 @@ class Joint:
             request_id=RequestId(f"{work.request_id}^"),
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
             sequences=[0],
         )
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from engine import CompletedPart, Engine, NamedBlock, StepResult
 from engine.errors import UsageError
-from engine.front import FrontLostError, Gate, behind
+from engine.front import Gate, behind
 from tests.engine.conftest import ANSWER_TOKENS, greedy_answer
 from tests.engine.driving import copy_block, make_engine, make_work, run
 from tests.tiny_models import load_reference, write_tiny_model
@@ -129,6 +130,31 @@ def test_tokens_are_those_of_a_prompt_that_one_engine_reads(
         assert set(pair.where) <= set(back.cached_names())
 
 
+def test_a_model_that_is_one_call_waits_within_it(tmp_path: Path, prompt: list[int]) -> None:
+    """In bf16 on most CPUs."""
+    folder = write_tiny_model(tmp_path, num_hidden_layers=LAYERS, intermediate_size=64)
+    settings = {**SETTINGS, "dtype": "bfloat16"}
+    with make_engine(folder, **settings) as front, make_engine(folder, **settings) as back:
+        pair = Pair(front, back, make_work(back, "w", prompt, max_tokens=1))
+        pair.reserve()
+        pair.on_part = lambda parts: time.sleep(0.01)  # the one behind is quicker
+        thread = pair.begin()
+        back.follow(ID, FRONT, pair.gate)
+        answer = run(back)["w", 0]
+        thread.join()
+        assert [parts.stop for parts in pair.told] == list(range(1, LAYERS + 1))
+        with make_engine(folder, **settings, max_num_batched_tokens=FRONT) as alone:
+            alone.add(make_work(alone, "w", prompt, max_tokens=1), mode="prefill")
+            assert run(alone)["w", 0] == answer
+        lost = Pair(front, back, make_work(back, "again", [*reversed(prompt)], max_tokens=1))
+        reservation = back.reserve(lost.work, mode="prefill")
+        assert reservation is not None
+        lost.gate.reached(1, 2)
+        lost.gate.lost("the front ended")
+        back.follow(RequestId("again"), FRONT, lost.gate)
+        assert len(run(back)["again", 0]) == 1
+
+
 def test_what_is_cached_need_not_come(folder: Path, prompt: list[int]) -> None:
     with make_engine(folder, **SETTINGS) as front, make_engine(folder, **SETTINGS) as back:
         back.add(make_work(back, "before", prompt[: BLOCK + 3], max_tokens=1), mode="prefill")
@@ -200,7 +226,7 @@ def test_no_layer_is_computed_before_its_part_is_here() -> None:
     ended = threading.Event()
 
     def compute() -> None:
-        after_layer = behind(gates, 8, seen.append, is_layered=True)
+        after_layer = behind(gates, 8, seen.append)
         for layer in range(8):
             after_layer(layer)
         ended.set()
@@ -213,15 +239,6 @@ def test_no_layer_is_computed_before_its_part_is_here() -> None:
         gates[1].reached(group + 1, 4)
     assert ended.wait(5)
     assert seen == list(range(8))
-
-
-def test_a_model_that_goes_through_all_layers_at_once_waits_for_all() -> None:
-    gate = Gate(4)
-    gate.reached(3, 4)
-    gate.lost("it ended")
-    behind([gate], 4, None, is_layered=True)
-    with pytest.raises(FrontLostError, match="it ended"):
-        behind([gate], 4, None, is_layered=False)
 
 
 def test_an_open_gate_cannot_be_lost() -> None:

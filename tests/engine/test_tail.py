@@ -21,11 +21,18 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_part_is_told_when_its_layers_are_computed(tmp_path: Path, family: str, kv_cache_dtype: str) -> None:
-    """Llama's layers are fused, Gemma's are transformers' own."""
-    folder = write_tiny_model(tmp_path, family, num_hidden_layers=PARTS)
-    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_num_batched_tokens": 32, "tail_parts": PARTS}
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("gemma2", "float32"), ("llama", "bfloat16")])
+def test_a_part_is_told_when_its_layers_are_computed(
+    tmp_path: Path, family: str, dtype: str, kv_cache_dtype: str
+) -> None:
+    """Llama's layers are fused, in bf16 on most CPUs into one call; Gemma's are transformers' own."""
+    folder = write_tiny_model(tmp_path, family, num_hidden_layers=PARTS, intermediate_size=64)
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "max_num_batched_tokens": 32,
+        "tail_parts": PARTS,
+    }
     with make_engine(folder, enforce_eager=True, **settings) as engine:  # a graph is told of when it has ended
         assert engine.tail_parts == PARTS
         told: list[tuple[CompletedPart, torch.Tensor]] = []

@@ -31,6 +31,7 @@ struct StepArguments {
   int64_t table_stride, rotary_stride, num_tokens, num_logits;
   int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads, codes;
   float epsilon;
+  int32_t (*after_layer)(int32_t layer);  // once its K and V are stored and read; not 0: the step ends there. May be null
 };
 
 }  // extern "C"
@@ -61,6 +62,7 @@ struct Step {
       if (layer.query_norm) norm_heads(layer);
       store(layer);
       if (!attend(layer)) return false;
+      if (a.after_layer && a.after_layer(number)) return true;
       if (is_last && a.logit_rows) keep_logit_rows();
       if (!product(layer.output, a.attended, a.normed, hidden)) return false;
       norm(a.normed, a.residual, layer.mlp_norm);
@@ -138,5 +140,5 @@ struct Step {
 
 }  // namespace
 
-// 0: done; 2: out of memory.
+// 0: done, or ended by after_layer; 2: out of memory.
 extern "C" int baton_decoder_step(const StepArguments* arguments) { return Step(*arguments).run() ? 0 : 2; }
