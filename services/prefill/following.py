@@ -13,7 +13,7 @@ from contracts.messages import Front
 from engine.front import Gate
 from kvtransfer.errors import TransferError
 from services.instance.engine_thread import EngineCalls
-from services.instance.ports import HandoffCounter, SinkPort
+from services.instance.ports import HandoffCounter, NamedBlock, SinkPort
 from services.instance.requests import Request
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ class Following:
         Raises `engine.errors.RequestError`."""
         engine, work = self._fronts.engine, self._request.work
         reservation = await engine.call(lambda engine: engine.reserve(work, mode="prefill"))
-        wanted = reservation.missing[: max(0, self._num_blocks - reservation.reused)] if reservation is not None else []
+        wanted: list[NamedBlock] = []
+        if reservation is not None:
+            wanted = reservation.missing[: max(0, self._num_blocks - reservation.reused)]
         # Also for nothing: the front waits to be asked.
         self._fetch = asyncio.get_running_loop().create_task(self._bring(wanted))
         if reservation is None:
@@ -65,7 +67,7 @@ class Following:
             self._fetch.cancel()
             await asyncio.wait([self._fetch])
 
-    async def _bring(self, wanted: list[tuple[BlockName, int]]) -> None:
+    async def _bring(self, wanted: list[NamedBlock]) -> None:
         fronts, ticket, reason = self._fronts, self._ticket, "it is not wanted any more"
         try:
             with self._request.span.child("follow") as span:
