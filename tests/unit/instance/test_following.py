@@ -1,0 +1,152 @@
+"""A prompt that is read behind another instance: when the engine begins, and what becomes of it if that one fails."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from contracts.messages import Cancel, Front, Prefill, Work
+from engine.outputs import CompletedBlocks, NamedBlock
+from kvtransfer.errors import PeerLost
+from services.prefill.following import Fronts
+from services.prefill.handler import PrefillHandler
+from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
+
+TOKENS = list(range(50))  # three blocks and two tokens
+FRONT = Front(ticket=ticket(), num_blocks=3)
+
+
+def long_work(tokens: list[int] = TOKENS) -> Work:
+    return msgspec.structs.replace(work(), token_ids=tokens, num_prompt_tokens=len(tokens))
+
+
+def bench() -> Bench:
+    def make(b: Bench) -> PrefillHandler:
+        fronts = Fronts(b.calls, b.transfer, layout=b.engine.layout, counter=b.transfer)
+        return PrefillHandler(b.calls, b.transfer, NoPulls(), fronts, counter=b.transfer, clock=lambda: 1.25)
+
+    return Bench(make)
+
+
+async def begun(num_blocks: int = 3) -> Bench:
+    b = bench()
+    front = Front(ticket=ticket(), num_blocks=num_blocks)
+    b.serving.on_message(ROUTER, Prefill(long_work(), ticket(), None, front))
+    await settle()
+    return b
+
+
+async def ended(b: Bench) -> None:
+    """The prompt is read, and its blocks are fetched."""
+    inner = b.inner()
+    b.turn(completed=[CompletedBlocks(inner, [NamedBlock(name(0), 3)])], tokens=[output(inner, 5)], held=[inner])
+    b.transfer.release.set_result("received")
+    await settle()
+    assert b.engine.asked[-1] == ("release", inner)
+    b.check()
+
+
+def test_the_engine_follows_once_the_first_layers_are_here() -> None:
+    async def test() -> None:
+        b = await begun()
+        inner = b.inner()
+        assert b.transfer.asked[-1] == ("fetch", [(name(1), 4), (name(2), 5)])
+        assert b.engine.asked == [("reserve", inner)]
+        assert b.transfer.on_blocks is not None and b.transfer.on_parts is not None
+        b.transfer.on_blocks([name(1)])
+        b.transfer.on_parts(1, 2)
+        await settle()
+        assert b.engine.asked[1:] == [("mark_received", inner, [name(1)]), ("follow", inner, 48)]
+        assert not b.engine.gate.is_open
+        b.transfer.on_blocks([name(2)])
+        b.transfer.on_parts(2, 2)
+        assert b.engine.gate.is_open
+        b.transfer.fetched.set_result(Fetched(b""))
+        await settle()
+        assert not b.engine.gate.is_lost
+        await ended(b)
+
+    run(test())
+
+
+@pytest.mark.parametrize("reached", [0, 1])
+def test_a_front_that_fails_leaves_all_to_the_engine(reached: int) -> None:
+    async def test() -> None:
+        b = await begun()
+        inner = b.inner()
+        assert b.transfer.on_parts is not None
+        if reached:
+            b.transfer.on_parts(1, 2)
+            await settle()
+        b.transfer.fetched.set_exception(PeerLost("its process ended"))
+        await settle()
+        assert b.transfer.failures == ["PeerLost"]
+        if reached:
+            assert b.engine.gate.is_lost
+            assert b.engine.verbs() == ["reserve", "follow"]
+        else:
+            assert b.engine.asked[1:] == [("admit_locally", inner)]
+        await ended(b)
+
+    run(test())
+
+
+def test_without_room_it_waits_its_turn_and_the_front_is_asked_for_nothing() -> None:
+    async def test() -> None:
+        b = bench()
+        b.engine.free_blocks = 0
+        b.serving.on_message(ROUTER, Prefill(long_work(), ticket(), None, FRONT))
+        await settle()
+        assert b.transfer.asked[-1] == ("fetch", [])
+        assert b.engine.asked == [("add", b.inner(), "prefill")]
+        await ended(b)
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1])
+def test_what_is_here_already_is_not_waited_for(num_blocks: int) -> None:
+    async def test() -> None:
+        b = await begun(num_blocks)
+        assert b.transfer.asked[-1] == ("fetch", [])
+        assert b.engine.verbs() == ["reserve", "admit_locally"]
+        await ended(b)
+
+    run(test())
+
+
+def test_a_front_that_claims_the_whole_prompt_leaves_the_last_token() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(long_work(TOKENS[:48]), ticket(), None, FRONT))
+        await settle()
+        assert b.transfer.asked[-1] == ("fetch", [(name(1), 4)])
+        assert b.transfer.on_parts is not None
+        b.transfer.on_parts(1, 1)
+        await settle()
+        assert b.engine.asked[-1] == ("follow", b.inner(), 32)
+        await ended(b)
+
+    run(test())
+
+
+def test_cancelled_it_frees_only_when_nothing_writes_any_more() -> None:
+    async def test() -> None:
+        b = await begun()
+        inner = b.inner()
+        assert b.transfer.on_parts is not None
+        b.transfer.on_parts(1, 2)
+        await settle()
+        b.transfer.stopping = asyncio.get_running_loop().create_future()
+        b.transfer.release.set_result("cancelled")
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        assert b.engine.verbs() == ["reserve", "follow"], "freed while a copy may still write"
+        assert not b.engine.gate.is_lost, "the engine may free at once"
+        b.transfer.stopping.set_result(None)
+        await settle()
+        assert b.engine.gate.is_lost
+        assert b.engine.asked[-1] == ("cancel", inner, None)
+        b.check()
+
+    run(test())
