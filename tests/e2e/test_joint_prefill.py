@@ -2,7 +2,9 @@
 
 import asyncio
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,8 +12,11 @@ import pytest
 from contracts.identity import RequestId, new_ticket_id
 from contracts.messages import Cancel, Decode, Front, Prefill, Ticket, Work
 from contracts.sampling import SamplingParams
+from tests.e2e.cluster import Cluster
 from tests.e2e.instances import Answer, Driver, Instance, instances
 from tests.e2e.test_equality import expected_tokens, prompt_of
+
+pytestmark = pytest.mark.slow
 
 BLOCK = 16
 NEW_TOKENS = 6
@@ -150,3 +155,43 @@ def test_one_that_follows_can_be_cancelled(llama: Path) -> None:
             await driver.until_idle()
 
     asyncio.run(asyncio.wait_for(test(), 120.0))
+
+
+def test_through_the_router_answers_are_the_same_whoever_reads(llama: Path) -> None:
+    flags = ("--joint-prefill-min-tokens", "64", "--disaggregation-min-tokens", "0", "--threads", "1", *FLAGS)
+    params: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
+    params |= {"return_tokens_as_token_ids": True}
+    with Cluster(llama, prefill=2, args=flags) as cluster:
+        # Both get something to do: how fast they are is known from what they did.
+        together = [prompt_of(140, start=13 * number) for number in range(6)]
+        with ThreadPoolExecutor(len(together)) as pool:
+            list(pool.map(lambda prompt: cluster.complete(prompt, max_tokens=2), together))
+        fronts = 0
+        for number in range(8):
+            prompt = prompt_of(130 + 3 * number, start=17 * number + 5)
+            answer = explained(cluster, prompt, temperature=0, **params)
+            assert tokens_of(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
+            route = answer["baton"]
+            fronts += "front_tokens" in route
+            assert ("front_tokens" in route) == ("front" in route)
+            assert route.get("front") not in (route["prefill"], route["decode"])
+            assert route.get("front_tokens", 0) in (0, 64)
+        assert fronts, "no prompt was read by two"
+        sampled = {"temperature": 1.0, "seed": 5, "n": 2, **params}
+        first, again = (explained(cluster, prompt_of(150, start=99), **sampled) for _ in range(2))
+        assert [choice["logprobs"]["tokens"] for choice in first["choices"]] == [
+            choice["logprobs"]["tokens"] for choice in again["choices"]
+        ]
+        cluster.wait_idle()
+        assert fronts <= cluster.metrics()["baton:joint_prefill_requests_total"]
+
+
+def explained(cluster: Cluster, prompt: list[int], **params: Any) -> dict[str, Any]:
+    headers = {"x-baton-explain": "1"}
+    answer = cluster.client.post("/v1/completions", json={"prompt": prompt, **params}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    return [int(token.removeprefix("token_id:")) for token in answer["choices"][0]["logprobs"]["tokens"]]
