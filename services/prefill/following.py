@@ -53,9 +53,10 @@ class Following:
             wanted = reservation.missing[: max(0, self._num_blocks - reservation.reused)]
         # Also for nothing: the front waits to be asked.
         self._fetch = asyncio.get_running_loop().create_task(self._bring(wanted))
+        follows = await asyncio.shield(self._has_begun) if wanted else False
         if reservation is None:
             await engine.call(lambda engine: engine.add(work, mode="prefill"))
-        elif wanted and await asyncio.shield(self._has_begun):
+        elif follows:
             num_tokens = self._num_blocks * self._fronts.layout.block_tokens
             await engine.call(lambda engine: engine.follow(work.request_id, num_tokens, self._gate))
         else:
