@@ -81,9 +81,7 @@ class PrefillHandler:
             await self._begin(request, message, following)
             await reading.end
         finally:
-            if following is not None:
-                await to_the_end(following.end())
-            self._free(request, reading)
+            await to_the_end(self._end(request, reading, following))
 
     async def _hand_off(self, request: Request, message: Prefill, ticket: Ticket, following: Following | None) -> None:
         reading = HandedReading(self._transfer, ticket, clock=self._clock)
@@ -121,17 +119,18 @@ class PrefillHandler:
         if not released.done():
             self._transfer.cancel(ticket.ticket)
         try:
-            if following is not None:
-                await following.end()
             reason = await released
         finally:
-            self._free(request, reading)
+            await self._end(request, reading, following)
         if reason not in ("received", "cancelled"):
             self._counter.handoff_failed(reason)
             extra = {"request_id": request.request_id}
             logger.warning("handoff to %s ended: %s", ticket.sink, reason, extra=extra)
 
-    def _free(self, request: Request, reading: Reading) -> None:
+    async def _end(self, request: Request, reading: Reading, following: Following | None) -> None:
+        """Frees its blocks as soon as nothing writes to them."""
+        if following is not None:
+            await following.end()
         inner = request.work.request_id
         if reading.is_held:
             self._engine.post(lambda engine: engine.release(inner))

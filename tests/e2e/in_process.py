@@ -4,10 +4,11 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -71,10 +72,11 @@ async def served(
     transport: str,
     roles: Sequence[Role] = ("prefill", "decode"),
     wrap: Wrap = _unchanged,
+    instance: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a router with one instance of each role, float32, every prompt handed off in chunks. `settings` are
-    the router's; `wrap` may put something around what an instance does with requests."""
+    """A client of a router with an instance of each of `roles`, float32, every prompt handed off in chunks. `settings`
+    are the router's, `instance` those of instances; `wrap` may put something around what these do with requests."""
     # The router's, which is there for all, and those of instances.
     of_router, lifecycles = Lifecycle(), [Lifecycle() for _ in roles]
     registry = f"memory://127.0.0.1:{free_port()}"
@@ -89,8 +91,9 @@ async def served(
             RouterSettings(model=str(model), port=port, registry=registry, disaggregation_min_tokens=0, **settings),
             of_router,
         )
-        for role, lifecycle in zip(roles, lifecycles, strict=True):
-            own = instance_settings(model, registry, f"{role}-0", transport)
+        for number, (role, lifecycle) in enumerate(zip(roles, lifecycles, strict=True)):
+            name = f"{role}-{roles[:number].count(role)}"
+            own = instance_settings(model, registry, name, transport, **instance)
             await InstanceProcess(own, role, partial(_handler, wrap, role)).start(lifecycle)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             yield client
@@ -139,17 +142,18 @@ def in_background(model: Path, **settings: Any) -> Iterator[Api]:
         thread.join(30)
 
 
-def instance_settings(model: Path, registry: str, instance: str, transport: Any) -> InstanceSettings:
-    return InstanceSettings(
-        model=str(model),
-        instance_id=instance,
-        registry=registry,
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        kv_cache_memory_bytes=16 << 20,
-        kv_transport=transport,
-    )
+def instance_settings(model: Path, registry: str, instance: str, transport: Any, **more: Any) -> InstanceSettings:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "instance_id": instance,
+        "registry": registry,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": 16 << 20,
+        "kv_transport": transport,
+    }
+    return InstanceSettings(**(values | more))

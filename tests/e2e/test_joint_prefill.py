@@ -1,18 +1,21 @@
 """One prompt, read by two prefill instances at the same time: the same tokens, whatever becomes of the first."""
 
 import asyncio
+import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from contracts.identity import RequestId, new_ticket_id
+from contracts.instance import Role
 from contracts.messages import Cancel, Decode, Front, Prefill, Ticket, Work
 from contracts.sampling import SamplingParams
-from tests.e2e.cluster import Cluster
+from engine.pace import Pace
+from tests.e2e.in_process import served
 from tests.e2e.instances import Answer, Driver, Instance, instances
 from tests.e2e.test_equality import expected_tokens, prompt_of
 
@@ -157,41 +160,47 @@ def test_one_that_follows_can_be_cancelled(llama: Path) -> None:
     asyncio.run(asyncio.wait_for(test(), 120.0))
 
 
-def test_through_the_router_answers_are_the_same_whoever_reads(llama: Path) -> None:
-    flags = ("--joint-prefill-min-tokens", "64", "--disaggregation-min-tokens", "0", "--threads", "1", *FLAGS)
+def test_through_the_router_answers_are_the_same_whoever_reads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As fast as one another, and slow enough to be worth it, whatever else this machine does.
+    monkeypatch.setattr(Pace, "computed", lambda pace, tokens, seconds: setattr(pace, "prefill_tokens_per_s", 2000.0))
     params: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
     params |= {"return_tokens_as_token_ids": True}
-    with Cluster(llama, prefill=2, args=flags) as cluster:
-        # Both get something to do: how fast they are is known from what they did.
-        together = [prompt_of(140, start=13 * number) for number in range(6)]
-        with ThreadPoolExecutor(len(together)) as pool:
-            list(pool.map(lambda prompt: cluster.complete(prompt, max_tokens=2), together))
-        fronts = 0
-        for number in range(8):
-            prompt = prompt_of(130 + 3 * number, start=17 * number + 5)
-            answer = explained(cluster, prompt, temperature=0, **params)
-            assert tokens_of(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
-            route = answer["baton"]
-            fronts += "front_tokens" in route
-            assert ("front_tokens" in route) == ("front" in route)
-            assert route.get("front") not in (route["prefill"], route["decode"])
-            assert route.get("front_tokens", 0) in (0, 64)
-        assert fronts, "no prompt was read by two"
-        sampled = {"temperature": 1.0, "seed": 5, "n": 2, **params}
-        first, again = (explained(cluster, prompt_of(150, start=99), **sampled) for _ in range(2))
-        assert [choice["logprobs"]["tokens"] for choice in first["choices"]] == [
-            choice["logprobs"]["tokens"] for choice in again["choices"]
-        ]
-        cluster.wait_idle()
-        assert fronts <= cluster.metrics()["baton:joint_prefill_requests_total"]
+    one, other, shared = prompt_of(150), prompt_of(170, start=50), [*prompt_of(150)[:96], *prompt_of(120, start=9)]
+    cases: list[tuple[list[int], int]] = [(one, 64), (one, 0), (other, 64), (shared, 48), (prompt_of(60, start=3), 0)]
+
+    async def test() -> None:
+        roles: list[Role] = ["prefill", "prefill", "decode"]
+        own = {"kv_tail_parts": 4, "max_num_batched_tokens": 64}
+        async with served(llama, transport="usm", roles=roles, instance=own, joint_prefill_min_tokens=64) as client:
+            await until_ready(client, len(roles))
+            for prompt, front_tokens in cases:
+                answer = await explained(client, prompt, temperature=0, **params)
+                assert tokens_of(answer) == [expected_tokens(llama, prompt, NEW_TOKENS)]
+                route = answer["baton"]
+                assert (route.get("front_tokens", 0), "front" in route) == (front_tokens, front_tokens > 0)
+                assert route.get("front") != route["prefill"]
+            sampled = {"temperature": 1.0, "seed": 5, "n": 2, **params}
+            answer, again = [await explained(client, prompt_of(140, start=99), **sampled) for _ in range(2)]
+            assert "front" in answer["baton"] and "front" not in again["baton"]  # its prefix is cached then
+            assert tokens_of(answer) == tokens_of(again)
+            metrics = (await client.get("/metrics")).text
+            assert re.search(r"^baton:joint_prefill_requests_total.* 4\.0$", metrics, re.MULTILINE)
+
+    asyncio.run(asyncio.wait_for(test(), 100.0))
 
 
-def explained(cluster: Cluster, prompt: list[int], **params: Any) -> dict[str, Any]:
-    headers = {"x-baton-explain": "1"}
-    answer = cluster.client.post("/v1/completions", json={"prompt": prompt, **params}, headers=headers)
+async def until_ready(client: httpx.AsyncClient, count: int) -> None:
+    while len((await client.get("/health")).json()["instances"]) < count:  # noqa: ASYNC110 - a fact of another part
+        await asyncio.sleep(0.01)
+
+
+async def explained(client: httpx.AsyncClient, prompt: list[int], **params: Any) -> dict[str, Any]:
+    answer = await client.post("/v1/completions", json={"prompt": prompt, **params}, headers={"x-baton-explain": "1"})
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
-def tokens_of(answer: dict[str, Any]) -> list[int]:
-    return [int(token.removeprefix("token_id:")) for token in answer["choices"][0]["logprobs"]["tokens"]]
+def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
+    return [
+        [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]] for choice in answer["choices"]
+    ]

@@ -150,3 +150,28 @@ def test_cancelled_it_frees_only_when_nothing_writes_any_more() -> None:
         b.check()
 
     run(test())
+
+
+def test_one_that_nobody_fetches_is_freed_when_its_end_is_cancelled() -> None:
+    """A router that has its first token cancels what is left, while the fetch is being ended."""
+
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Prefill(long_work(), None, None, FRONT))
+        await settle()
+        inner = b.inner()
+        assert b.transfer.on_parts is not None
+        b.transfer.on_parts(2, 2)
+        await settle()
+        b.transfer.stopping = asyncio.get_running_loop().create_future()
+        b.turn(tokens=[output(inner, 5, finish="length")], held=[inner])
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        assert b.engine.verbs() == ["reserve", "follow"]
+        b.transfer.stopping.set_result(None)
+        await settle()
+        assert b.engine.asked[-1] == ("release", inner)
+        b.check()
+
+    run(test())
