@@ -1,13 +1,18 @@
-"""Quick: fewer examples of each property than elsewhere, and nobody looks for garbage."""
+"""Quick: fewer examples of each property than elsewhere, the same in each run, and nobody looks for garbage.
+
+Other examples, and more: BATON_TEST_EXAMPLES=1000 pytest tests/unit
+"""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("unit", max_examples=25, deadline=None)
-settings.load_profile("unit")
+settings.register_profile("unit", max_examples=25, deadline=None, derandomize=True)
+settings.register_profile("search", max_examples=int(os.environ.get("BATON_TEST_EXAMPLES", "100")), deadline=None)
+settings.load_profile("search" if "BATON_TEST_EXAMPLES" in os.environ else "unit")
 
 
 @pytest.fixture(scope="package", autouse=True)
