@@ -21,6 +21,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     """Prompt tokens admitted and not yet computed."""
     prefill_tokens_per_s: float = 0.0
+    prefill_is_measured: bool = True
+    """False: that is of the warm-up, beside which others may have started; no prompt to speak of was computed since."""
     decode_step_s: float = 0.0
     spare_tokens_per_s: float = 0.0
     """Of prompts, computed beside those who write, within the time between tokens that each of them was promised; 0:

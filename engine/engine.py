@@ -108,7 +108,7 @@ class Engine:
             report("capturing graphs", 0.0)
             self._executor.capture_graphs(lambda: device.Capturing(self._device))
         measured = measure(self._runner, num_blocks, self.limits, may_be_short=device.is_host(self._device))
-        measured.pace.stretch = config.max_step_stretch
+        measured.pace.stretch, measured.pace.is_guess = config.max_step_stretch, True
         self._meter = Meter(measured.pace)
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
         self._roster = Roster(self._pool, self.limits, self.eos_ids)

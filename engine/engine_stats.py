@@ -25,6 +25,7 @@ def stats_of(roster: Roster, scheduler: Scheduler, meter: Meter) -> EngineStats:
         reserved=sum(s.state is State.RESERVED for s in sequences),
         queued_tokens=sum(s.num_remaining for s in [*waiting, *roster.running] if s.num_remaining > 1),
         prefill_tokens_per_s=meter.pace.prefill_tokens_per_s,
+        prefill_is_measured=not meter.pace.is_guess,
         decode_step_s=meter.pace.decode_step_s,
         preemptions=roster.num_preemptions,
         prompt_tokens=meter.prompt_tokens,

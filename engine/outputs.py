@@ -127,5 +127,7 @@ class EngineStats:
     host_hit_tokens: int = 0
     host_stored_blocks: int = 0
     host_loaded_blocks: int = 0
+    prefill_is_measured: bool = True
+    """Since the warm-up."""
     spare_tokens_per_s: float = 0.0
     """Of prompts, beside those who write and within what each of them was promised; 0: not at all."""

@@ -29,6 +29,8 @@ FULL = 0.9
 """A step with less of the tokens of its class teaches only that the class takes longer than was expected."""
 OUTLIER = 1.5
 """One step counts for at most so many times the time that was expected of it."""
+TELLING = 256
+"""Tokens of prompts in a step whose speed is believed rather than the warm-up's."""
 FADING = 0.9998
 """Of what was learned, with each step without prompts: a size that was once too slow is tried again after a while."""
 
@@ -40,6 +42,8 @@ class Pace:
     """Of a step without prompts."""
     stretch: float = inf
     """So many times as long as a step without prompts may be one beside sequences that were promised nothing."""
+    is_guess: bool = False
+    """The rate is the warm-up's, which other processes may have slowed down by any factor."""
     _longer_s: dict[int, float] = field(default_factory=dict)
     """By class."""
 
@@ -53,7 +57,9 @@ class Pace:
         """A step with so many tokens of prompts, whatever else was in it."""
         if num_prompt_tokens >= 32:
             rate = num_prompt_tokens / max(seconds, 1e-9)
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, rate)
+            is_first = self.is_guess and num_prompt_tokens >= TELLING
+            self.is_guess = self.is_guess and not is_first
+            self.prefill_tokens_per_s = rate if is_first else _blend(self.prefill_tokens_per_s, rate)
 
     def mixed(self, num_prompt_tokens: int, num_writers: int, seconds: float) -> None:
         """A step of so many tokens of prompts, and of sequences that write one each, took so long."""

@@ -253,6 +253,7 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
         waiting=stats.waiting + stats.reserved + num_queued,
         queued_tokens=stats.queued_tokens,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        prefill_is_measured=stats.prefill_is_measured,
         decode_step_s=stats.decode_step_s,
         spare_tokens_per_s=stats.spare_tokens_per_s,
         held_blocks=stats.held_blocks,

@@ -115,14 +115,16 @@ class Member:
         if record.draining != self.record.draining:
             self.draining = record.draining
 
-    def candidate(self, match: Match, now: float, *, held_blocks: int = 0) -> Candidate:
-        """`held_blocks`: of the same prompt, as far as they are known to be there."""
+    def candidate(self, match: Match, now: float, *, held_blocks: int = 0, hoped_rate: float = 0.0) -> Candidate:
+        """`held_blocks`: of the same prompt, as far as they are known to be there. `hoped_rate`: what it is taken to
+        compute at least as long as it has shown nothing, lest it never get the chance."""
         record, load = self.record, self.record.load
+        rate = load.prefill_tokens_per_s
         block_tokens = record.layout.block_tokens
         active_sequences = self.own_sequences + self.foreign_sequences
         queued_tokens: float = self.own_tokens
         if self.foreign_tokens:
-            done = load.prefill_tokens_per_s * max(0.0, now - self.reported_at)
+            done = rate * max(0.0, now - self.reported_at)
             queued_tokens += max(0.0, self.foreign_tokens - done)
         if self.recent_tokens:
             self.recent_tokens *= exp((self.recent_at - now) / RECENT_S)
@@ -135,7 +137,7 @@ class Member:
             total_blocks=load.total_blocks,
             active_sequences=active_sequences,
             queued_tokens=queued_tokens,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            prefill_tokens_per_s=rate if load.prefill_is_measured else max(rate, hoped_rate),
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),

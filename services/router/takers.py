@@ -23,6 +23,7 @@ class Takers:
         readers = [m for m in self._members if m.record.role != "decode"] or self._members
         self.prefill_tokens_per_s = sum(m.record.load.prefill_tokens_per_s for m in readers) or UNMEASURED_TOKENS_PER_S
         """Of all that read prompts."""
+        self._hoped_rates = {layout: _fastest(found) for layout, found in self._by_layout.items()}
 
     def of(self, model: frozenset[str] | None, lora: str) -> "Takers":
         """With `model`, the names of one, its instances alone; with `lora`, those that have loaded this adapter."""
@@ -51,11 +52,18 @@ class Takers:
             wanted = names(layout)
             matches = index.match(wanted)
             held = index.held(wanted) if _differ(matches, members) else {}
+            hoped_rate = self._hoped_rates[layout]
             for member in members:
-                instance = member.record.instance
-                match = matches.get(instance, _NO_MATCH)
-                found.append(member.candidate(match, now, held_blocks=held.get(instance, 0)))
+                instance, reads = member.record.instance, member.record.role != "decode"
+                match, held_blocks = matches.get(instance, _NO_MATCH), held.get(instance, 0)
+                hoped = hoped_rate if reads else 0.0
+                found.append(member.candidate(match, now, held_blocks=held_blocks, hoped_rate=hoped))
         return found
+
+
+def _fastest(members: Iterable[Member]) -> float:
+    """Of those that read prompts, in tokens per second: an instance that has computed none may be as fast."""
+    return max([m.record.load.prefill_tokens_per_s for m in members if m.record.role != "decode"], default=0.0)
 
 
 def _differ(matches: Mapping[InstanceId, Match], members: Sequence[Member]) -> bool:

@@ -41,7 +41,7 @@ def exported() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry, "m")
     TransferMetrics(registry)
-    zeros = {name: 0 for name in EngineStats.__dataclass_fields__}
+    zeros: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
     load = Load(free_blocks=0, total_blocks=0)
     registry.register(EngineCollector(model="m", stats=lambda: EngineStats(**zeros), load=lambda: load, links=list))
     return set(sample_names(registry))

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from engine.pace import CLASSES, FALLING, HEADROOM, Pace
+from engine.pace import CLASSES, FALLING, HEADROOM, TELLING, Pace
 
 PREFILL, STEP_S = 40_000.0, 0.006
 """Tokens a second; a step without prompts."""
@@ -106,3 +106,15 @@ def test_speed_beside_those_who_write() -> None:
     pace = learned({256: 2.0})
     assert pace.tokens_per_s(216, 40) == pytest.approx(216 / 0.008)
     assert pace.tokens_per_s(5 * CLASSES[-1], 1) > 0
+
+
+def test_the_first_long_prompt_is_believed_rather_than_the_warm_up() -> None:
+    pace = Pace(PREFILL, STEP_S, is_guess=True)
+    pace.computed(TELLING - 1, (TELLING - 1) / 10_000)
+    assert pace.is_guess
+    assert pace.prefill_tokens_per_s == pytest.approx(37_000)
+    pace.computed(TELLING, TELLING / 10_000)
+    assert not pace.is_guess
+    assert pace.prefill_tokens_per_s == pytest.approx(10_000)
+    pace.computed(TELLING, TELLING / 20_000)
+    assert pace.prefill_tokens_per_s == pytest.approx(11_000)

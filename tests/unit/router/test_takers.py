@@ -6,6 +6,7 @@ import msgspec
 
 from contracts.identity import BlockName
 from contracts.instance import Load, Role
+from contracts.layout import KVLayout
 from services.router.block_index import BlockIndex
 from services.router.circuit import FAILURES
 from services.router.cluster import Cluster
@@ -86,3 +87,23 @@ def test_an_open_circuit_leaves_the_work_to_others_of_its_role_if_there_are_any(
         bad.circuit.failed(now)
     assert names_of(Takers([bad, good, reader]).sound(now)) == ["good", "reader"]
     assert names_of(Takers([bad, reader]).sound(now)) == ["bad", "reader"]
+
+
+def test_who_has_computed_nothing_is_taken_to_be_as_fast_as_the_others() -> None:
+    """Its warm-up may have run beside theirs. Instances of another layout, and those that write, say nothing of it."""
+
+    def member(name: str, role: Role, rate: float, *, is_measured: bool, layout: KVLayout = LAYOUT) -> Member:
+        load = Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=rate, prefill_is_measured=is_measured)
+        return Member(record(name, role, load=load, layout=layout), state="ready")
+
+    other = msgspec.structs.replace(LAYOUT, fingerprint="another")
+    members = [
+        member("proved", "prefill", 900.0, is_measured=True),
+        member("slow", "prefill", 300.0, is_measured=True),
+        member("new", "prefill", 100.0, is_measured=False),
+        member("quick", "prefill", 2000.0, is_measured=False, layout=other),
+        member("writes", "decode", 50.0, is_measured=False),
+    ]
+    found = Takers(members).candidates(lambda layout: [], BlockIndex(), 0.0)
+    rates = {str(candidate.instance): candidate.prefill_tokens_per_s for candidate in found}
+    assert rates == {"proved": 900.0, "slow": 300.0, "new": 900.0, "quick": 2000.0, "writes": 50.0}
