@@ -1,7 +1,7 @@
 """The router alone: instances are faked at its ZeroMQ side and answer at once, so time and CPU seen are the router's.
 
-Load and fakes run in this process, the router in its own. Each case says requests or tokens a second, and the CPU time
-of the router's process that each took.
+Load and fakes run in this process (the clients of open streams in one more), the router in its own. Each case says
+requests or tokens a second, and the CPU time of the router's process that each took.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import uvloop
 
 from bench.http_load import Connection
 from bench.report import Row, show
+from bench.router_streams import open_streams
 from bench.router_targets import Target, baton, chat, others
 
-LIMIT_LONG_MS, LIMIT_TOKEN_MS, LIMIT_TOKENS_PER_S, LIMIT_ADDED_MS = 10.0, 5.0, 30_000.0, 0.6
-STREAM_TOKENS = 300
+LIMIT_LONG_MS, LIMIT_ADDED_MS = 10.0, 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,55 +75,6 @@ async def compared(targets: list[Target], options: argparse.Namespace, *, concur
             Row("router", case, ours.cpu_us, "us CPU/request", None, loop.cpu_us / ours.cpu_us, name, loop.cpu_us),
         ]
     return rows
-
-
-async def open_streams(target: Target, options: argparse.Namespace) -> list[Row]:
-    """`--streams` streams at once; each step of an instance writes a token of every one of them."""
-    sent: dict[int, float] = {}
-    late: list[float] = []
-    tokens = 0
-
-    async def client(number: int) -> None:
-        nonlocal tokens
-        connection = await Connection.open(target.port)
-        seen = 0
-
-        def on_chunk(data: bytes, at: float) -> None:
-            nonlocal seen, tokens
-            count = data.count(b'"content":"') - data.count(b'"role"')
-            seen += count
-            tokens += count
-            if count > 0 and seen < STREAM_TOKENS and (began := sent.get(seen)) is not None:
-                late.append(at - began)
-
-        await connection.ask(chat(f"Count from {number}.", max_tokens=STREAM_TOKENS, stream=True), on_chunk)
-        connection.close()
-
-    clients = [asyncio.create_task(client(i)) for i in range(options.streams)]
-    writers = [fake for fake in target.instances if fake.role == "decode"]
-    while sum(len(fake.streams) for fake in writers) < options.streams:  # noqa: ASYNC110 - the fakes have no events
-        await asyncio.sleep(0.01)
-    assert target.process is not None
-    memory = target.process.memory_info().rss / 2**20
-    cpu, began, step = target.cpu_s(), time.perf_counter(), 0
-    first = {stream.position for fake in writers for stream in fake.streams.values()}
-    interval = options.streams / options.tokens_per_s if options.tokens_per_s else 0.0
-    while any(fake.streams for fake in writers):
-        step += 1
-        sent[max(first) + step] = time.perf_counter()
-        for fake in writers:
-            fake.step()
-        await asyncio.sleep(max(0.0, began + step * interval - time.perf_counter()))
-    await asyncio.gather(*clients)
-    wall, cpu = time.perf_counter() - began, target.cpu_s() - cpu
-    case = f"{options.streams} open streams"
-    p99 = statistics.quantiles(late, n=100)[98] * 1e3 if len(late) > 100 else float("nan")
-    return [
-        Row("router", case, tokens / wall, "tokens/s", LIMIT_TOKENS_PER_S, tokens / wall / LIMIT_TOKENS_PER_S),
-        Row("router", case, tokens / cpu, "tokens/s of CPU", LIMIT_TOKENS_PER_S, tokens / cpu / LIMIT_TOKENS_PER_S),
-        Row("router", case, p99, "ms p99 instance to client", LIMIT_TOKEN_MS, LIMIT_TOKEN_MS / p99),
-        Row("router", case, memory, "MiB resident"),
-    ]
 
 
 async def long_prompts(target: Target, options: argparse.Namespace) -> list[Row]:
@@ -181,6 +132,9 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each case and target")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens-per-s", type=float, default=30_000.0, help="of all streams; 0: as fast as it goes")
+    parser.add_argument(
+        "--router-cpu", type=int, help="of the open streams: the router alone there, the load elsewhere"
+    )
     parser.add_argument("--long-words", type=int, default=2850, help="words of a long prompt: 4,000 tokens")
     parser.add_argument("--rounds", type=int, default=2, help="of the short and streamed cases: the best one counts")
     parser.add_argument("--workers", type=int, default=1, help="processes of Baton's router that share its port")
