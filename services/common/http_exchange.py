@@ -43,6 +43,29 @@ class Connection(Protocol):
 
 
 class Exchange:
+    __slots__ = (
+        "_connection",
+        "_head",
+        "_is_bodiless",
+        "_is_chunked",
+        "_is_http_10",
+        "_is_read",
+        "_is_received",
+        "_is_streaming",
+        "_missing",
+        "_news",
+        "_num_unread",
+        "_on_gone",
+        "_unread",
+        "_write",
+        "expects_continue",
+        "is_complete",
+        "is_gone",
+        "is_started",
+        "is_writable",
+        "keeps_alive",
+    )
+
     def __init__(self, connection: Connection, *, is_http_10: bool, is_head: bool, keeps_alive: bool) -> None:
         self.keeps_alive = keeps_alive
         self.expects_continue = False
@@ -53,6 +76,7 @@ class Exchange:
         self.is_writable = False
         """A body has begun whose length was not said, somebody is there, and takes what is written."""
         self._connection = connection
+        self._write = connection.write
         self._is_http_10 = is_http_10
         self._is_bodiless = is_head
         self._unread: list[bytes] = []
@@ -85,7 +109,7 @@ class Exchange:
 
     def write(self, data: bytes) -> None:
         """A piece of the body, not empty, where `is_writable`: what `send` does, without waiting for anything."""
-        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def receive(self) -> Message:
         if self.expects_continue and not self.is_gone:

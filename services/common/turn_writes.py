@@ -3,24 +3,20 @@ would be a system call, and each might wake a process at the other end that slee
 """
 
 import asyncio
+import os
 
 
 class TurnWrites:
     """All connections share one: of a turn it costs one callback, however many connections were written to."""
 
     def __init__(self) -> None:
-        self._due: list[Unsent] = []
+        self.due: list[Unsent] = []
 
     def of(self, transport: asyncio.Transport) -> "Unsent":
         return Unsent(transport, self)
 
-    def soon(self, unsent: "Unsent") -> None:
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._due.append(unsent)
-
-    def _flush(self) -> None:
-        due, self._due = self._due, []
+    def flush(self) -> None:
+        due, self.due = self.due, []
         for unsent in due:
             unsent.flush()
 
@@ -28,22 +24,53 @@ class TurnWrites:
 class Unsent:
     """What one connection was given and has not written yet."""
 
-    __slots__ = ("_parts", "_transport", "_writes")
+    __slots__ = ("_data", "_descriptor", "_more", "_transport", "_writes")
 
     def __init__(self, transport: asyncio.Transport, writes: TurnWrites) -> None:
         self._transport = transport
         self._writes = writes
-        self._parts: list[bytes] = []
+        self._descriptor = _descriptor(transport)
+        self._data = b""
+        self._more: list[bytes] | None = None
 
     def add(self, data: bytes) -> None:
-        if not self._parts:
-            self._writes.soon(self)
-        self._parts.append(data)
+        if not self._data:
+            self._data = data
+            due = self._writes.due
+            if not due:
+                asyncio.get_running_loop().call_soon(self._writes.flush)
+            due.append(self)
+        elif self._more is None:
+            self._more = [data]
+        else:
+            self._more.append(data)
 
     def flush(self) -> None:
         """Nothing is written to a connection that is being closed."""
-        if self._parts:
-            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            self._parts = []
-            if not self._transport.is_closing():
-                self._transport.write(data)
+        data = self._data
+        if not data:
+            return
+        self._data = b""
+        if self._more is not None:
+            data, self._more = b"".join((data, *self._more)), None
+        transport = self._transport
+        if transport.is_closing():
+            return
+        if self._descriptor is None or transport.get_write_buffer_size():
+            transport.write(data)
+            return
+        # Cheaper than the transport's own queue, which is for what the kernel does not take (docs/experiments.md).
+        try:
+            written = os.write(self._descriptor, data)
+        except OSError:  # it takes nothing now, or never again: the transport waits, or finds out
+            written = 0
+        if written < len(data):
+            transport.write(data[written:])
+
+
+def _descriptor(transport: asyncio.Transport) -> int | None:
+    """Where bytes may be written beside the transport, while it has none to write: what is encrypted has no such."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or transport.get_extra_info("sslcontext") is not None:
+        return None
+    return int(connection.fileno())

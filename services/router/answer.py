@@ -124,6 +124,8 @@ async def _stream(
 class _PieceEncoder:
     """Pieces to chunks."""
 
+    __slots__ = ("_around", "_chunks", "_form", "_generation", "_is_continuous", "_opened", "wants_usage")
+
     def __init__(self, request: GenerationRequest, generation: Answering, form: Format, chunks: Chunks) -> None:
         options = request.stream_options
         self.wants_usage = options is not None and bool(options.include_usage)

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from contracts.identity import BlockName, RequestId, new_ticket_id
-from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Work
+from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Tokens, Work
 from services.router.front import FrontPart
 from services.router.job import PromptNames
 from services.router.member import Member, Share
@@ -22,7 +22,10 @@ PULL_TIMEOUT_S = 1.0
 class Owner(Protocol):
     """The flight."""
 
-    def on_answer(self, attempt: "Attempt", member: Member, answer: Answer) -> None: ...
+    def on_tokens(self, attempt: "Attempt", member: Member, tokens: Tokens, now: float) -> None: ...
+    def on_answer(self, attempt: "Attempt", member: Member, answer: Answer) -> None:
+        """Any other."""
+
     def on_lost(self, attempt: "Attempt", member: Member, reason: str) -> None: ...
 
 
@@ -100,8 +103,11 @@ class Attempt(msgspec.Struct, eq=False):
         if self.decode is not None:
             self.decode.send(Cancel(self.request_id, index))
 
-    def on_answer(self, member: Member, answer: Answer) -> None:
-        self.owner.on_answer(self, member, answer)
+    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
+        if type(answer) is Tokens:  # nearly all
+            self.owner.on_tokens(self, member, answer, now)
+        else:
+            self.owner.on_answer(self, member, answer)
 
     def on_lost(self, member: Member, reason: str) -> None:
         self.owner.on_lost(self, member, reason)

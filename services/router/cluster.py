@@ -257,9 +257,10 @@ class Cluster:
             return
         match message:
             case Batch(messages=answers):
+                now, shares = self._clock(), member.shares
                 for answer in answers:
-                    if (share := member.shares.get(answer.request_id)) is not None:
-                        share.assignment.on_answer(member, answer)
+                    if (share := shares.get(answer.request_id)) is not None:
+                        share.assignment.on_answer(member, answer, now)
             case Tokens() | Pooled() | PrefillReport() | HandoffReport() | Failed():
                 self._deliver(member, message)
             case LoadReport():
@@ -274,7 +275,7 @@ class Cluster:
     def _deliver(self, member: Member, answer: Answer) -> None:
         share = member.shares.get(answer.request_id)
         if share is not None:
-            share.assignment.on_answer(member, answer)
+            share.assignment.on_answer(member, answer, self._clock())
 
     def _on_load(self, member: Member, report: LoadReport) -> None:
         record = member.record

@@ -110,6 +110,8 @@ class _Pieces:
 
 
 class _ByteLevelStream:
+    __slots__ = ("_decoder", "_is_within_character", "_pieces", "_skipped")
+
     def __init__(self, pieces: list[bytes], skipped: frozenset[int]) -> None:
         self._pieces = pieces
         self._skipped = skipped
@@ -119,7 +121,11 @@ class _ByteLevelStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces, skipped, size = self._pieces, self._skipped, len(self._pieces)
-        data = b"".join([pieces[i] for i in token_ids if i < size and i not in skipped])
+        if len(token_ids) == 1:  # nearly always
+            token_id = token_ids[0]
+            data = pieces[token_id] if token_id < size and token_id not in skipped else b""
+        else:
+            data = b"".join([pieces[i] for i in token_ids if i < size and i not in skipped])
         if not self._is_within_character:
             try:
                 return data.decode()

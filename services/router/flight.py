@@ -62,8 +62,6 @@ class Flight:
         self.timeline = Timeline(arrived_at=arrival.at, tokenize_s=arrival.tokenize_s)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.sequences = [TokenSequence(i) for i in range(job.num_sequences)]
-        self.num_generated = 0
-        """Tokens, of all sequences."""
         self.error: ApiError | None = None
         self.is_over = False
         self._cluster = cluster
@@ -81,6 +79,11 @@ class Flight:
         self._naming = PromptNames(job.token_ids, job.cache_salt, job.lora)
         self._patience: Patience | None = None
         self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens, of all sequences."""
+        return sum([len(sequence.token_ids) for sequence in self.sequences])
 
     def start(self) -> None:
         """Raises `ApiError` when no instance can take it, or its owner refuses it."""
@@ -122,10 +125,30 @@ class Flight:
             self.timeline.finish_reasons += ["abort" for s in self.sequences if not s.is_finished]
             self._end(reason)
 
-    def on_answer(self, attempt: Attempt, member: Member, answer: Answer) -> None:
-        if type(answer) is Tokens:  # nearly all
-            self._on_tokens(attempt, member, answer)
+    def on_tokens(self, attempt: Attempt, member: Member, message: Tokens, now: float) -> None:
+        sequence = attempt.sequences.get(message.sequence)
+        if sequence is None:
             return
+        if member is attempt.decode:
+            attempt.decode_has_blocks = True
+        news = sequence.accept(message)
+        if news:
+            timeline = self.timeline
+            timeline.last_token_at = now
+            if timeline.first_token_at is None:
+                timeline.first_token_at = now
+            if len(sequence.token_ids) > timeline.num_later_tokens + 1:
+                timeline.num_later_tokens = len(sequence.token_ids) - 1
+            for tokens in news:
+                self._outbox.put(self.job.first_choice + sequence.index, tokens, now)
+                if tokens.finish_reason is not None:
+                    timeline.finish_reasons.append(tokens.finish_reason)
+        if sequence.is_finished and not attempt.live():
+            # An end that decode itself wrote is known there; one that came with the first token may not be.
+            self._end_attempt(attempt, cancel=member is not attempt.decode)
+            self._end_if_done(None)
+
+    def on_answer(self, attempt: Attempt, member: Member, answer: Answer) -> None:
         match answer:
             case PrefillReport():
                 member.prefilled(attempt.request_id)
@@ -156,29 +179,6 @@ class Flight:
         error = UnavailableError(f"instance {member.record.instance} was lost: {reason}", code="instance_lost")
         self._keep_decode = _other(attempt, member.record.instance)
         self._replay(attempt, error, delay_s=0.0)
-
-    def _on_tokens(self, attempt: Attempt, member: Member, message: Tokens) -> None:
-        sequence = attempt.sequences.get(message.sequence)
-        if sequence is None:
-            return
-        if member is attempt.decode:
-            attempt.decode_has_blocks = True
-        timeline = self.timeline
-        for tokens in sequence.accept(message):
-            now = self._clock()
-            if timeline.first_token_at is None:
-                timeline.first_token_at = now
-            timeline.last_token_at = now
-            self.num_generated += len(tokens.token_ids)
-            if len(sequence.token_ids) > timeline.num_later_tokens + 1:
-                timeline.num_later_tokens = len(sequence.token_ids) - 1
-            self._outbox.put(self.job.first_choice + sequence.index, tokens)
-            if tokens.finish_reason is not None:
-                timeline.finish_reasons.append(tokens.finish_reason)
-        if sequence.is_finished and not attempt.live():
-            # An end that decode itself wrote is known there; one that came with the first token may not be.
-            self._end_attempt(attempt, cancel=member is not attempt.decode)
-            self._end_if_done(None)
 
     def _on_failed(self, attempt: Attempt, member: Member, failed: Failed) -> None:
         if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:

@@ -72,7 +72,7 @@ class FrontPart(msgspec.Struct, eq=False):
         self.member.send(Prefill(part, ticket, pull))
         return Front(ticket=ticket, num_blocks=num_tokens // block_tokens)
 
-    def on_answer(self, member: Member, answer: Answer) -> None:
+    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
         match answer:
             case PrefillReport():
                 member.prefilled(self.request_id)

@@ -9,7 +9,7 @@ from services.router.flight import Flight
 from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
 from services.router.responses import CachedTokens, Usage
-from services.router.sequence import NewTokens
+from services.router.sequence import New
 from services.router.timeline import Explanation
 from services.router.writer import Piece, SequenceWriter
 
@@ -40,6 +40,8 @@ class Answering(Protocol):
 
 class Generation:
     """Choice `i` is sequence `i % n` of flight `i // n`."""
+
+    __slots__ = ("_clock", "_last_at", "_metrics", "_n", "_num_running", "_outbox", "flights", "num_choices", "writers")
 
     def __init__(
         self,
@@ -82,17 +84,17 @@ class Generation:
                 piece = writer.push(output.tokens)
                 pieces.append((output.choice, piece))
                 if piece.token_ids:
-                    self._observe(output.choice, len(piece.token_ids))
+                    self._observe(output.choice, len(piece.token_ids), output.at)
                 if writer.is_finished:
                     self._num_running -= 1
                     self.flight(output.choice).stop(output.choice % self._n)
         return pieces
 
-    def _pass_on(self, follower: Follower, choice: int, tokens: NewTokens) -> bool:
+    def _pass_on(self, follower: Follower, choice: int, tokens: New, at: float) -> bool:
         if tokens.finish_reason is not None or not follower.keeps_up():
             return False
         piece = self.writers[choice].push(tokens)
-        self._observe(choice, len(piece.token_ids))
+        self._observe(choice, len(piece.token_ids), at)
         follower.follow(choice, piece)
         return True
 
@@ -111,13 +113,10 @@ class Generation:
     def explain(self) -> Explanation | list[Explanation]:
         return explained(self.flights, self._clock())
 
-    def _observe(self, choice: int, num_tokens: int) -> None:
-        now = self._clock()
+    def _observe(self, choice: int, num_tokens: int, at: float) -> None:
         last = self._last_at[choice]
-        if last is not None:
-            self._metrics.between_tokens((now - last) / num_tokens)
-        self._last_at[choice] = now
-        self._metrics.generated(num_tokens)
+        self._last_at[choice] = at
+        self._metrics.generated(num_tokens, None if last is None else (at - last) / num_tokens)
 
 
 def usage_of(flights: Sequence[Flight], generated: int) -> Usage:

@@ -12,6 +12,8 @@ from services.router.writer import Piece
 class LiveEvents:
     """`services.router.generation.Follower`."""
 
+    __slots__ = ("_encode", "_events", "_exchange")
+
     def __init__(self, events: EventStream, encode: Callable[[int, Piece], bytes]) -> None:
         """`encode`: the events of a choice's next piece, often one, sometimes none."""
         self._events = events
@@ -22,7 +24,7 @@ class LiveEvents:
         """Until the generation is done. Returns the last events, not yet written: the stream's end leaves with them.
         Raises `ApiError` or `ClientGoneError`."""
         while True:
-            pieces = await generation.take(self)
+            pieces = await generation.take(None if self._exchange is None else self)
             data = b"".join([self._encode(choice, piece) for choice, piece in pieces])
             if generation.is_done:
                 return data
@@ -30,7 +32,8 @@ class LiveEvents:
                 await self._events.write(data)
 
     def keeps_up(self) -> bool:
-        return self._exchange is not None and self._exchange.is_writable
+        assert self._exchange is not None, "it is a follower"
+        return self._exchange.is_writable
 
     def follow(self, choice: int, piece: Piece) -> None:
         assert self._exchange is not None, "it keeps up"

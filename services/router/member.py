@@ -32,7 +32,9 @@ class Link(Protocol):
 class Assignment(Protocol):
     """Who gets the answers to one request id."""
 
-    def on_answer(self, member: "Member", answer: Answer) -> None: ...
+    def on_answer(self, member: "Member", answer: Answer, now: float) -> None:
+        """`now` is when it came, by the router's monotonic clock."""
+
     def on_lost(self, member: "Member", reason: str) -> None: ...
 
 

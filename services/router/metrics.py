@@ -108,15 +108,15 @@ class RouterMetrics:
         self._waiting.set(requests)
         self._waiting_tokens.set(tokens)
 
-    def between_tokens(self, seconds: float) -> None:
-        self._tpot.observe(seconds)
-
     @property
     def generated_tokens(self) -> int:
         return int(self._generation_tokens.value)
 
-    def generated(self, num_tokens: int) -> None:
+    def generated(self, num_tokens: int, since_last_s: float | None) -> None:
+        """Of one sequence. `since_last_s`: for each of them; None: they are its first."""
         self._generation_tokens.value += num_tokens
+        if since_last_s is not None:
+            self._tpot.observe(since_last_s)
 
     def started(self, flight: Flight) -> None:
         self._prompt_tokens.value += len(flight.job.token_ids)

@@ -3,39 +3,42 @@
 import asyncio
 from collections.abc import Callable
 
-from services.router.sequence import NewTokens
+from services.router.sequence import New
 
-AtOnce = Callable[[int, NewTokens], bool]
-"""Takes new tokens of a choice in the call that brings them; False: not these."""
+AtOnce = Callable[[int, New, float], bool]
+"""Takes new tokens of a choice in the call that brings them, with the moment when they came; False: not these."""
 
 
 class Output:
     """New tokens of one choice of the answer."""
 
-    __slots__ = ("choice", "tokens")
+    __slots__ = ("at", "choice", "tokens")
 
-    def __init__(self, choice: int, tokens: NewTokens) -> None:
+    def __init__(self, choice: int, tokens: New, at: float) -> None:
         self.choice = choice
         self.tokens = tokens
+        self.at = at
 
 
 class Outbox:
+    __slots__ = ("_at_once", "_error", "_items", "_waiter")
+
     def __init__(self) -> None:
         self._items: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None
         self._at_once: AtOnce | None = None
         self._error: Exception | None = None
 
-    def put(self, choice: int, tokens: NewTokens) -> None:
-        """Never raises: what goes wrong with these tokens is their reader's to hear."""
+    def put(self, choice: int, tokens: New, at: float) -> None:
+        """`at`: when they came. Never raises: what goes wrong with these tokens is their reader's to hear."""
         if self._at_once is not None and not self._items:
             try:
-                if self._at_once(choice, tokens):
+                if self._at_once(choice, tokens, at):
                     return
             except Exception as exc:  # noqa: BLE001 - one request's, in the middle of many requests' tokens
                 self.fail(exc)
                 return
-        self._items.append(Output(choice, tokens))
+        self._items.append(Output(choice, tokens, at))
         if self._waiter is not None:
             self._wake()
 

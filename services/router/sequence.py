@@ -1,6 +1,7 @@
 """The tokens of one sequence in order, whoever sends them: what came twice is dropped, what came early waits. Pure."""
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,6 +19,10 @@ class NewTokens(msgspec.Struct, frozen=True):
     stop_token_id: int | None
 
 
+New = Tokens | NewTokens
+"""A message of which all is new is handed on as it is."""
+
+
 class TokenSequence(msgspec.Struct):
     index: int
     token_ids: list[int] = []
@@ -25,15 +30,20 @@ class TokenSequence(msgspec.Struct):
     is_finished: bool = False
     _early: dict[int, Tokens] = {}
 
-    def accept(self, message: Tokens) -> list[NewTokens]:
+    def accept(self, message: Tokens) -> Sequence[New]:
         """What can be handed on now."""
         if self.is_finished:
-            return []
+            return ()
+        token_ids = self.token_ids
+        if message.position == len(token_ids) and message.token_ids and not self._early:  # nearly always
+            token_ids += message.token_ids
+            self.is_finished = message.finish_reason is not None
+            return (message,)
         if message.position > len(self.token_ids):
             self._early[message.position] = message
-            return []
+            return ()
         first = self._take(message)
-        news = [] if first is None else [first]
+        news: list[New] = [] if first is None else [first]
         while self._early and not self.is_finished and (position := self._next_early()) is not None:
             if (new := self._take(self._early.pop(position))) is not None:
                 news.append(new)

@@ -5,7 +5,7 @@ import msgspec
 from contracts.messages import FinishReason, TokenLogprobs
 from services.router.detokenizer import Detokenizer
 from services.router.parameters import TextRules
-from services.router.sequence import NewTokens
+from services.router.sequence import New
 from services.router.stop_strings import StopStrings
 
 
@@ -42,6 +42,8 @@ class Gathered:
 
 
 class SequenceWriter:
+    __slots__ = ("_rules", "_stops", "_stream", "is_finished", "num_tokens")
+
     def __init__(self, detokenizer: Detokenizer, rules: TextRules) -> None:
         self.num_tokens = 0
         self.is_finished = False
@@ -57,7 +59,7 @@ class SequenceWriter:
         """Where its tokens do not say so: at a stop string."""
         return bool(self._rules.stop)
 
-    def push(self, new: NewTokens) -> Piece:
+    def push(self, new: New) -> Piece:
         """When the piece has a finish reason that `new` has not, the text ended here and the rest is not wanted."""
         visible = new.token_ids
         if new.stop_token_id is not None and not self._rules.include_stop_str_in_output:
@@ -72,7 +74,7 @@ class SequenceWriter:
         self.is_finished = piece.finish_reason is not None
         return piece
 
-    def _search(self, new: NewTokens, num_visible: int) -> Piece:
+    def _search(self, new: New, num_visible: int) -> Piece:
         """Token by token, so that nothing after a stop string is counted."""
         text: list[str] = []
         for i, token_id in enumerate(new.token_ids):
@@ -85,7 +87,7 @@ class SequenceWriter:
                 return Piece("".join(text), new.token_ids[: i + 1], logprobs, "stop", cut.matched)
         return Piece("".join(text), new.token_ids, new.logprobs)
 
-    def _end(self, piece: Piece, new: NewTokens) -> None:
+    def _end(self, piece: Piece, new: New) -> None:
         cut = self._stops.push(self._stream.finish(), is_active=self.num_tokens > self._rules.min_tokens)
         piece.text += cut.text
         if cut.matched is not None:

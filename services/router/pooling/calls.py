@@ -310,7 +310,7 @@ class _Asked:
             return BadRequestError(self.failed.message, code=self.failed.code)
         return failure(self.failed)
 
-    def on_answer(self, member: Member, answer: Answer) -> None:
+    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
         match answer:
             case Pooled():
                 self.found[self.positions[answer.index]] = Vector(answer.shape, answer.data)

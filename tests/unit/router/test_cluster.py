@@ -26,7 +26,7 @@ class Watcher:
         self.answers: list[Answer] = []
         self.lost: list[str] = []
 
-    def on_answer(self, member: Member, answer: Answer) -> None:
+    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
         self.answers.append(answer)
 
     def on_lost(self, member: Member, reason: str) -> None:

@@ -20,7 +20,7 @@ def exposition(*, errors: int, model: str = "m") -> str:
     metrics = RouterMetrics(CollectorRegistry(), model)
     for _ in range(errors):
         metrics.error(429)
-    metrics.between_tokens(0.03)
+    metrics.generated(1, 0.03)
     return generate_latest(metrics.registry).decode()
 
 
