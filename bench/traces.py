@@ -6,6 +6,7 @@ that exactly: every hash then stands for fewer tokens.
 
 import csv
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,6 +37,7 @@ class Trace:
     length_scale: float
     time_scale: float
     hash_tokens: int | None = None
+    spread_s: float = 0.0
 
     @property
     def duration_s(self) -> float:
@@ -47,12 +49,21 @@ class Trace:
         return (
             f"{self.name}: {len(self.requests)} requests in {self.duration_s:,.0f} s ({rate:.3g}/s); "
             f"lengths x {self.length_scale:g}, times x {self.time_scale:g}"
+            + (f" after moving each by up to {self.spread_s:g} s" if self.spread_s else "")
             + ("" if self.hash_tokens is None else f"; {self.hash_tokens} tokens a hash")
         )
 
 
-def load_trace(path: Path, *, count: int | None = None, length_scale: float = 1.0, time_scale: float = 1.0) -> Trace:
-    """The first `count` requests, in order of time. Raises `TraceError`."""
+def load_trace(
+    path: Path,
+    *,
+    count: int | None = None,
+    length_scale: float = 1.0,
+    time_scale: float = 1.0,
+    spread_s: float = 0.0,
+) -> Trace:
+    """The first `count` requests, in order of time. Each comes up to `spread_s` later, always the same: for traces with
+    rounded times, as Mooncake's are to 3 s. Raises `TraceError`."""
     try:
         rows = list(_limited(_azure(path) if path.suffix == ".csv" else _mooncake(path), count))
     except OSError as exc:
@@ -62,9 +73,10 @@ def load_trace(path: Path, *, count: int | None = None, length_scale: float = 1.
     has_hashes = any(row.hashes for row in rows)
     hash_tokens = max(1, round(MOONCAKE_HASH_TOKENS * length_scale)) if has_hashes else None
     start = min(row.at_s for row in rows)
+    moved = random.Random(0)
     requests = [
         TraceRequest(
-            at_s=(row.at_s - start) * time_scale,
+            at_s=(row.at_s - start + moved.uniform(0.0, spread_s)) * time_scale,
             prompt_tokens=_scaled_prompt(row, length_scale, hash_tokens),
             output_tokens=max(1, round(row.output_tokens * length_scale)),
             hashes=row.hashes,
@@ -72,7 +84,7 @@ def load_trace(path: Path, *, count: int | None = None, length_scale: float = 1.
         for row in rows
     ]
     requests.sort(key=lambda request: request.at_s)
-    return Trace(path.name, requests, length_scale, time_scale, hash_tokens)
+    return Trace(path.name, requests, length_scale, time_scale, hash_tokens, spread_s)
 
 
 def _limited(rows: Iterator[TraceRequest], count: int | None) -> Iterator[TraceRequest]:

@@ -36,6 +36,12 @@ def add_trace(made: argparse.ArgumentParser, *, many: bool) -> None:
         help="multiplies the trace's times: 0.5 is twice the load" + ("; several are compared" if many else ""),
     )
     group.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
+    group.add_argument(
+        "--spread-s",
+        type=float,
+        default=0.0,
+        help="each request comes up to so much later, always the same: Mooncake's times are rounded to 3 s",
+    )
     group.add_argument("--num-prompts", type=int, help="only so many requests from the start")
 
 
@@ -83,7 +89,11 @@ def objective(options: argparse.Namespace) -> Objective:
 def trace(options: argparse.Namespace, time_scale: float) -> Trace:
     """Raises `TraceError`."""
     return load_trace(
-        options.trace, count=options.num_prompts, length_scale=options.length_scale, time_scale=time_scale
+        options.trace,
+        count=options.num_prompts,
+        length_scale=options.length_scale,
+        time_scale=time_scale,
+        spread_s=options.spread_s,
     )
 
 

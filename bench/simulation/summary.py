@@ -41,6 +41,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     time_scale: float
     length_scale: float
+    spread_s: float
     cost: str
     policy: str
     seed: int
@@ -88,6 +89,7 @@ def summarise(result: Result, objective: Objective) -> Summary:
         trace=scenario.trace.name,
         time_scale=scenario.trace.time_scale,
         length_scale=scenario.trace.length_scale,
+        spread_s=scenario.trace.spread_s,
         cost=scenario.cost.name,
         policy="shared_cache" if scenario.shares_cache else scenario.policy,
         seed=scenario.seed,

@@ -26,6 +26,15 @@ def test_azure_lengths_and_times_are_scaled(tmp_path: Path) -> None:
     assert shared(*(prompt_tokens(trace, n, r) for n, r in enumerate(trace.requests))) == 0
 
 
+def test_rounded_times_are_spread_and_always_alike(tmp_path: Path) -> None:
+    (tmp_path / "azure.csv").write_text(AZURE.replace(":50.", ":46."))
+    first, second = load_trace(tmp_path / "azure.csv", spread_s=3.0, time_scale=2.0).requests
+    assert 0 <= first.at_s < second.at_s <= 6.0
+    assert load_trace(tmp_path / "azure.csv", spread_s=3.0, time_scale=2.0).requests == [first, second]
+    assert {r.at_s for r in load_trace(tmp_path / "azure.csv").requests} == {0.0}
+    assert "each by up to 3 s" in load_trace(tmp_path / "azure.csv", spread_s=3.0).told()
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 def test_prompts_share_as_many_tokens_as_hashes(tmp_path: Path, scale: float) -> None:
     trace = conversations(tmp_path, length_scale=scale)
