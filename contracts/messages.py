@@ -74,10 +74,17 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
 class Front(msgspec.Struct, frozen=True, kw_only=True):
     """Another prefill instance, `ticket.source`, reads the first `num_blocks` full blocks of the prompt at this moment
     and hands them on as it computes them, those of its last step layer by layer: compute what follows right behind it.
-    If it fails, or there is no room, compute all of the prompt."""
+    If it fails, or there is no room, compute all of the prompt.
+
+    Two instances may take turns: each part of a prompt is a `Prefill` of its own, of the tokens up to the part's end,
+    behind the part before it, which the other one computes. All are sent at once; `after` is the part which this
+    instance computes before this one. Until that one has been computed, or has ended, or if it was never known, this
+    one takes no blocks; then it finds those of the earlier parts cached here, and goes on in their place in the queue.
+    """
 
     ticket: Ticket
     num_blocks: int
+    after: RequestId | None = None
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
