@@ -173,13 +173,14 @@ class Serving(Leaving):
                 self._engine.post(lambda engine: engine.cancel(inner, sequence))
 
     def _abort(self, request: Request, failure: Failed | None) -> None:
-        """Ends a request from outside. Without `failure` its router wants to hear no more of it."""
+        """Ends a request from outside. Without `failure` its router wants to hear no more of it; one whose sequences
+        have all ended has told it all, though its task may not have run since: that is no failure any more."""
         attempt = self._attempts[request]
         if failure is None:
             self.table.detach(request)
         if not attempt.is_aborted:
             attempt.is_aborted = True
-            attempt.failure = failure
+            attempt.failure = failure if request.live else None
             request.live.clear()
             attempt.task.cancel()
 

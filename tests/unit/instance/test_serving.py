@@ -259,6 +259,22 @@ def test_what_does_not_end_in_time_is_ended_by_the_drain() -> None:
     run(test())
 
 
+def test_an_answer_that_has_ended_is_not_failed_by_what_ends_all_in_the_same_turn() -> None:
+    """Its router may still wait for the first token, which another instance sends: it would take it for a failure."""
+
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Generate(work()))
+        await settle()
+        b.turn(tokens=[output(b.inner(), 5, finish="stop")])
+        b.serving.fail_all("the engine broke")
+        await settle()
+        assert [type(answer) for answer in b.router.answers()] == [Tokens]
+        b.check()
+
+    run(test())
+
+
 def test_when_the_engine_broke_every_request_is_told() -> None:
     async def test() -> None:
         b = bench()
