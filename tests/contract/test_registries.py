@@ -22,6 +22,8 @@ from tests.e2e.cluster import free_port
 from tests.unit.router.fakes import record as made_up
 
 TIMEOUT_S = 10.0
+SHORT_TTL_S = 0.3
+"""Of a record that has been seen: while it lives nothing is waited for, however busy the machine is."""
 A = InstanceId("prefill-0")
 
 
@@ -158,8 +160,9 @@ def test_an_instance_that_leaves_is_gone_at_once(registry: Registry) -> None:
 
 def test_a_record_that_is_not_renewed_expires(registry: Registry) -> None:
     async def body(watched: Watched, client: RegistryClient) -> None:
-        await client.register(record(), 0.3)
+        await client.register(record(), 30)
         await watched.until(lambda view: bool(view.records()))
+        await client.register(record(), SHORT_TTL_S)
         await watched.until(lambda view: not view.records())
 
     with_one(registry, body)
@@ -167,11 +170,14 @@ def test_a_record_that_is_not_renewed_expires(registry: Registry) -> None:
 
 def test_a_renewal_keeps_a_record_and_refreshes_its_load_without_being_news(registry: Registry) -> None:
     async def body(watched: Watched, client: RegistryClient) -> None:
-        await client.register(record(), 1.0)
-        await client.register(record("end-of-ttl"), 1.0)
+        first_ttl_s = 2.0
+        await client.register(record(), first_ttl_s)
+        await client.register(record(), 30)
+        await client.register(record("end-of-ttl"), 30)
         await watched.until(lambda view: len(view.records()) == 2)
         before = watched.num_changes
         await client.register(record(free_blocks=3), 30)
+        await client.register(record("end-of-ttl"), first_ttl_s)
         await watched.until(lambda view: len(view.records()) == 1)
         assert watched.view.records()[0].load.free_blocks == 3
         assert watched.num_changes == before + 1
@@ -201,8 +207,9 @@ def test_a_newer_generation_replaces_the_older_one(registry: Registry) -> None:
 def test_a_stale_generation_neither_overwrites_nor_removes_a_newer_one(registry: Registry) -> None:
     async def body(watched: Watched, client: RegistryClient) -> None:
         async with registry.client() as newer:
-            await client.register(record(generation=9), 0.3)
+            await client.register(record(generation=9), 30)
             await watched.until(lambda view: bool(view.records()))
+            await client.register(record(generation=9), SHORT_TTL_S)
             await watched.until(lambda view: not view.records())
             await newer.register(record(generation=4), 30)
             with pytest.raises(Superseded):
@@ -256,7 +263,7 @@ def test_when_redis_is_lost_the_last_view_is_kept_and_recovery_is_automatic(tmp_
     registry = Registry(lambda: RedisRegistryView(server.url, refresh_s=0.05, grace_s=0.5), server.url)
 
     async def body(watched: Watched, client: RegistryClient) -> None:
-        await client.register(record("stays"), 0.3)
+        await client.register(record("stays"), 30)
         await client.register(record("dies"), 30)
         await watched.until(lambda view: len(view.records()) == 2)
         server.kill()
