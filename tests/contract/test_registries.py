@@ -18,7 +18,7 @@ from services.common.registry import RegistryClient, RegistryView, registry_clie
 from services.common.registry.memory import MemoryRegistryView
 from services.common.registry.redis_registry import RedisRegistryView
 from tests.contract.redis_server import RedisServer
-from tests.e2e.cluster import free_port
+from tests.ports import free_port
 from tests.unit.router.fakes import record as made_up
 
 TIMEOUT_S = 10.0

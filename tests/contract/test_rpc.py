@@ -12,7 +12,7 @@ from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens
 from contracts.wire import encode
 from services.common.cluster_key import ClusterKey, cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
-from tests.e2e.cluster import free_port
+from tests.ports import free_port
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 

@@ -18,7 +18,7 @@ from services.local.console import Console
 from services.local.launches import Forks, Programs
 from services.local.plan import Process
 from services.local.supervisor import Supervisor
-from tests.e2e.cluster import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from contracts.messages import Ticket
-from kvtransfer import PeerLost, RemoteTransferError, TransferError
+from kvtransfer import PeerLost, RemoteTransferError, TransferError, TransferSettings
 from tests.contract import test_transports
 from tests.contract.test_transports import only, wanted
 from tests.contract.transports_pair import LAYOUT, LONG_SILENCE_S, Node, running
 from tests.contract.transports_peer import Peer, peer
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 SILENT = {"heartbeat_interval_s": 60.0, "heartbeat_timeout_s": 120.0}
@@ -63,6 +64,11 @@ def from_here(here: Node, sink: Peer, number: int = 1, timeout_s: float = 10.0) 
 
 def text(ticket: Ticket) -> str:
     return msgspec.json.encode(ticket).decode()
+
+
+def at_a_port(settings: TransferSettings) -> TransferSettings:
+    """One that nothing else is given while nobody listens there."""
+    return msgspec.structs.replace(settings, bind=f"tcp://127.0.0.1:{free_port()}")
 
 
 def test_bytes_arrive_from_another_process(transport: str) -> None:
@@ -253,13 +259,13 @@ def test_a_busy_peer_is_not_taken_for_a_dead_one(transport: str) -> None:
 def test_a_restarted_producer_under_the_same_address_is_not_taken_for_the_old_one(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)
+        fixed = at_a_port(settings)
         async with running("decode-0", settings) as here:
-            async with peer("prefill-0", settings, 7) as source:
+            async with peer("prefill-0", fixed, 7) as source:
                 await here.node.connect(source.address)
                 old = to_here(source, here, number=1)
-                address = source.address
-            async with peer("prefill-0", msgspec.structs.replace(settings, bind=address), 8) as source:
-                assert source.address == address
+            async with peer("prefill-0", fixed, 8) as source:
+                assert source.address == old.source_address
                 with pytest.raises(PeerLost):
                     await here.node.fetch(old, wanted((0, 0)))
                 ticket = to_here(source, here, number=2)
@@ -275,17 +281,17 @@ def test_a_restarted_producer_under_the_same_address_is_not_taken_for_the_old_on
 def test_a_producer_that_is_restarted_under_its_address_in_the_middle_of_a_fetch(transport: str) -> None:
     async def test() -> None:
         settings = only(transport)
+        fixed = at_a_port(settings)
         async with running("decode-0", settings) as here:
-            async with peer("prefill-0", settings, 7) as source:
-                address = source.address
-                await here.node.connect(address)
+            async with peer("prefill-0", fixed, 7) as source:
+                await here.node.connect(source.address)
                 old = to_here(source, here, number=1)
                 await source.ask("open", full=text(old))
                 await source.ask("publish", ticket=old.ticket, blocks=[(0, 0)])
                 fetch = asyncio.create_task(here.node.fetch(old, wanted((0, 0), (1, 1))))
                 await asyncio.sleep(0.1)
                 source.signal(signal.SIGKILL)
-            async with peer("prefill-0", msgspec.structs.replace(settings, bind=address), 8) as source:
+            async with peer("prefill-0", fixed, 8) as source:
                 with pytest.raises(PeerLost):
                     await fetch
                 ticket = to_here(source, here, number=2)

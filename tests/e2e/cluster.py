@@ -8,15 +8,12 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,21 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.local.launches import Launch
 from services.local.plan import Process
 from tests.e2e.forking import forks
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
-
-
-_PORTS = cycle(SystemRandom().sample(range(20000, 32000), 12000))
-"""Below those that the kernel gives to connections, which could take one between `free_port` and its use."""
-
-
-def free_port() -> int:
-    for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("unreachable")
 
 
 def wait_until(fact: Callable[[], bool], *, timeout_s: float, what: str) -> None:

@@ -27,7 +27,8 @@ from services.prefill.handler import prefill_handler
 from services.router import main as router
 from services.router.settings import RouterSettings
 from services.unified.handler import UnifiedHandler
-from tests.e2e.cluster import Api, free_port
+from tests.e2e.cluster import Api
+from tests.ports import free_port
 
 BLOCK = 16
 

@@ -36,8 +36,9 @@ from services.common.registry import RegistryView, registry_view
 from services.common.rpc import InstanceLink
 from services.local.launches import Launched
 from services.local.plan import Process
-from tests.e2e.cluster import environment, free_port
+from tests.e2e.cluster import environment
 from tests.e2e.forking import forks
+from tests.ports import free_port
 
 START_TIMEOUT_S = 180.0
 DEADLINE_S = 30.0

@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from tests.contract.redis_server import RedisServer
-from tests.e2e.cluster import ROOT, Api, baton, environment, free_port, wait_until
+from tests.e2e.cluster import ROOT, Api, baton, environment, wait_until
 from tests.e2e.test_faults import text_of
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import ROOT, baton, environment, free_port, wait_until
+from tests.e2e.cluster import ROOT, baton, environment, wait_until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

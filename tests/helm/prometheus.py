@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.e2e.cluster import free_port, wait_until
+from tests.e2e.cluster import wait_until
 from tests.helm.chart import Manifest
+from tests.ports import free_port
 
 START_TIMEOUT_S = 30.0
 WINDOW = "1m"

@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import free_port, wait_until
+from tests.e2e.cluster import wait_until
 from tests.helm.chart import ROOT
 from tests.helm.test_images import stages
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import asyncio
 
 from services.doctor.findings import Finding
 from services.doctor.network import check_network
-from tests.e2e.cluster import free_port
+from tests.ports import free_port
 
 
 async def found(registry: str = "", *peers: str) -> list[Finding]:
