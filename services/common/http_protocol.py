@@ -53,9 +53,7 @@ class HttpProtocol(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._writes = writes
-        self._parser = httptools.HttpRequestParser(self)
-        # An answer may come before the rest of what a client sends on a connection that is to be closed.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser = self._new_parser()
         self._is_in_head = True
         self._num_heads = 0
         self._head_bytes = 0
@@ -105,9 +103,7 @@ class HttpProtocol(asyncio.Protocol):
         self._idle_since = None
         num_heads, is_body = self._num_heads, not self._is_in_head
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            logger.debug("a client asked for another protocol and was answered in this one")
+            self._feed(data)
         except httptools.HttpParserError:
             self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
             return
@@ -155,6 +151,8 @@ class HttpProtocol(asyncio.Protocol):
             self._expects_continue = value.lower() == b"100-continue"
 
     def on_headers_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return  # `_feed` reads it again
         self._is_in_head = False
         self._num_heads += 1
         self._head_is_over()
@@ -228,6 +226,30 @@ class HttpProtocol(asyncio.Protocol):
             if self._idle is None:
                 self._idle = self._loop.call_later(self._idle_s, self._look_at_idleness)
         self.resume_reading()
+
+    def _feed(self, data: bytes) -> None:
+        """Who asks for another protocol (h2c, say) is answered in this one. The parser takes what follows such a head
+        for that protocol: it is given the head again without the wish. Raises `httptools.HttpParserError`."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as exc:
+                rest = rest[exc.args[0] :]
+            version, method = self._parser.get_http_version(), self._parser.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserInvalidMethodError("this is no proxy")
+            fields = [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
+            start = b"%b %b HTTP/%b" % (method, self._url, version.encode("ascii"))
+            self._parser = self._new_parser()
+            self._parser.feed_data(b"\r\n".join((start, *fields, b"", b"")))
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # An answer may come before the rest of what a client sends on a connection that is to be closed.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     def _close(self) -> None:
         self._unsent.flush()

@@ -89,3 +89,49 @@ def test_a_next_head_that_takes_for_ever_is_not_waited_for() -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
     talk(app, body, HeadLimits(timeout_s=0.3))
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the method and the body."""
+    body = scope["method"].encode() + b" "
+    while True:
+        message = await receive()
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_who_asks_for_another_protocol_is_answered_in_this_one() -> None:
+    """As Java's client does with each first request; its body follows at once, and later requests may."""
+    wish = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n"
+    head = b"POST /x HTTP/1.1\r\nhost: a\r\n" + wish
+    plain = head + b"content-length: 3\r\n\r\nabc"
+    chunked = head + b"transfer-encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
+
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(plain + chunked + plain)
+        for _ in range(3):
+            assert (await reader.readuntil(b"POST abc")).startswith(b"HTTP/1.1 200")
+        for number in range(len(plain)):
+            writer.write(plain[number : number + 1])
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert (await reader.readuntil(b"POST abc")).startswith(b"HTTP/1.1 200")
+        writer.write(head.replace(b"POST", b"GET") + b"\r\n" + REQUEST)
+        for _ in range(2):
+            assert (await reader.readuntil(b"GET ")).startswith(b"HTTP/1.1 200")
+        writer.write(b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+
+    talk(echo, body)
+
+
+def test_heads_without_end_are_cut_off_whatever_they_ask_for() -> None:
+    async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + b"x-a: b\r\n" * 1000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431")
+
+    talk(app, body, HeadLimits(max_bytes=1000))
