@@ -17,7 +17,7 @@ from services.router.openai_schema import ChatCompletionRequest, ChatMessage, To
 from services.router.parameters import SamplingDefaults
 from services.router.settings import RouterSettings
 from services.router.structured import Asked, Vocabulary
-from services.router.tokenization import TextTokenizer, read_json
+from services.router.tokenization import ENCODED_INLINE_CHARS, TextTokenizer, read_json
 
 SHORT_ID_CHARS = 9
 """Mistral's templates refuse ids of calls of any other length."""
@@ -25,11 +25,8 @@ SHORT_ID_CHARS = 9
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables of templates that no request sets by itself."""
 
-_ENCODED_INLINE_CHARS = 4_000
 _RENDERED_INLINE_PARTS = 200
-"""What takes more than a millisecond is done in a thread, so that other streams go on: tokenising takes 0.26 us a
-character (with the interpreter's lock released), rendering 1 us a message, however long its text is."""
-"""Longer texts are tokenised in a thread, so that running streams do not wait for them."""
+"""More messages are rendered in a thread, so that other streams go on: each takes 1 us, however long its text is."""
 
 
 class _Ends(msgspec.Struct, frozen=True):
@@ -96,7 +93,7 @@ class ServedModel:
                 f"{len(text) // longest} tokens",
                 code="context_length_exceeded",
             )
-        if len(text) <= _ENCODED_INLINE_CHARS:
+        if len(text) <= ENCODED_INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 

@@ -12,9 +12,7 @@ from tokenizers import Encoding, Tokenizer
 
 from contracts.pooling import PoolingInput
 from services.router.errors import BadRequestError
-
-_INLINE_CHARS = 20_000
-"""More is tokenised in a thread, so that running streams do not wait for it."""
+from services.router.tokenization import ENCODED_INLINE_CHARS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ async def of_texts(
     """Raises `BadRequestError`."""
     limit = rules.limit()
     size = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
-    if size <= _INLINE_CHARS:
+    if size <= ENCODED_INLINE_CHARS:
         inputs = _encode(tokenizer, texts, rules, limit)
     else:
         inputs = await asyncio.to_thread(_encode, tokenizer, texts, rules, limit)
