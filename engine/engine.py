@@ -40,7 +40,7 @@ from engine.reservations import Reservations
 from engine.roster import Roster
 from engine.runner import Runner
 from engine.sampling import check_work
-from engine.scheduler import Plan, Scheduler
+from engine.scheduler import Plan, RowFailure, Scheduler
 from engine.sequence import Mode, Request, State
 from engine.setup import Setup
 from engine.tail import Tell, plan_tail
@@ -300,8 +300,8 @@ class Engine:
         applied = self._scheduler.apply(launched.plan, sampled, now, advanced=launched.advanced)
         result.tokens, result.first = applied.tokens, applied.first
         result.completed, result.held = applied.completed, applied.held
-        for row, message in failed:
-            self._fail(row.sequence.request, message, result)
+        for row, why in failed:
+            self._fail(row.sequence.request, why, result)
         self._copy_blocks()
         done = (block for completed in result.completed for _, block in completed.blocks)
         self.kv.mark(done, after=launched.computed)
@@ -362,11 +362,11 @@ class Engine:
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
 
-    def _fail(self, request: Request, message: str, result: StepResult) -> None:
+    def _fail(self, request: Request, why: RowFailure, result: StepResult) -> None:
         """No token could be chosen for it, so what the step says of it is void."""
         request_id = request.work.request_id
         if all(failed.request_id != request_id for failed in result.failed):
-            result.failed.append(FailedRequest(request_id, message, "invalid"))
+            result.failed.append(FailedRequest(request_id, why.message, why.code))
         result.tokens = [output for output in result.tokens if output.request_id != request_id]
         result.held = [held for held in result.held if held != request_id]
         result.completed = [done for done in result.completed if done.request_id != request_id]

@@ -18,8 +18,13 @@ from engine.logprobs import token_logprobs
 from engine.masks import Masking
 from engine.roster import Limits
 from engine.sampler import Sampler
-from engine.scheduler import Plan, Sampled
+from engine.scheduler import Plan, RowFailure, Sampled
 from engine.sequence import Sequence
+
+NO_NUMBERS = RowFailure(
+    "the model's logits are not numbers (NaN): its weights are broken, or its dtype too small for its activations",
+    "internal",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Chosen:
     arrival: devices.Arrival | None
     sampled: Sampled
     """All of the answer that was waited for already."""
+    vocab_size: int = 0
 
 
 class Runner:
@@ -101,17 +107,21 @@ class Runner:
             masks = self._masking.send(found) if found is not None else None
             choice = self._sampler.choose(rows, plan.rows, largest=started.greedy, masks=masks)
             sampled.logprobs = choice.logprobs
-            sampled.failed = found.failed if found is not None else {}
+            if found is not None:
+                sampled.failed = {row: RowFailure(message, "invalid") for row, message in found.failed.items()}
             arrival = self._landing.start(choice.tokens)
             self._keep(plan, choice.tokens, started)
         for chunk, first in inputs.prompt_at.items() if inputs is not None else ():
             sampled.prompt_logprobs[chunk] = _prompt_logprobs(plan, chunk, logits[first:])
-        return Chosen(arrival, sampled)
+        return Chosen(arrival, sampled, logits.shape[1])
 
     def wait(self, chosen: Chosen) -> Sampled:
         """The one place where the host waits for the device."""
         if chosen.arrival is not None:
-            chosen.sampled.token_ids = chosen.arrival.wait()
+            chosen.sampled.token_ids = token_ids = chosen.arrival.wait()
+            if token_ids and max(token_ids) >= chosen.vocab_size:
+                broken = [row for row, token in enumerate(token_ids) if token >= chosen.vocab_size]
+                chosen.sampled.failed |= dict.fromkeys(broken, NO_NUMBERS)
         return chosen.sampled
 
     def forget(self) -> None:
@@ -122,6 +132,8 @@ class Runner:
         """Each slot's last token stays on the device, for a step that starts before the host knows it."""
         if tokens is started.greedy or not self._keeps_tokens:
             return  # the graph has done it
+        assert started.logits is not None
+        tokens = tokens.clamp(max=started.logits.shape[1] - 1)  # the next step may run before a row is found broken
         if started.inputs is None:
             self._executor.put(tokens)
             return

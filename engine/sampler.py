@@ -44,19 +44,22 @@ class Sampler:
     ) -> Choice:
         """logits [num_rows, vocab_size], of any floating dtype. `largest`: their argmax, if it is there already.
 
-        Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary."""
+        Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary. A row
+        with NaN has the token vocab_size; where `largest` is given, any."""
         params = [row.sequence.request.work.sampling for row in rows]
         if masks is None and all(is_plain_greedy(p) for p in params):
-            return Choice(logits.max(dim=-1).indices if largest is None else largest)
+            return Choice(_largest(logits) if largest is None else largest)
         raw = logits.float()
         scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
-        tokens = scores.argmax(dim=-1)
+        tokens = _largest(scores)
         if random:
             picked = self._upload(random)
             tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        return Choice(tokens, row_logprobs(raw, tokens.tolist(), wanted) if wanted else None)
+        if not wanted:
+            return Choice(tokens)
+        return Choice(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted))
 
     def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: Masks | None) -> Tensor:
         """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
@@ -132,8 +135,14 @@ def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candid
     return result
 
 
+def _largest(scores: Tensor) -> Tensor:
+    found = scores.max(dim=-1)
+    return found.indices.masked_fill_(found.values.isnan(), scores.shape[1])
+
+
 def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
-    """For each row the first token, in vocabulary order, at which the cumulative probability passes its point."""
+    """For each row the first token, in vocabulary order, at which the cumulative probability passes its point. Of a
+    row with NaN none does: its token is vocab_size."""
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = points[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True)[:, 0]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from contracts.messages import TokenLogprobs
+from contracts.messages import ErrorCode, TokenLogprobs
 from contracts.naming import block_names
 from engine.outputs import CompletedBlocks, FirstTokenInfo, NamedBlock, SequenceOutput, StepResult
 from engine.pace import Pace
@@ -52,6 +52,12 @@ class Plan:
             yield from chunk.sequence.blocks[: -(-(chunk.start + chunk.length) // block_tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    message: str
+    code: ErrorCode
+
+
 @dataclass(slots=True)
 class Sampled:
     """The runner's answer to a plan. `token_ids` and `logprobs` follow `Plan.rows`."""
@@ -60,7 +66,7 @@ class Sampled:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By chunk: the log-probability of the token after each of its rows, the prompt's last excepted."""
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, RowFailure] = field(default_factory=dict)
     """By row of the plan: why no token could be chosen for it. What stands in `token_ids` there means nothing."""
 
 

@@ -1,4 +1,5 @@
-"""Runs made-up prompts through scheduler and runner before any request: allocates, compiles, and measures."""
+"""Runs made-up prompts through scheduler and runner before any request: allocates, compiles, and measures. Raises
+`ModelError` for a model that computes no numbers."""
 
 import time
 
@@ -6,6 +7,7 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from contracts.sampling import SamplingParams
 from engine.block_pool import BlockPool
+from engine.errors import ModelError
 from engine.meter import Meter
 from engine.roster import Limits, Roster
 from engine.runner import Runner
@@ -62,6 +64,8 @@ def _compute(runner: Runner, num_blocks: int, limits: Limits, lengths: list[int]
         started = time.perf_counter()
         plan = scheduler.schedule(0.0)
         sampled = runner.run(plan)
+        for failure in sampled.failed.values():
+            raise ModelError(failure.message)
         meter.record(plan, time.perf_counter() - started, len(plan.rows))
         scheduler.apply(plan, sampled, 0.0)
     runner.forget()

@@ -154,11 +154,12 @@ def store_digits(  # noqa: PLR0913
     tl.store(at, high.to(tl.int8), known[:, None])
     tl.store(at + inputs, low.to(tl.int8), known[:, None])
     counted = number * 0.00390625
+    total = tl.sum(counted, 1)
     at = token * groups + group
-    tl.store(scales + at, scale, known)
+    tl.store(scales + at, scale + 0.0 * total, known)  # NaN, which a byte cannot be, stays NaN
     in_low = column < (64 if nibbles else 128)
     tl.store(low_sums + at, tl.sum(tl.where(in_low[None, :], counted, 0.0), 1), known)
-    tl.store(sums + at, tl.sum(counted, 1), known)
+    tl.store(sums + at, total, known)
 
 
 @triton.jit

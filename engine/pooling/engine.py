@@ -15,7 +15,7 @@ from contracts.layout import KVLayout
 from contracts.pooling import PoolingInput, PoolingParams
 from engine import device
 from engine.config import EngineConfig
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, ModelError, RequestError
 from engine.model import Progress
 from engine.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from engine.pooling.heads import embedding, pool, scores
@@ -218,7 +218,8 @@ class PoolingEngine:
                     Item(RequestId("warm-up"), row, PoolingInput([0] * length), params, 0, row)
                     for row, length in enumerate(lengths)
                 ]
-                self._run(items)
+                if any(np.isnan(vector).any() for vector in self._run(items)):
+                    raise ModelError("the model answers with NaN: its weights are broken, or its dtype is too small")
                 started = time.perf_counter()
                 self._run(items)
                 self._tokens_per_s = sum(lengths) / max(time.perf_counter() - started, 1e-9)

@@ -1,15 +1,17 @@
 """Steps that are launched before the tokens of those before them are known change no answer and leak nothing."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from contracts.identity import RequestId
 from engine import Engine, StepResult
-from engine.scheduler import Plan
+from engine.sampler import Choice
+from engine.scheduler import Plan, SampleRow
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, outputs_of, run
 
@@ -191,3 +193,30 @@ def test_a_request_that_fails_while_it_is_launched_on_fails_once(engine: Engine)
     results: list[StepResult] = []
     assert run(engine, results.append) == {("a", 0): [letter("y")]}
     assert [failed.request_id for result in results for failed in result.failed] == ["a"]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"logprobs": 1}])
+def test_a_request_whose_logits_are_no_numbers_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    choose = engine._runner._sampler.choose
+
+    def broken(logits: Tensor, rows: Sequence[SampleRow], **given: Any) -> Choice:
+        logits = logits.clone()
+        for number, row in enumerate(rows):
+            if row.sequence.request.work.request_id == "bad" and row.sequence.num_generated == 2:
+                logits[number] = float("nan")
+        return choose(logits, rows, **given)
+
+    monkeypatch.setattr(engine._runner._sampler, "choose", broken)
+    for request_id in ("good", "bad"):
+        engine.add(make_work(engine, request_id, PROMPT, ignore_eos=True, **sampling))
+    tokens, failed = {"good": 0, "bad": 0}, []
+    while engine.has_work():
+        result = engine.step()
+        failed += result.failed
+        for output in result.tokens:
+            tokens[output.request_id] += len(output.token_ids)
+    assert [(one.request_id, one.code) for one in failed] == [("bad", "internal")]
+    assert "not numbers" in failed[0].message
+    assert tokens == {"good": 12, "bad": 2}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from contracts.identity import RequestId
@@ -194,6 +194,15 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     folder = write_pooling_model(tmp_path / "m", "bert")
     with pytest.raises(ModelError, match="classifier"):
         engine_of(folder, "classify")
+
+
+def test_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    folder = write_pooling_model(tmp_path, "bert")
+    weights = load_file(folder / "model.safetensors")
+    next(weight for name, weight in weights.items() if name.endswith("output.dense.weight"))[0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="NaN"):
+        engine_of(folder)
 
 
 def test_lengths_are_those_that_the_model_was_made_for(tmp_path: Path) -> None:

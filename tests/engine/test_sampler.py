@@ -80,6 +80,16 @@ def test_greedy_takes_the_largest(logits: torch.Tensor) -> None:
     assert sample(logits, make_row([1], temperature=0.0)) == [int(logits.argmax())]
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {}])
+def test_a_row_that_is_no_numbers_has_no_token(logits: torch.Tensor, sampling: dict[str, Any]) -> None:
+    broken = logits.repeat(2, 1)
+    broken[0, 7] = float("nan")
+    bad, good = (make_row([1], **{"temperature": 1.0, **sampling}) for _ in range(2))
+    assert sample(broken, bad, good) == [VOCAB, *sample(logits, good)]
+    answer = Sampler(torch.device("cpu")).sample(broken[:1], [make_row([1], logprobs=2, **sampling)])
+    assert answer.token_ids == [VOCAB]
+
+
 def test_a_token_does_not_depend_on_its_neighbours(logits: torch.Tensor) -> None:
     row = make_row([1], [2, 3], temperature=0.8, top_p=0.9)
     others = [make_row([5], temperature=1.3, top_k=3), make_row([6], temperature=0.0), make_row([7], min_p=0.1)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
@@ -72,6 +73,15 @@ def test_missing_weights_are_told(folder: Path) -> None:
 def test_weights_of_another_shape_are_told(folder: Path) -> None:
     edit_config(folder, intermediate_size=128)
     with pytest.raises(ModelError):
+        make_engine(folder)
+
+
+def test_weights_that_are_no_numbers_are_told(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="not numbers"):
         make_engine(folder)
 
 

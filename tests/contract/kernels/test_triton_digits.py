@@ -17,7 +17,7 @@ from engine.kernels import (
     triton_layers,
 )
 from engine.kernels.quantized import dequantize
-from engine.kernels.triton_digits import norm_split, silu_split, split, values_of
+from engine.kernels.triton_digits import GROUP, norm_split, silu_split, split, values_of
 from engine.kernels.triton_quant_digits import DigitTiles, digit_product, has_nibbles, takes_digits
 from engine.quantization.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
@@ -63,6 +63,18 @@ def test_a_group_whose_halves_round_up_together_stays_within_two_bytes() -> None
     x = torch.arange(128, device=DEVICE, dtype=torch.float32).mul(256).add(128).div(32768).half()[None]
     assert_split(values_of(split(x, nibbles=False)), x)
     assert_split(values_of(split(-x, nibbles=True)), -x)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, where the kernel is interpreted
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(broken: float) -> None:
+    weight = weight_of("sym_int4")
+    x = draw(2, INPUTS)
+    x[0, 5] = broken
+    digits = split(x, nibbles=True)
+    assert values_of(digits)[0, :GROUP].isnan().all() and values_of(digits)[:, GROUP:].isfinite().all()
+    product = digit_product(digits, weight, None)
+    assert product[0].isnan().all() and product[1].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["sym_int4", "asym_int4", "int8"])
