@@ -77,9 +77,10 @@ class Front(msgspec.Struct, frozen=True, kw_only=True):
     If it fails, or there is no room, compute all of the prompt.
 
     Two instances may take turns: each part of a prompt is a `Prefill` of its own, of the tokens up to the part's end,
-    behind the part before it, which the other one computes. All are sent at once; `after` is the part which this
-    instance computes before this one. Until that one has been computed, or has ended, or if it was never known, this
-    one takes no blocks; then it finds those of the earlier parts cached here, and goes on in their place in the queue.
+    behind the part before it, which the other one computes. All are sent at once, the first first; `after` is the part
+    which this instance computes before this one. What that one computes is shared with this one, which comes next to
+    it in the queue and reserves blocks for its own and the front's tokens alone. If that one ends without its blocks,
+    or was never known here, they are computed with the rest.
     """
 
     ticket: Ticket
@@ -234,7 +235,8 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
     pulled_from: InstanceId | None = None
     pull_s: float = 0.0
     front_tokens: int = 0
-    """Those that a `Front` has read."""
+    """Those that a `Front` has read, of a prompt in parts for earlier parts on this instance too; none of them is among
+    the cached ones, nor is what those parts computed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 

@@ -127,6 +127,10 @@ class EngineConfig:
         """Most adapters whose weights are kept."""
         return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_modules))
 
+    def runs_ahead(self, *, is_host: bool) -> bool:
+        """`async_scheduling`, decided."""
+        return not is_host if self.async_scheduling is None else self.async_scheduling
+
     def _check_adapters(self) -> None:
         if self.max_adapters < max(self.max_loras, len(self.lora_modules)):
             raise ConfigError(

@@ -21,8 +21,9 @@ from engine.cache_making import CacheMaker
 from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
 from engine.engine_stats import stats_of
-from engine.errors import RequestError, UsageError
+from engine.errors import UsageError
 from engine.executor import LocalExecutor
+from engine.followers import Followers
 from engine.front import FrontLostError, Gate
 from engine.grammar import Grammars
 from engine.imports import Imports
@@ -74,8 +75,7 @@ class Engine:
         self._ranks.meet(self._device)
         self._max_logprobs = config.max_logprobs
         self._caching = config.enable_prefix_caching
-        is_async = config.async_scheduling
-        self._is_async = not device.is_host(self._device) if is_async is None else is_async
+        self._is_async = config.runs_ahead(is_host=device.is_host(self._device))
         self.vocab_size = model.vocab_size
         self.eos_ids = model.eos_ids
         self.max_model_len = model.max_model_len
@@ -94,8 +94,7 @@ class Engine:
         maker = CacheMaker(config, setup, self._device, self._ranks, vocab_size=self.vocab_size)
         usable = maker.count_blocks(self._masking)
         capacity.check_fit(self.layout, usable, self.max_model_len)
-        num_blocks = usable + 1
-        self.kv = maker.make(num_blocks)
+        self.kv = maker.make(num_blocks := usable + 1)
         self._host = maker.make_host_tier(self.kv)
         self._executor = lead(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
         self._blocks = lead_copies(self.kv, self._ranks)
@@ -122,6 +121,7 @@ class Engine:
         tail = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
         self._layers = LayerCalls(tail, self.layout, self._device)
         self.tail_parts, self.reads_behind = self._layers.tail_parts, self._layers.reads_behind
+        self._followers = Followers(self._roster, self._reservations, self._layers)
         self._ahead: Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
@@ -137,20 +137,20 @@ class Engine:
         self._check(work)
         self._roster.enqueue(self._roster.enrol(work, mode, time.monotonic()))
 
-    def reserve(self, work: Work, *, mode: Mode = "generate") -> Reservation | None:
+    def reserve(self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None) -> Reservation | None:
         """Memory for a prompt that another instance computes, or begins (`follow`); None: no room now, ask again later.
 
-        The reserved blocks are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
+        `after` computes an earlier part of it here, for which nothing is reserved. The blocks are freed by `cancel`, or
+        belong to the request after `admit`. Raises `RequestError`.
         """
         self._check(work)
-        if work.request_id in self._roster.requests:
-            raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         if self._scheduler.is_short_of_blocks:
             return None
-        reservation = self._reservations.reserve(work, time.monotonic(), mode)
+        reservation = self._reservations.reserve(work, time.monotonic(), mode, after)
         self._host.move()
         if reservation is not None:
-            self.kv.mark(block for _, block in reservation.missing)
+            self.kv.mark(block for _, block in (*reservation.missing, *reservation.cached))
+            self._travel.publish([CompletedBlocks(work.request_id, reservation.cached)])
         return reservation
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
@@ -167,18 +167,22 @@ class Engine:
         self._travel.give_back(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
-    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> None:
+    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> bool:
         """Computes what comes after the first `num_tokens`, full blocks, of a reserved prompt while another instance
-        fills those: as `gate` tells, which the step waits for. If it tells that they are lost, all is computed here."""
-        self._reservations.follow(request_id, num_tokens, time.monotonic())
-        self._layers.follow(request_id, gate)
+        fills those: as `gate` tells, which the step waits for; if it tells that they are lost, all is computed here.
+        False: as soon as what it was reserved `after` is computed."""
+        return self._followers.follow(request_id, num_tokens, gate, time.monotonic())
+
+    def read_alone(self, request_id: RequestId) -> bool:
+        """What is missing of a prompt that was to `follow` is computed here. False: no room now, ask again later."""
+        return self._followers.read_alone(request_id, time.monotonic())
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         """Frees at once, in any state. No copy may touch the request's blocks any more."""
         missing = self._reservations.missing_blocks(request_id)
         self._roster.cancel(request_id, sequence)
         if request_id not in self._roster.requests:
-            self._layers.forget(request_id)
+            self._followers.forget(request_id)
             self._travel.give_back(missing)
             self._travel.end(request_id)
 
@@ -189,6 +193,7 @@ class Engine:
             return
         if request.sequences[0].state is not State.HELD:
             raise UsageError(f"request {request_id} is not held")
+        self._travel.give_back(request.missing.values())
         self._roster.end_request(request)
         self._travel.end(request_id)
 
@@ -239,12 +244,14 @@ class Engine:
     def _begin(self, result: StepResult) -> Launched | None:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
+        self._followers.drop_lost(now)
         plan = self._planner.plan(now)
         try:
             calls = self._layers.begin(plan, self._scheduler)
             started = self._runner.start(plan, after_layer=calls.after_layer, is_gated=bool(calls.gated))
         except FrontLostError as lost:
-            self._fall_back(plan, lost)
+            logger.warning("a step was not computed: %s", lost)
+            self._host.step_is_over(self._host.end_of_step())  # part of it may be running
             return None
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
@@ -252,7 +259,7 @@ class Engine:
         for request_id in calls.gated:
             self._layers.forget(request_id)
         launched = Launched(plan, started, now)
-        launched.advanced = self._scheduler.advance(plan)
+        self._advance(launched, now)
         return self._choose(launched, result)
 
     def _begin_ahead(self, plan: Plan) -> Launched | None:
@@ -271,8 +278,12 @@ class Engine:
             launched = Launched(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again, alone
-        launched.advanced = self._scheduler.advance(following)
+        self._advance(launched, time.monotonic())
         return launched
+
+    def _advance(self, launched: Launched, now: float) -> None:
+        launched.advanced = self._scheduler.advance(launched.plan)
+        launched.advanced.completed += self._followers.share(now)
 
     def _choose(self, launched: Launched, result: StepResult) -> Launched | None:
         try:
@@ -342,17 +353,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _fall_back(self, plan: Plan, lost: FrontLostError) -> None:
-        """The step was not computed: it is planned anew, and those whose front is lost begin from the start."""
-        self._host.step_is_over(self._host.end_of_step())  # part of it may be running
-        for chunk in plan.chunks:
-            request_id = chunk.sequence.request.work.request_id
-            if self._layers.is_lost(request_id):
-                logger.warning("the prompt is computed here: %s", lost, extra={"request_id": request_id})
-                self._layers.forget(request_id)
-                self._travel.give_back(self._reservations.missing_blocks(request_id))
-                self._reservations.fall_back(request_id)
-
     def _give_up(self, plan: Plan, result: StepResult) -> None:
         """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`."""
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
@@ -373,7 +373,7 @@ class Engine:
         self._end_failed(request)
 
     def _end_failed(self, request: Request) -> None:
-        self._layers.forget(request.work.request_id)
+        self._followers.forget(request.work.request_id)
         if self._roster.fail_request(request):
             self._travel.end(request.work.request_id)
 

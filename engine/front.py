@@ -5,9 +5,14 @@ has arrived. The engine's thread waits for that inside its step, for as long as 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-AfterLayer = Callable[[int], None]
+if TYPE_CHECKING:
+    from engine.executor import AfterLayer
+
+PATIENCE_S = 3600.0
 
 
 class FrontLostError(Exception):
@@ -17,11 +22,12 @@ class FrontLostError(Exception):
 class Gate:
     """How many of the layers have arrived, of all blocks before the sequence's own tokens.
 
-    One thread tells, the engine's waits. Who tells must say `lost` in the end if not all layers came, and only when
-    nothing writes to the blocks any more: the engine may free them at once."""
+    One thread tells, the engine's waits, at most until `patience_s` from now. Who tells must say `lost` in the end if
+    not all layers came, and only when nothing writes to the blocks any more: the engine computes them then."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, *, patience_s: float = PATIENCE_S) -> None:
         self._num_layers = num_layers
+        self._until = time.monotonic() + patience_s
         self._arrived = 0
         self._lost: str | None = None
         self._changed = threading.Condition()
@@ -51,12 +57,14 @@ class Gate:
         if self._arrived > layer:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived > layer or self._lost is not None)
+            rest_s = max(0.0, self._until - time.monotonic())
+            self._changed.wait_for(lambda: self._arrived > layer or self._lost is not None, rest_s)
             if self._arrived <= layer:
+                self._lost = self._lost or f"layer {layer} did not come in time"
                 raise FrontLostError(self._lost)
 
 
-def behind(gates: Sequence[Gate], num_layers: int, then: AfterLayer | None) -> AfterLayer:
+def behind(gates: Sequence[Gate], num_layers: int, then: "AfterLayer | None") -> "AfterLayer":
     """What to call after each layer of a step that reads behind these gates, once the first layer may be computed.
 
     `then` is called first. Raises `FrontLostError`, as does what is returned.

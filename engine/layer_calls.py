@@ -54,9 +54,9 @@ class LayerCalls:
     def forget(self, request_id: RequestId) -> None:
         self._gates.pop(request_id, None)
 
-    def is_lost(self, request_id: RequestId) -> bool:
-        gate = self._gates.get(request_id)
-        return gate is not None and gate.is_lost
+    def lost(self) -> list[RequestId]:
+        """Those whose gate will not open."""
+        return [request_id for request_id, gate in self._gates.items() if gate.is_lost]
 
     def begin(self, plan: Plan, scheduler: Scheduler) -> Calls:
         """Returns when the plan's first layer may be computed. The gates stay until `forget`. Raises `FrontLostError`;

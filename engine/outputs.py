@@ -92,12 +92,17 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Memory for a prompt that another instance computes. `missing` are the blocks to fetch."""
+    """Memory for a prompt that another instance computes. `missing` are the blocks to fetch: the last ones of `names`.
+    Those between them and the first `reused` ones, if any, an earlier part of the prompt computes here.
+
+    `cached`: of a `prefill` request, the reused ones, which transports may read until the request's end.
+    """
 
     request_id: RequestId
     names: list[BlockName]
     reused: int
     missing: list[NamedBlock]
+    cached: list[NamedBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,8 @@ class Request:
     to_start: list[int] = field(default_factory=list)  # sequence indexes that have no token of their own yet
     sequences: list["Sequence"] = field(default_factory=list)
     missing: dict[BlockName, int] = field(default_factory=dict)  # reserved, not received
+    lead: "Request | None" = None  # the part of the same prompt that is computed here before this one
+    awaited: range = range(0)  # leading blocks that it computes, not among `blocks` yet
     started: float | None = None
     cached_tokens: int = 0
     host_tokens: int = 0  # cached ones that lay in the host tier
@@ -60,6 +62,11 @@ class Request:
     num_published: int = 0  # leading blocks already reported as completed
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def come_after(self, lead: "Request") -> None:
+        """In its place among the others."""
+        self.lead = lead
+        self.due, self.order, self.arrived = lead.due, lead.order, lead.arrived
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -26,6 +26,8 @@ class Parts:
     counter: TransferMetrics
     puller: Puller
     layout: KVLayout
+    reads_behind: bool
+    """The engine may go the same way as another one, layer by layer."""
 
 
 MakeHandler = Callable[[Parts], RoleHandler]

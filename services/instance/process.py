@@ -158,7 +158,7 @@ class InstanceProcess:
             max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
         )
         lifecycle.on_stop("adoptions", self._handover.close)
-        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.layout)
+        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.layout, engine.reads_behind)
         serving = Serving(
             identity,
             role=ObservedRole(self._make_handler(parts), self._tracing),

@@ -1,66 +1,128 @@
 """Reads a prompt behind another instance that reads its first blocks: both compute at the same time.
 
 The other one's blocks are fetched while it computes them, its last ones layer by layer; the engine follows as far as
-they are here. Whatever becomes of that one, the prompt is read: what does not come is computed.
+they are here. What comes is handed on at once. Whatever becomes of that one, the prompt is read: what does not come is
+computed.
+
+Where two take turns, this instance computes an earlier part of the same prompt first, the *lead*. Its blocks are not
+reserved, but shared; if it ends without them, what is missing of them is computed too.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from contracts.identity import BlockName
+from contracts.identity import BlockName, RequestId
 from contracts.layout import KVLayout
 from contracts.messages import Front
 from engine.front import Gate
+from engine.outputs import CompletedBlocks
 from kvtransfer.errors import TransferError
+from services.common.rpc import RouterId
 from services.instance.engine_thread import EngineCalls
-from services.instance.ports import HandoffCounter, NamedBlock, SinkPort
+from services.instance.ports import HandoffCounter, NamedBlock, Reservation, SinkPort
 from services.instance.requests import Request
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 5.0
+"""The engine waits for a layer so much longer than the fetch that brings it: that should have told of its end."""
+ROOM_RETRY_S = 0.02
+
+
+class Lead:
+    """A prompt that is read here, as the next part of it sees it. `request_id` is the engine's."""
+
+    def __init__(self, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self.is_asked = asyncio.Event()
+        """The engine has been asked to take it, or never will be."""
+        self.is_over = asyncio.Event()
+        """It is computed, or will not be."""
+
+    def end(self) -> None:
+        self.is_asked.set()
+        self.is_over.set()
+
+
+class Leads:
+    """Prompts that are being read here."""
+
+    def __init__(self) -> None:
+        self._leads: dict[tuple[RouterId, RequestId], Lead] = {}
+
+    def __len__(self) -> int:
+        return len(self._leads)
+
+    def add(self, request: Request) -> Lead:
+        lead = self._leads[request.router, request.request_id] = Lead(request.work.request_id)
+        return lead
+
+    def find(self, router: RouterId, request_id: RequestId | None) -> Lead | None:
+        """None: it is not here, or is over."""
+        lead = self._leads.get((router, request_id)) if request_id is not None else None
+        return None if lead is None or lead.is_over.is_set() else lead
+
+    def remove(self, request: Request, lead: Lead) -> None:
+        """A new attempt may have its id by now."""
+        lead.end()
+        if self._leads.get((request.router, request.request_id)) is lead:
+            del self._leads[request.router, request.request_id]
+
 
 class Fronts:
-    """What an instance needs to follow others."""
+    """What an instance needs to follow others. `hands_on`: transports read the blocks where they have come to."""
 
-    def __init__(self, engine: EngineCalls, transfer: SinkPort, *, layout: KVLayout, counter: HandoffCounter) -> None:
+    def __init__(
+        self,
+        engine: EngineCalls,
+        transfer: SinkPort,
+        *,
+        layout: KVLayout,
+        counter: HandoffCounter,
+        hands_on: bool = True,
+    ) -> None:
         self.engine = engine
         self.transfer = transfer
         self.layout = layout
         self.counter = counter
+        self.hands_on = hands_on
 
 
 class Following:
     """One prompt's. `begin` it, and `end` it before its blocks are freed."""
 
-    def __init__(self, fronts: Fronts, request: Request, front: Front) -> None:
+    def __init__(self, fronts: Fronts, request: Request, front: Front, *, own: Lead, lead: Lead | None) -> None:
+        """`own`: what the part after it sees; `lead`: the part before it on this instance."""
         self._fronts = fronts
         self._request = request
         self._ticket = front.ticket
+        self._own, self._lead = own, lead
         # The last token is computed here at least.
         num_full = (len(request.work.token_ids) - 1) // fronts.layout.block_tokens
         self._num_blocks = min(front.num_blocks, num_full)
-        self._gate = Gate(fronts.layout.num_layers)
         self._has_begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._fetch: asyncio.Task[None] | None = None
+        self._wanted: list[NamedBlock] = []
+        self._arrived_early: set[BlockName] = set()
+        self._num_handed_on = 0
 
     async def begin(self) -> None:
-        """Returns when the engine has the request: behind the front, once that is at its last step, or from the start.
-        Raises `engine.errors.RequestError`."""
+        """Returns when the engine has the request: behind the front, once that is at its last step and the lead is
+        computed; or alone. Raises `engine.errors.RequestError`."""
         engine, work = self._fronts.engine, self._request.work
-        reservation = await engine.call(lambda engine: engine.reserve(work, mode="prefill"))
-        wanted: list[NamedBlock] = []
+        reservation = await self._reserve()
         if reservation is not None:
-            wanted = reservation.missing[: max(0, self._num_blocks - reservation.reused)]
+            self._hand_on(reservation.cached)
+            first = len(reservation.names) - len(reservation.missing)
+            self._wanted = reservation.missing[: max(0, self._num_blocks - first)]
+        self._gate = Gate(self._fronts.layout.num_layers, patience_s=self._ticket.timeout_s + GRACE_S)
         # Also for nothing: the front waits to be asked.
-        self._fetch = asyncio.get_running_loop().create_task(self._bring(wanted))
-        follows = await asyncio.shield(self._has_begun) if wanted else False
+        self._fetch = asyncio.get_running_loop().create_task(self._bring())
         if reservation is None:
             await engine.call(lambda engine: engine.add(work, mode="prefill"))
-        elif follows:
-            num_tokens = self._num_blocks * self._fronts.layout.block_tokens
-            await engine.call(lambda engine: engine.follow(work.request_id, num_tokens, self._gate))
-        else:
-            await engine.call(lambda engine: engine.admit_locally(work.request_id))
+        elif not await self._follow():
+            await self._read_alone()
 
     async def end(self) -> None:
         """Nothing writes to the request's blocks any more."""
@@ -68,12 +130,56 @@ class Following:
             self._fetch.cancel()
             await asyncio.wait([self._fetch])
 
-    async def _bring(self, wanted: list[NamedBlock]) -> None:
+    async def _reserve(self) -> Reservation | None:
+        """None: no room, or the prompt must be read from its start."""
+        engine, work, lead = self._fronts.engine, self._request.work, self._lead
+        if work.sampling.prompt_logprobs is not None:
+            self._own.is_asked.set()
+            return None
+        if lead is not None:
+            await lead.is_asked.wait()
+            if not lead.is_over.is_set():
+                after = lead.request_id
+                reserved = engine.call(lambda engine: engine.reserve(work, mode="prefill", after=after))
+                self._own.is_asked.set()
+                if (reservation := await reserved) is not None:
+                    return reservation
+                await lead.is_over.wait()
+        reserved = engine.call(lambda engine: engine.reserve(work, mode="prefill"))
+        self._own.is_asked.set()
+        return await reserved
+
+    async def _follow(self) -> bool:
+        """False: nothing comes, or the lead ended without its blocks."""
+        if not self._wanted or not await asyncio.shield(self._has_begun):
+            return False
+        inner, gate, lead = self._request.work.request_id, self._gate, self._lead
+        num_tokens = self._num_blocks * self._fronts.layout.block_tokens
+        follow: Callable[[], asyncio.Future[bool]] = lambda: self._fronts.engine.call(  # noqa: E731
+            lambda engine: engine.follow(inner, num_tokens, gate)
+        )
+        if await follow():
+            return True
+        if lead is not None:
+            await lead.is_over.wait()
+        return await follow()
+
+    async def _read_alone(self) -> None:
+        """Once the lead is over: two would compute the same otherwise."""
+        inner = self._request.work.request_id
+        if self._lead is not None:
+            await self._lead.is_over.wait()
+        if self._wanted:
+            await self.end()
+        while not await self._fronts.engine.call(lambda engine: engine.read_alone(inner)):  # noqa: ASYNC110 - of memory
+            await asyncio.sleep(ROOM_RETRY_S)
+
+    async def _bring(self) -> None:
         fronts, ticket, reason = self._fronts, self._ticket, "it is not wanted any more"
         try:
             with self._request.span.child("follow") as span:
                 span.set({"baton.source": ticket.source, "baton.ticket": ticket.ticket})
-                await fronts.transfer.fetch(ticket, wanted, on_blocks=self._arrived, on_parts=self._reached)
+                await fronts.transfer.fetch(ticket, self._wanted, on_blocks=self._arrived, on_parts=self._reached)
         except TransferError as exc:
             reason = f"{type(exc).__name__}: {exc}"
             fronts.counter.handoff_failed(type(exc).__name__)
@@ -87,6 +193,20 @@ class Following:
     def _arrived(self, names: list[BlockName]) -> None:
         inner = self._request.work.request_id
         self._fronts.engine.post(lambda engine: engine.mark_received(inner, names))
+        self._arrived_early.update(names)
+        come: list[NamedBlock] = []
+        for named in self._wanted[self._num_handed_on :]:
+            if named.name not in self._arrived_early:
+                break
+            come.append(named)
+        self._num_handed_on += len(come)
+        if self._fronts.hands_on:
+            self._hand_on(come)
+
+    def _hand_on(self, blocks: list[NamedBlock]) -> None:
+        """Those that will stay as they are, whoever reads the rest: all before them are here too."""
+        if blocks and self._request.progress is not None:
+            self._request.progress.completed(CompletedBlocks(self._request.work.request_id, blocks))
 
     def _reached(self, groups: int, of: int) -> None:
         self._gate.reached(groups, of)

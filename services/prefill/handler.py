@@ -6,10 +6,11 @@ Blocks are freed only when the transfer says that no copy reads them any more, h
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
-from contracts.messages import Prefill, Ticket
+from contracts.messages import Prefill
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.parts import Parts
@@ -17,14 +18,18 @@ from services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from services.instance.pulling import PullPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment, to_the_end
-from services.prefill.following import Following, Fronts
+from services.prefill.following import Following, Fronts, Lead, Leads
 from services.prefill.reading import HandedReading, Reading
 
 logger = logging.getLogger(__name__)
 
+Beginning = Callable[[], Coroutine[object, object, None]]
+
 
 def prefill_handler(parts: Parts) -> "PrefillHandler":
-    fronts = Fronts(parts.engine, parts.transfer, layout=parts.layout, counter=parts.counter)
+    fronts = Fronts(
+        parts.engine, parts.transfer, layout=parts.layout, counter=parts.counter, hands_on=parts.reads_behind
+    )
     return PrefillHandler(
         parts.engine, parts.transfer, parts.puller, fronts, counter=parts.counter, clock=time.monotonic
     )
@@ -49,17 +54,28 @@ class PrefillHandler:
         self._fronts = fronts
         self._counter = counter
         self._clock = clock
+        self.leads = Leads()
 
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Prefill)
 
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Prefill)
-        following = Following(self._fronts, request, message.front) if message.front is not None else None
-        if message.ticket is None:
-            await self._read(request, message, following)
-        else:
-            await self._hand_off(request, message, message.ticket, following)
+        own, following = self.leads.add(request), None
+        if message.front is not None:
+            lead = self.leads.find(request.router, message.front.after)
+            following = Following(self._fronts, request, message.front, own=own, lead=lead)
+        reading = Reading() if message.ticket is None else HandedReading(self._transfer, message.ticket, self._clock)
+        request.progress = reading
+        reading.end.add_done_callback(lambda _: own.end())
+        try:
+            beginning = partial(self._begin, request, message, following, own)
+            if isinstance(reading, HandedReading):
+                await self._hand_off(request, reading, beginning, following)
+            else:
+                await self._read(request, reading, beginning, following)
+        finally:
+            self.leads.remove(request, own)
 
     def on_stats(self, stats: EngineStats) -> None:
         """Nothing waits for it."""
@@ -67,38 +83,41 @@ class PrefillHandler:
     def num_queued(self) -> int:
         return 0
 
-    async def _begin(self, request: Request, message: Prefill, following: Following | None) -> None:
+    async def _begin(self, request: Request, message: Prefill, following: Following | None, own: Lead) -> None:
         if following is not None:
             await following.begin()
         else:
             await self._puller.pull(request, message.pull)
-            await self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            added = self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            own.is_asked.set()
+            await added
 
-    async def _read(self, request: Request, message: Prefill, following: Following | None) -> None:
-        reading = Reading()
-        request.progress = reading
+    async def _read(
+        self, request: Request, reading: Reading, beginning: Beginning, following: Following | None
+    ) -> None:
         try:
-            await self._begin(request, message, following)
+            await beginning()
             await reading.end
         finally:
             await to_the_end(self._end(request, reading, following))
 
-    async def _hand_off(self, request: Request, message: Prefill, ticket: Ticket, following: Following | None) -> None:
-        reading = HandedReading(self._transfer, ticket, clock=self._clock)
-        request.progress = reading
+    async def _hand_off(
+        self, request: Request, reading: HandedReading, beginning: Beginning, following: Following | None
+    ) -> None:
+        ticket = reading.ticket
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
+        computing = asyncio.ensure_future(_to_its_end(beginning, reading))
         try:
-            await self._begin(request, message, following)
-            ends: list[asyncio.Future[Any]] = [reading.end, released]
+            ends: list[asyncio.Future[Any]] = [computing, released]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.end.done():
+            if not computing.done() and not reading.end.done():
                 reason = released.result()
                 if reason == "cancelled":
                     return  # the sink was told to, or has told the router why
                 lost = ticket.sink if reason == "lost" else None
                 raise RequestFailed("handoff_failed", f"{ticket.sink} does not take the blocks: {reason}", lost=lost)
-            reading.end.result()
+            await computing
             with request.span.child("lease"):
                 await asyncio.wait([released])
         except Exception as exc:
@@ -106,16 +125,19 @@ class PrefillHandler:
             raise
         finally:
             reading.is_open = False
-            await to_the_end(self._let_go(request, reading, ticket, released, following))
+            computing.cancel()
+            await to_the_end(self._let_go(request, reading, released, computing, following))
 
     async def _let_go(
         self,
         request: Request,
-        reading: Reading,
-        ticket: Ticket,
+        reading: HandedReading,
         released: "asyncio.Future[str]",
+        computing: "asyncio.Future[None]",
         following: Following | None,
     ) -> None:
+        ticket = reading.ticket
+        await asyncio.gather(computing, return_exceptions=True)
         if not released.done():
             self._transfer.cancel(ticket.ticket)
         try:
@@ -136,3 +158,8 @@ class PrefillHandler:
             self._engine.post(lambda engine: engine.release(inner))
         else:
             self._engine.post(lambda engine: engine.cancel(inner))
+
+
+async def _to_its_end(beginning: Beginning, reading: Reading) -> None:
+    await beginning()
+    await asyncio.shield(reading.end)  # whether the engine holds the blocks is told by it to the last

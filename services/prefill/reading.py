@@ -51,8 +51,9 @@ class Reading:
 class HandedReading(Reading):
     """A prompt whose blocks go to the sink of a ticket. `is_open` ends when nothing may be handed on any more."""
 
-    def __init__(self, transfer: SourcePort, ticket: Ticket, *, clock: Callable[[], float]) -> None:
+    def __init__(self, transfer: SourcePort, ticket: Ticket, clock: Callable[[], float]) -> None:
         super().__init__()
+        self.ticket = ticket
         self._transfer = transfer
         self._ticket = ticket.ticket
         self._request_id = ticket.request_id

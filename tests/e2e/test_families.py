@@ -58,8 +58,8 @@ async def ask(
         return {case: await complete(client, prompt) for case, prompt in prompts.items()}
 
 
-async def until_ready(client: httpx.AsyncClient) -> None:
-    while len((await client.get("/health")).json()["instances"]) < 2:  # noqa: ASYNC110 - a fact of another part
+async def until_ready(client: httpx.AsyncClient, count: int = 2) -> None:
+    while len((await client.get("/health")).json()["instances"]) < count:  # noqa: ASYNC110 - a fact of another part
         await asyncio.sleep(0.01)
 
 

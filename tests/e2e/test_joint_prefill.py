@@ -7,70 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from contracts.identity import RequestId, new_ticket_id
 from contracts.instance import Role
-from contracts.messages import Cancel, Decode, Front, Prefill, Ticket, Work
-from contracts.sampling import SamplingParams
 from engine.pace import Pace
 from tests.e2e.in_process import served
-from tests.e2e.instances import Answer, Driver, Instance, instances
+from tests.e2e.instances import instances
+from tests.e2e.joint import BLOCK, FLAGS, OWN, Joint
 from tests.e2e.test_equality import expected_tokens, prompt_of
+from tests.e2e.test_families import until_ready
 
 pytestmark = pytest.mark.slow
 
-BLOCK = 16
 NEW_TOKENS = 6
-OWN = {"prefill-0": (), "prefill-1": (), "decode-0": ()}
-FLAGS = ("--block-size", str(BLOCK), "--kv-tail-parts", "4", "--max-num-batched-tokens", "64")
-
-
-def ticket(source: Instance, sink: Instance, timeout_s: float = 20.0) -> Ticket:
-    return Ticket(
-        ticket=new_ticket_id(),
-        source=source.record.instance,
-        source_generation=source.record.generation,
-        source_address=source.record.transfer_address,
-        sink=sink.record.instance,
-        sink_generation=sink.record.generation,
-        timeout_s=timeout_s,
-    )
-
-
-class Joint:
-    """`front` reads the first blocks of prompts, `back` the rest; a decode instance writes on."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.front, self.back = driver.instances["prefill-0"], driver.instances["prefill-1"]
-
-    def start(self, work: Work, num_blocks: int, *, tells_front: bool = True, timeout_s: float = 20.0) -> Answer:
-        driver, own = self.driver, ticket(self.back, self.driver.decode)
-        front = Front(ticket=ticket(self.front, self.back, timeout_s), num_blocks=num_blocks)
-        if tells_front:
-            driver.send(self.front, Prefill(self.of_front(work, num_blocks), front.ticket))
-        driver.send(self.back, Prefill(work, own, None, front))
-        driver.send(driver.decode, Decode(work, own))
-        return driver.answers[work.request_id]
-
-    def of_front(self, work: Work, num_blocks: int) -> Work:
-        tokens = work.token_ids[: num_blocks * BLOCK]
-        return msgspec.structs.replace(
-            work,
-            request_id=RequestId(f"{work.request_id}^"),
-            token_ids=tokens,
-            num_prompt_tokens=len(tokens),
-            sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
-            sequences=[0],
-        )
-
-    async def answer(self, answer: Answer) -> list[int]:
-        await self.driver.until(lambda: bool(answer.reasons) or bool(answer.failed), "an answer")
-        await self.driver.until(lambda: answer.has_begun([0]) and answer.prefill is not None, "its beginning")
-        assert not answer.failed
-        return answer.sequence()
 
 
 @pytest.mark.parametrize("transport", ["usm", "zeromq", "oneccl"])
@@ -102,7 +51,7 @@ def test_prompts_that_overlap_in_both_directions_wait_for_nobody_for_ever(llama:
     async def test() -> None:
         async with instances(llama, *FLAGS, own=OWN) as driver:
             there, back = Joint(driver), Joint(driver)
-            back.front, back.back = there.back, there.front
+            back.readers = there.readers[::-1]
             prompts = [prompt_of(150 + 9 * number, start=11 * number) for number in range(12)]
             answers = [
                 (there if number % 2 else back).start(driver.work(prompt, max_tokens=NEW_TOKENS), 1 + number % 8)
@@ -126,7 +75,7 @@ def test_a_front_that_is_lost_costs_time_alone(llama: Path, fault: str) -> None:
                 joint.front.process.signal(signal.SIGSTOP)
             timeout_s = 20.0 if fault == "killed" else 1.5
             work = driver.work(prompt, max_tokens=NEW_TOKENS)
-            answer = joint.start(work, 6, tells_front=fault == "frozen", timeout_s=timeout_s)
+            answer = joint.start(work, 6, never_told=None if fault == "frozen" else 0, timeout_s=timeout_s)
             assert await joint.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
             assert answer.prefill is not None
             assert answer.prefill.front_tokens == 0
@@ -147,9 +96,7 @@ def test_one_that_follows_can_be_cancelled(llama: Path) -> None:
                 work = driver.work(prompt_of(250), max_tokens=NEW_TOKENS)
                 joint.start(work, 8)
                 await asyncio.sleep(delay_s)
-                for instance in driver.instances.values():
-                    driver.send(instance, Cancel(work.request_id))
-                    driver.send(instance, Cancel(RequestId(f"{work.request_id}^")))
+                joint.cancel(work, 2)
                 await driver.until_idle()
             # The same prompt afterwards.
             prompt = prompt_of(250)
@@ -187,11 +134,6 @@ def test_through_the_router_answers_are_the_same_whoever_reads(llama: Path, monk
             assert re.search(r"^baton:joint_prefill_requests_total.* 4\.0$", metrics, re.MULTILINE)
 
     asyncio.run(asyncio.wait_for(test(), 100.0))
-
-
-async def until_ready(client: httpx.AsyncClient, count: int) -> None:
-    while len((await client.get("/health")).json()["instances"]) < count:  # noqa: ASYNC110 - a fact of another part
-        await asyncio.sleep(0.01)
 
 
 async def explained(client: httpx.AsyncClient, prompt: list[int], **params: Any) -> dict[str, Any]:

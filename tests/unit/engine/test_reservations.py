@@ -180,7 +180,7 @@ def test_a_prompt_whose_front_is_lost_is_computed_from_what_has_come(
     assert reservation is not None
     reservations.follow(A, BLOCK_TOKENS * 2, 0.0)
     reservations.mark_received(A, reservation.names[:1])
-    reservations.fall_back(A)
+    assert reservations.read_alone(A, 0.0)
     plan = scheduler.schedule(0.0)
     assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(4, 6)]
     assert run_to_end(roster, scheduler) == {("a", 0): expected_tokens("a", 0, 1)}

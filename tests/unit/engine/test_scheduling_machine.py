@@ -132,7 +132,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         front, _ = self.behind.pop(request_id)
         request = self.roster.requests.get(request_id)
         if request is not None and request.sequences[0].num_computed == front and not request.sequences[0].num_launched:
-            self.reservations.fall_back(request_id)
+            assert self.reservations.read_alone(request_id, 0.0)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), whole=st.booleans())

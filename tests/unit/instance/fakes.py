@@ -103,7 +103,7 @@ class FakeEngine:
     def add(self, work: Work, *, mode: Mode = "generate") -> None:
         self._ask("add", work.request_id, mode)
 
-    def reserve(self, work: Work, *, mode: Mode = "generate") -> Reservation | None:
+    def reserve(self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None) -> Reservation | None:
         if self.free_blocks < self.blocks_per_request:
             return None
         self._ask("reserve", work.request_id)
@@ -120,9 +120,14 @@ class FakeEngine:
     def admit_locally(self, request_id: RequestId) -> None:
         self._ask("admit_locally", request_id)
 
-    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> None:
+    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> bool:
         self._ask("follow", request_id, num_tokens)
         self.gate = gate
+        return True
+
+    def read_alone(self, request_id: RequestId) -> bool:
+        self._ask("read_alone", request_id)
+        return True
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         self._ask("cancel", request_id, sequence)
@@ -363,7 +368,7 @@ class Bench:
 
 async def settle() -> None:
     """Lets every task go as far as it can."""
-    for _ in range(12):
+    for _ in range(24):
         await asyncio.sleep(0)
 
 

@@ -85,7 +85,7 @@ def test_a_front_that_fails_leaves_all_to_the_engine(reached: int) -> None:
             assert b.engine.gate.is_lost
             assert b.engine.verbs() == ["reserve", "follow"]
         else:
-            assert b.engine.asked[1:] == [("admit_locally", inner)]
+            assert b.engine.asked[1:] == [("read_alone", inner)]
         await ended(b)
 
     run(test())
@@ -109,7 +109,7 @@ def test_what_is_here_already_is_not_waited_for(num_blocks: int) -> None:
     async def test() -> None:
         b = await begun(num_blocks)
         assert b.transfer.asked[-1] == ("fetch", [])
-        assert b.engine.verbs() == ["reserve", "admit_locally"]
+        assert b.engine.verbs() == ["reserve", "read_alone"]
         await ended(b)
 
     run(test())
