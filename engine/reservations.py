@@ -32,7 +32,7 @@ class Reservations:
         lead = roster.requests.get(after) if after is not None else None
         if after is not None and (lead is None or not _is_part(lead.work, work)):
             return None
-        names = block_names(work.root, work.token_ids, block_tokens)
+        names = _names_of(work, block_tokens, lead)
         num_full = len(work.token_ids) // block_tokens
         # Of a prompt that is read here, at least the last token is computed.
         reusable = (len(work.token_ids) - 1) // block_tokens if mode == "prefill" else num_full
@@ -206,6 +206,13 @@ class Reservations:
 def _is_part(lead: Work, work: Work) -> bool:
     """Of the same prompt, and before it."""
     return lead.root == work.root and lead.token_ids == work.token_ids[: len(lead.token_ids)]
+
+
+def _names_of(work: Work, block_tokens: int, lead: Request | None) -> list[BlockName]:
+    """Of all its blocks: those that its lead has need not be computed again."""
+    known = list(lead.sequences[0].names) if lead is not None and lead.sequences else []
+    tokens = work.token_ids[len(known) * block_tokens :]
+    return known + block_names(work.root, tokens, block_tokens, parent=known[-1] if known else None)
 
 
 def _ends(numbers: range) -> tuple[int, int]:
