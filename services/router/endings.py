@@ -27,15 +27,14 @@ class Endings:
         self._metrics = metrics
         self._clock = clock
         self._untold: list[Flight] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
+        self._is_soon = False
         self._recent = RecentRequests()
 
     def add(self, flight: Flight) -> None:
         self._untold.append(flight)
-        if len(self._untold) == _TOGETHER:
-            asyncio.get_running_loop().call_soon(self.tell)
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_WITHIN_S, self.tell)
+        if self._next is None or (len(self._untold) >= _TOGETHER and not self._is_soon):
+            self._plan()
 
     def recent(self) -> Sequence[tuple[float, RecentRequest]]:
         """The last ones, newest first, each with the moment of its end."""
@@ -44,10 +43,27 @@ class Endings:
 
     def tell(self) -> None:
         """Of all that have ended until now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         flights, self._untold = self._untold, []
+        self._plan()
+        self._tell(flights)
+
+    def _plan(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        loop, num_untold = asyncio.get_running_loop(), len(self._untold)
+        self._is_soon = num_untold >= _TOGETHER
+        if self._is_soon:
+            self._next = loop.call_soon(self._tell_some)
+        else:
+            self._next = loop.call_later(_WITHIN_S, self._tell_some) if num_untold else None
+
+    def _tell_some(self) -> None:
+        """The rest in other turns of the loop: hundreds may end at once."""
+        flights, self._untold = self._untold[:_TOGETHER], self._untold[_TOGETHER:]
+        self._plan()
+        self._tell(flights)
+
+    def _tell(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
             self._metrics.ended(flight)
             self._recent.add(flight.job.request_id, len(flight.job.token_ids), flight.num_generated, flight.timeline)

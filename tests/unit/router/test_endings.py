@@ -1,7 +1,9 @@
 """What is told of requests that have ended: soon, together, and never later than somebody asks."""
 
+import asyncio
 import logging
 import time
+from collections import Counter
 
 import pytest
 
@@ -46,6 +48,27 @@ def test_many_are_told_of_without_waiting_and_the_last_ones_when_the_router_stop
     with caplog.at_level("INFO"):
         serve(scenario)
     assert len(lines(caplog)) == 17
+
+
+def test_hundreds_that_end_together_are_told_of_in_several_turns(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, turns = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(router.metrics, "ended", lambda flight: turns.append(turn))
+        counting = asyncio.create_task(count())
+        await asyncio.gather(*[router.complete(prompt="hello", max_tokens=3) for _ in range(100)])
+        await settle()
+        counting.cancel()
+
+    serve(scenario)
+    assert len(turns) == 100
+    assert max(Counter(turns).values()) <= 16
 
 
 def test_a_line_bears_the_moment_of_the_end_and_not_that_of_the_telling(
