@@ -52,7 +52,9 @@ class CommandLine:
     def _name_unknown(self, word: str) -> str:
         flag = word.split("=", 1)[0]
         if not flag.startswith("-"):
-            return f"unexpected {word!r} (see {self._program} --help)"
+            named = next((option for option in self._options if option.is_required and not option.is_positional), None)
+            hint = f"did you mean {named.flag} {word}?" if named is not None else f"see {self._program} --help"
+            return f"unexpected {word!r} ({hint})"
         known = [flag for action in self._parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(flag, known, n=1)
         return f"unknown flag {flag} (" + (f"did you mean {near[0]}?" if near else f"see {self._program} --help") + ")"

@@ -64,6 +64,8 @@ class Option:
                 self.kind, "a text"
             )
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        if self.kind is int and self.unit == "bytes":
+            kind += " (a unit may follow: 512M, 4G)"
         limits = [f"{sign} {self.bounds[key]:g}" for key, sign in signs.items() if key in self.bounds]
         if self.bounds.get("min_length"):
             limits.append("that is not empty")

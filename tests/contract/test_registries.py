@@ -285,12 +285,16 @@ def test_when_redis_is_lost_the_last_view_is_kept_and_recovery_is_automatic(tmp_
 
 
 @pytest.mark.redis
-def test_a_view_started_without_redis_finds_it_later(tmp_path: Path) -> None:
+def test_a_view_started_without_redis_says_so_and_finds_it_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = new_redis(tmp_path)
     registry = Registry(lambda: RedisRegistryView(server.url, refresh_s=0.05), server.url)
 
     async def body(watched: Watched, client: RegistryClient) -> None:
         assert not watched.view.is_connected()
+        assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+        assert "no instance is known" in caplog.text
         server.start()
         await client.register(record(), 30)
         await watched.until(lambda view: view.is_connected() and bool(view.records()))

@@ -121,6 +121,7 @@ class RedisRegistryView:
         self._decoder = Decoder[InstanceRecord](InstanceRecord)
         self._records: dict[InstanceId, InstanceRecord] = {}
         self._is_connected = False
+        self._has_looked = False
         self._epoch: bytes | None = None
         self._grace_ends = 0.0
         self._is_due = asyncio.Event()
@@ -183,7 +184,11 @@ class RedisRegistryView:
                 logger.warning("registry lost, serving on from the last view: %s", exc)
                 self._is_connected = False
                 self._on_change()
+            elif not self._has_looked:
+                logger.warning("the registry does not answer: no instance is known until it does: %s", exc)
+            self._has_looked = True
             return
+        self._has_looked = True
         self._apply(found[0], [record for data in found[1:] if (record := self._decode(data)) is not None])
 
     def _apply(self, epoch: bytes, found: list[InstanceRecord]) -> None:

@@ -111,7 +111,8 @@ def test_variables_carry_lists_booleans_and_nothing() -> None:
         pytest.param(["--gpu-memory-utilization", "nan"], ["'nan'"], id="not a number"),
         pytest.param(["--device", "tpu"], ["--device", "'tpu'", "one of auto, cpu"], id="not a choice"),
         pytest.param(["--model", ""], ["--model", "not empty"], id="empty"),
-        pytest.param(["stray"], ["'stray'", "--help"], id="stray word"),
+        pytest.param(["stray"], ["'stray'", "did you mean --model stray?"], id="stray word"),
+        pytest.param(["--max-request-bytes", "1X"], ["'1X'", "512M"], id="unknown unit"),
         pytest.param(["--overrides", "[1]"], ["--overrides", "JSON object"], id="no JSON object"),
     ],
 )

@@ -389,6 +389,7 @@ class FakeCluster:
         self.instances: dict[InstanceId, FakeInstance] = {}
         self.registered: dict[InstanceId, InstanceRecord] = {}
         self.prefilled: set[str] = set()
+        self.registry_answers = True
         self.on_change: Callable[[], None] = lambda: None
 
     def __getitem__(self, instance: str) -> FakeInstance:
@@ -416,7 +417,7 @@ class FakeCluster:
         return [self.registered[instance] for instance in sorted(self.registered)]
 
     def is_connected(self) -> bool:
-        return True
+        return self.registry_answers
 
     async def close(self) -> None:
         pass

@@ -34,7 +34,11 @@ def test_health_follows_the_cluster(serve: Serve) -> None:
         decode = router.fakes["decode-0"]
         decode.draining = True
         decode.report()
-        assert (await router.http.get("/health")).status_code == 503
+        answer = await router.http.get("/health")
+        assert answer.status_code == 503
+        assert answer.json()["reason"] == "no instance can write an answer: empty pools are prefill, decode, unified"
+        router.fakes.registry_answers = False
+        assert (await router.http.get("/health")).json()["reason"].endswith("and the registry does not answer")
 
     serve(scenario)
 
