@@ -23,6 +23,7 @@ from services.router.dialects.responses_schema import ResponsesRequest
 from services.router.errors import ErrorBody, ErrorDetail
 from services.router.frontend import Frontend
 from services.router.invocations import InvocationsEndpoint
+from services.router.model_cards import model_routes
 from services.router.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -59,6 +60,7 @@ def create_app(
     direct["/invocations"] = InvocationsEndpoint(frontend, invocable)
     app = _Documented(title="Baton", version=VERSION)
     app.include_router(system_routes(frontend, crew))
+    app.include_router(model_routes(frontend))
     for path, endpoint in direct.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     app.add_exception_handler(HTTPException, _http_error)

@@ -88,6 +88,7 @@ class GenerationRequest(_Request):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class Part(_Request):
@@ -127,6 +128,7 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest):

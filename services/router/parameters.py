@@ -105,7 +105,8 @@ def sampling_params(
         raise BadRequestError(f"min_tokens is {min_tokens}, greater than max_tokens, {max_tokens}", param="min_tokens")
     defaults = limits.defaults
     prompt_logprobs = _prompt_logprobs(request, logprobs)
-    _check_logprobs(logprobs, "logprobs", limits)
+    is_chat = isinstance(request, ChatCompletionRequest)
+    _check_logprobs(logprobs, "top_logprobs" if is_chat else "logprobs", limits)
     _check_logprobs(prompt_logprobs, "prompt_logprobs", limits)
     return SamplingParams(
         seed=_seed(request.seed),

@@ -15,7 +15,7 @@ from services.router.frontend import Frontend
 from services.router.member import Member
 from services.router.openai_schema import DetokenizeRequest, TokenizeRequest
 from services.router.parsing import parse
-from services.router.responses import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from services.router.responses import DetokenizeAnswer, TokenizeAnswer
 from services.router.workers.crew import Crew
 from services.router.workers.figures import Figures, joined_metrics, newest_first
 
@@ -166,29 +166,6 @@ def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
     @router.get("/recent", summary="Where the time of the last requests went, newest first")
     async def recent() -> Response:
         return _json(newest_first([own_figures(frontend), *await siblings()]))
-
-    @router.get("/v1/models", summary="Names under which the model is served")
-    async def models() -> Response:
-        cards = [
-            ModelCard(
-                id=name, created=sibling.started_at, root=sibling.model.path, max_model_len=sibling.max_model_len()
-            )
-            for sibling in frontend.siblings
-            for name in sibling.names()
-        ]
-        cards += [
-            ModelCard(
-                id=adapter.name,
-                created=sibling.started_at,
-                root=adapter.path,
-                parent=sibling.names()[0],
-                max_model_len=sibling.max_model_len(),
-            )
-            for sibling in frontend.siblings
-            for adapter in sibling.adapters().values()
-            if adapter.name not in sibling.names()
-        ]
-        return _json(ModelList(data=cards))
 
     return router
 

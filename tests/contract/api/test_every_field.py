@@ -189,8 +189,13 @@ USER = {"user": "somebody"}
 BY_DECODER = {"spaces_between_special_tokens"}
 """Only decoders that put spaces there know it: see test_detokenizer.py."""
 NO_EFFECT: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"spaces_between_special_tokens": False, "user": "somebody"},
-    "/v1/completions": {"spaces_between_special_tokens": False, "user": "somebody"},
+    "/v1/chat/completions": {
+        "spaces_between_special_tokens": False,
+        "user": "somebody",
+        "metadata": {"a": "b"},
+        "prediction": {"type": "content", "content": "a"},
+    },
+    "/v1/completions": {"spaces_between_special_tokens": False, "user": "somebody", "metadata": {"a": "b"}},
     "/v1/responses": {
         "safety_identifier": "somebody",
         "prompt_cache_key": "mine",

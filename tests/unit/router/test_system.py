@@ -52,6 +52,10 @@ def test_models_are_those_that_may_be_asked_for(serve: Serve) -> None:
         for model in models["data"]:
             answer = await router.complete(prompt="hello", max_tokens=2, model=model["id"])
             assert answer["model"] == "tiny"
+            assert (await router.http.get(f"/v1/models/{model['id']}")).json() == model
+        missing = await router.http.get("/v1/models/some/other")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "model_not_found"
 
     async def served(router: Router) -> None:
         models = (await router.http.get("/v1/models")).json()
