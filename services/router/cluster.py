@@ -224,6 +224,13 @@ class Cluster:
         if member.state == "ready":
             member.circuit.failed(self._clock())
             logger.warning("instance %s is lost: %s", member.record.instance, reason)
+        elif not member.is_told_lost:
+            record = member.record
+            hint = "is it there, and has it this cluster's key?"
+            logger.warning(
+                "instance %s cannot be reached at %s: %s (%s)", record.instance, record.rpc_address, reason, hint
+            )
+        member.is_told_lost = True
         self._disconnect(member, reason)
         asyncio.get_running_loop().call_later(_RECONNECT_S, self._reconnect, member)
 
@@ -287,7 +294,7 @@ class Cluster:
         member.report(report, self._clock())
         self._takers = None
         if member.state == "connecting":
-            member.state = "ready"
+            member.state, member.is_told_lost = "ready", False
             logger.info("instance %s is ready: %s", record.instance, record.role)
             self._tell_apart(member)
             self._subscribe(member)

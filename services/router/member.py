@@ -56,6 +56,8 @@ class Member:
     links: list[LinkStatus] = field(default_factory=list)
     link_speeds: dict[InstanceId, float] = field(default_factory=dict)
     draining: bool = False
+    is_told_lost: bool = False
+    """The log says that it cannot be reached."""
     shares: dict[RequestId, Share] = field(default_factory=dict)
     reported_at: float = 0.0
     own_tokens: int = 0

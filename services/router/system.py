@@ -94,8 +94,10 @@ def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
     if not pools["decode"] and not pools["unified"] and not computes_vectors:
         empty = [name for name, size in pools.items() if not size]
         reason = f"no instance can write an answer: empty pools are {', '.join(empty)}"
+        if unreached := [member.record.instance for member in cluster.members() if member.state != "ready"]:
+            reason += f"; registered, but not reached: {', '.join(unreached)}"
         if not cluster.is_registry_connected():
-            reason += ", and the registry does not answer"
+            reason += "; the registry does not answer"
     return Health(
         status="ok" if reason is None else "unavailable",
         reason=reason,

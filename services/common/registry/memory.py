@@ -144,7 +144,9 @@ class MemoryRegistryClient:
             except (TimeoutError, PeerUnreachable) as exc:
                 # With the socket goes the message: a registry that comes back must not find old ones.
                 self._disconnect()
-                raise RegistryUnavailable(f"no answer from the registry at {self._address}") from exc
+                key = "no cluster key" if self._key is None else "the same cluster key"
+                reason = f"no answer from the registry at {self._address} (is a router there, with {key}?)"
+                raise RegistryUnavailable(reason) from exc
 
     async def _send(self, message: Register | Leave) -> None:
         """A registration waits for the connection; leaving does not, for who is gone has forgotten us."""

@@ -14,7 +14,7 @@ from services.router.block_index import Match
 from services.router.cluster import Cluster
 from services.router.member import Member, Share
 from tests.unit.router.conftest import settle
-from tests.unit.router.fakes import LAYOUT, FakeCluster, record
+from tests.unit.router.fakes import LAYOUT, FakeCluster, FakeLink, record
 
 NAMES = [BlockName(bytes([i]) * 16) for i in range(4)]
 
@@ -169,6 +169,29 @@ def test_a_lost_link_is_tried_again_while_the_record_lives(monkeypatch: pytest.M
         assert ready(cluster) == ["d"]
 
     with_cluster(scenario)
+
+
+def test_an_instance_that_never_answers_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have another cluster's key, say."""
+
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        monkeypatch.setattr("services.router.cluster._RECONNECT_S", 0.0)
+        ghost = record("ghost", "decode")
+        fakes.registered[ghost.instance] = ghost
+        fakes.add(record("d", "decode"))
+        for _ in range(2):
+            await settle()
+            (unreached,) = [member for member in cluster.members() if member.state != "ready"]
+            assert isinstance(unreached.link, FakeLink)
+            unreached.link.lose("the handshake failed")
+        await settle()
+        assert ready(cluster) == ["d"]
+
+    with_cluster(scenario)
+    (line,) = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
+    assert "ghost cannot be reached at rpc-ghost: the handshake failed" in line
 
 
 def member(**load: float) -> Member:

@@ -36,9 +36,10 @@ def test_health_follows_the_cluster(serve: Serve) -> None:
         decode.report()
         answer = await router.http.get("/health")
         assert answer.status_code == 503
-        assert answer.json()["reason"] == "no instance can write an answer: empty pools are prefill, decode, unified"
+        why = "no instance can write an answer: empty pools are prefill, decode, unified"
+        assert answer.json()["reason"] == why + "; registered, but not reached: prefill-0"
         router.fakes.registry_answers = False
-        assert (await router.http.get("/health")).json()["reason"].endswith("and the registry does not answer")
+        assert (await router.http.get("/health")).json()["reason"].endswith("; the registry does not answer")
 
     serve(scenario)
 
