@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """The engine waits for a layer so much longer than the fetch that brings it: that should have told of its end."""
-ROOM_RETRY_S = 0.02
 
 
 class Lead:
@@ -71,7 +70,8 @@ class Leads:
 
 
 class Fronts:
-    """What an instance needs to follow others. `hands_on`: transports read the blocks where they have come to."""
+    """What an instance needs to follow others. `hands_on`: transports read the blocks where they have come to.
+    `room_retry_s`: the engine is asked again for memory so often."""
 
     def __init__(
         self,
@@ -81,12 +81,14 @@ class Fronts:
         layout: KVLayout,
         counter: HandoffCounter,
         hands_on: bool = True,
+        room_retry_s: float = 0.02,
     ) -> None:
         self.engine = engine
         self.transfer = transfer
         self.layout = layout
         self.counter = counter
         self.hands_on = hands_on
+        self.room_retry_s = room_retry_s
 
 
 class Following:
@@ -172,7 +174,7 @@ class Following:
         if self._wanted:
             await self.end()
         while not await self._fronts.engine.call(lambda engine: engine.read_alone(inner)):  # noqa: ASYNC110 - of memory
-            await asyncio.sleep(ROOM_RETRY_S)
+            await asyncio.sleep(self._fronts.room_retry_s)
 
     async def _bring(self) -> None:
         fronts, ticket, reason = self._fronts, self._ticket, "it is not wanted any more"

@@ -185,3 +185,90 @@ def test_a_prompt_whose_front_is_lost_is_computed_from_what_has_come(
     assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(4, 6)]
     assert run_to_end(roster, scheduler) == {("a", 0): expected_tokens("a", 0, 1)}
     roster.end_request(roster.requests[A])
+
+
+def test_a_part_shares_what_the_part_before_it_computes(
+    roster: Roster, scheduler: Scheduler, reservations: Reservations
+) -> None:
+    tokens = list(range(1, 24))  # three parts of two blocks, the second of which another instance computes; the last
+    add(roster, make_work("p0", tokens[:8], max_tokens=1), "prefill")
+    reservation = reservations.reserve(make_work("a", tokens, max_tokens=1), 0.0, "prefill", RequestId("p0"))
+    assert reservation is not None
+    assert reservation.reused == 0
+    assert [name for name, _ in reservation.missing] == reservation.names[2:]
+    assert not reservations.share()
+    with pytest.raises(UsageError, match="earlier part"):
+        reservations.follow(A, 16, 0.0)
+    step(roster, scheduler)
+    (shared,) = reservations.share()
+    assert [name for name, _ in shared.blocks] == reservation.names[:2]
+    assert not reservations.share()
+    lead = roster.requests[RequestId("p0")]
+    assert lead.sequences[0].blocks == [block for _, block in shared.blocks]
+    assert roster.requests[A].order == lead.order
+    roster.end_request(lead)
+    reservations.follow(A, 16, 0.0)
+    plan = scheduler.schedule(0.0)
+    assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(16, 7)]
+    result = step(roster, scheduler)
+    (done,) = result.completed
+    assert [name for name, _ in done.blocks] == reservation.names[2:], "what was shared has been told of"
+    assert [(info.cached_tokens, info.front_tokens) for info in result.first] == [(0, 8)]
+    roster.end_request(roster.requests[A])
+
+
+def test_a_part_is_reserved_after_one_that_is_here_and_of_the_same_prompt(
+    roster: Roster, reservations: Reservations
+) -> None:
+    add(roster, make_work("p0", [1] * 8, max_tokens=1), "prefill")
+    work = make_work("a", [1] * 7 + [2] * 8, max_tokens=1)
+    for after in ("p0", "p1"):
+        assert reservations.reserve(work, 0.0, "prefill", RequestId(after)) is None
+    roster.end_request(roster.requests[RequestId("p0")])
+
+
+def test_a_part_that_comes_early_leaves_those_who_wait_their_memory(roster: Roster, reservations: Reservations) -> None:
+    add(roster, make_work("p0", [1] * 24, max_tokens=1), "prefill")  # 6 of 16 blocks
+    add(roster, make_work("b", [2] * 16, max_tokens=1), "prefill")  # 4
+    assert reservations.reserve(make_work("a", [1] * 53, max_tokens=1), 0.0, "prefill", RequestId("p0")) is None
+    assert reservations.reserve(make_work("a", [1] * 45, max_tokens=1), 0.0, "prefill", RequestId("p0")) is not None
+    for request in list(roster.requests.values()):
+        roster.end_request(request)
+
+
+def test_a_part_whose_lead_ends_computes_its_blocks_too_where_there_is_room(
+    roster: Roster, scheduler: Scheduler, reservations: Reservations
+) -> None:
+    add(roster, make_work("p0", [1] * 16, max_tokens=1), "prefill")
+    reservation = reservations.reserve(make_work("a", [1] * 30, max_tokens=1), 0.0, "prefill", RequestId("p0"))
+    assert reservation is not None
+    reservations.mark_received(A, reservation.names[4:5])
+    step(roster, scheduler)  # half of the first part
+    reservations.share()
+    roster.end_request(roster.requests[RequestId("p0")])
+    taken = roster.pool.allocate(roster.pool.num_free)
+    assert taken is not None
+    assert not reservations.read_alone(A, 0.0)
+    roster.pool.release(taken)
+    assert reservations.read_alone(A, 0.0)
+    plan = scheduler.schedule(0.0)
+    assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(8, 8)], "what was computed is kept"
+    assert run_to_end(roster, scheduler) == {("a", 0): expected_tokens("a", 0, 1)}
+    roster.end_request(roster.requests[A])
+
+
+def test_who_loses_its_front_goes_on_in_its_own_blocks(
+    roster: Roster, scheduler: Scheduler, reservations: Reservations
+) -> None:
+    """They may be read at this moment."""
+    reservation = reservations.reserve(make_work("a", list(range(1, 14)), max_tokens=1), 0.0, "prefill")
+    assert reservation is not None
+    reservations.follow(A, 12, 0.0)
+    reservations.mark_received(A, reservation.names[:2])
+    assert reservations.read_alone(A, 0.0)
+    reservations.mark_received(A, reservation.names[2:3])  # it was on its way
+    assert roster.requests[A].front_tokens == 8
+    assert [(chunk.start, chunk.length) for chunk in scheduler.schedule(0.0).chunks] == [(8, 5)]
+    assert roster.requests[A].sequences[0].blocks == [block for _, block in reservation.missing]
+    assert run_to_end(roster, scheduler) == {("a", 0): expected_tokens("a", 0, 1)}
+    roster.end_request(roster.requests[A])
