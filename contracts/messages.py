@@ -86,6 +86,10 @@ class Front(msgspec.Struct, frozen=True, kw_only=True):
     ticket: Ticket
     num_blocks: int
     after: RequestId | None = None
+    known_tokens: int = 0
+    """So many of the prompt's first tokens, no more than `after` has, are left out of `Work.token_ids` (not of
+    `num_prompt_tokens`): parts that each bring all of them are megabytes for a long prompt. If `after` has ended before
+    this part comes, the part fails."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):

@@ -143,7 +143,7 @@ class Engine:
         `after` computes an earlier part of it here, for which nothing is reserved. The blocks are freed by `cancel`, or
         belong to the request after `admit`. Raises `RequestError`.
         """
-        self._check(work)
+        self._check(work, num_checked=self._roster.num_tokens(after))  # `after`'s own, or the reservation fails
         if self._scheduler.is_short_of_blocks:
             return None
         reservation = self._reservations.reserve(work, time.monotonic(), mode, after)
@@ -377,8 +377,8 @@ class Engine:
         if self._roster.fail_request(request):
             self._travel.end(request.work.request_id)
 
-    def _check(self, work: Work) -> None:
-        check_work(work, self.limits, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
+    def _check(self, work: Work, num_checked: int = 0) -> None:
+        check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs, num_checked=num_checked)
         self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)

@@ -83,6 +83,11 @@ class Roster:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_tokens)
 
+    def num_tokens(self, request_id: RequestId | None) -> int:
+        """That it was given; 0 if it is not here."""
+        request = self.requests.get(request_id) if request_id is not None else None
+        return len(request.work.token_ids) if request is not None else 0
+
     def enqueue(self, sequence: Sequence) -> None:
         """To the waiting queue, at the place its key gives it."""
         assert not sequence.blocks

@@ -12,6 +12,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from contracts.identity import BlockName, RequestId
 from contracts.layout import KVLayout
 from contracts.messages import Front
@@ -20,6 +22,7 @@ from engine.outputs import CompletedBlocks
 from kvtransfer.errors import TransferError
 from services.common.rpc import RouterId
 from services.instance.engine_thread import EngineCalls
+from services.instance.errors import RequestFailed
 from services.instance.ports import HandoffCounter, NamedBlock, Reservation, SinkPort
 from services.instance.requests import Request
 
@@ -32,8 +35,9 @@ GRACE_S = 5.0
 class Lead:
     """A prompt that is read here, as the next part of it sees it. `request_id` is the engine's."""
 
-    def __init__(self, request_id: RequestId) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request) -> None:
+        self.request_id = request.work.request_id
+        self.request = request
         self.is_asked = asyncio.Event()
         """The engine has been asked to take it, or never will be."""
         self.is_over = asyncio.Event()
@@ -54,19 +58,32 @@ class Leads:
         return len(self._leads)
 
     def add(self, request: Request) -> Lead:
-        lead = self._leads[request.router, request.request_id] = Lead(request.work.request_id)
+        lead = self._leads[request.router, request.request_id] = Lead(request)
         return lead
 
     def find(self, router: RouterId, request_id: RequestId | None) -> Lead | None:
-        """None: it is not here, or is over."""
-        lead = self._leads.get((router, request_id)) if request_id is not None else None
-        return None if lead is None or lead.is_over.is_set() else lead
+        """None: it is not here, or not any more."""
+        return self._leads.get((router, request_id)) if request_id is not None else None
 
     def remove(self, request: Request, lead: Lead) -> None:
         """A new attempt may have its id by now."""
         lead.end()
         if self._leads.get((request.router, request.request_id)) is lead:
             del self._leads[request.router, request.request_id]
+
+
+def complete(request: Request, front: Front, lead: Lead | None) -> None:
+    """Takes the first tokens from the lead. Raises `RequestFailed` if it is not here, or has not so many."""
+    known = front.known_tokens
+    if not known:
+        return
+    has = lead.request.work.token_ids if lead is not None else []
+    is_known = 0 < known <= len(has)
+    # Without its beginning a prompt is none, for the part after it either.
+    whole = has[:known] + request.work.token_ids if is_known else []
+    request.work = msgspec.structs.replace(request.work, token_ids=whole)
+    if not is_known:
+        raise RequestFailed("handoff_failed", f"the part before it, which has its first {known} tokens, is not here")
 
 
 class Fronts:
@@ -98,26 +115,33 @@ class Following:
         """`own`: what the part after it sees; `lead`: the part before it on this instance."""
         self._fronts = fronts
         self._request = request
+        self._front = front
         self._ticket = front.ticket
         self._own, self._lead = own, lead
-        # The last token is computed here at least.
-        num_full = (len(request.work.token_ids) - 1) // fronts.layout.block_tokens
-        self._num_blocks = min(front.num_blocks, num_full)
+        self._num_blocks = 0
         self._has_begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._fetch: asyncio.Task[None] | None = None
         self._wanted: list[NamedBlock] = []
         self._arrived_early: set[BlockName] = set()
         self._num_handed_on = 0
+        self._lacks_nothing = False
+        """The engine has all blocks before those that are fetched."""
 
     async def begin(self) -> None:
         """Returns when the engine has the request: behind the front, once that is at its last step and the lead is
-        computed; or alone. Raises `engine.errors.RequestError`."""
+        computed; or alone. Raises `engine.errors.RequestError`, or `RequestFailed` where a part lacks its first tokens.
+        """
+        complete(self._request, self._front, self._lead)
         engine, work = self._fronts.engine, self._request.work
+        # The last token is computed here at least.
+        num_full = (len(work.token_ids) - 1) // self._fronts.layout.block_tokens
+        self._num_blocks = min(self._front.num_blocks, num_full)
         reservation = await self._reserve()
         if reservation is not None:
             self._hand_on(reservation.cached)
             first = len(reservation.names) - len(reservation.missing)
             self._wanted = reservation.missing[: max(0, self._num_blocks - first)]
+            self._lacks_nothing = first == reservation.reused
         self._gate = Gate(self._fronts.layout.num_layers, patience_s=self._ticket.timeout_s + GRACE_S)
         # Also for nothing: the front waits to be asked.
         self._fetch = asyncio.get_running_loop().create_task(self._bring())
@@ -160,11 +184,14 @@ class Following:
         follow: Callable[[], asyncio.Future[bool]] = lambda: self._fronts.engine.call(  # noqa: E731
             lambda engine: engine.follow(inner, num_tokens, gate)
         )
-        if await follow():
-            return True
-        if lead is not None:
+        is_following = await follow()
+        if not is_following and lead is not None:
             await lead.is_over.wait()
-        return await follow()
+            is_following = await follow()
+        if is_following:
+            self._lacks_nothing = True
+            self._hand_on_arrived()
+        return is_following
 
     async def _read_alone(self) -> None:
         """Once the lead is over: two would compute the same otherwise."""
@@ -196,17 +223,21 @@ class Following:
         inner = self._request.work.request_id
         self._fronts.engine.post(lambda engine: engine.mark_received(inner, names))
         self._arrived_early.update(names)
+        self._hand_on_arrived()
+
+    def _hand_on_arrived(self) -> None:
+        """Those that stay as they are, whoever reads the rest: nothing lacks before them."""
+        if not self._lacks_nothing or not self._fronts.hands_on:
+            return
         come: list[NamedBlock] = []
         for named in self._wanted[self._num_handed_on :]:
             if named.name not in self._arrived_early:
                 break
             come.append(named)
         self._num_handed_on += len(come)
-        if self._fronts.hands_on:
-            self._hand_on(come)
+        self._hand_on(come)
 
     def _hand_on(self, blocks: list[NamedBlock]) -> None:
-        """Those that will stay as they are, whoever reads the rest: all before them are here too."""
         if blocks and self._request.progress is not None:
             self._request.progress.completed(CompletedBlocks(self._request.work.request_id, blocks))
 

@@ -30,17 +30,30 @@ class Joint:
     def back(self) -> Instance:
         return self.readers[1]
 
-    def start(self, work: Work, *ends: int, never_told: int | None = None, timeout_s: float = 20.0) -> Answer:
+    def start(
+        self,
+        work: Work,
+        *ends: int,
+        never_told: int | None = None,
+        brings_all: bool = False,
+        timeout_s: float = 20.0,
+    ) -> Answer:
         """`ends`: of each part but the last, in blocks. Of `never_told`, the number of a part, nobody is told.
-        `timeout_s`: of what one reader fetches from the other."""
+        `brings_all`: each part has all tokens up to its end. `timeout_s`: of what one reader fetches from the other.
+        """
         driver = self.driver
         works = [*(part_of(work, number, end) for number, end in enumerate(ends)), work]
         readers = [self.readers[(len(ends) + 1 - number) % 2] for number in range(len(works))]
         tickets = [driver.ticket(timeout_s, source=source, sink=sink) for source, sink in pairwise(readers)]
         tickets.append(driver.ticket(source=self.back))
         for number, (part, reader) in enumerate(zip(works, readers, strict=True)):
-            after = works[number - 2].request_id if number > 1 else None
-            front = Front(ticket=tickets[number - 1], num_blocks=ends[number - 1], after=after) if number else None
+            front = None
+            if number:
+                front = Front(ticket=tickets[number - 1], num_blocks=ends[number - 1])
+            if front is not None and number > 1:
+                known = 0 if brings_all else len(works[number - 2].token_ids)
+                front = msgspec.structs.replace(front, after=works[number - 2].request_id, known_tokens=known)
+                part = msgspec.structs.replace(part, token_ids=part.token_ids[known:])
             if number != never_told:
                 driver.send(reader, Prefill(part, tickets[number], None, front))
         driver.send(driver.decode, Decode(work, tickets[-1]))

@@ -109,7 +109,8 @@ class FakeEngine:
         self._ask("reserve", work.request_id)
         self.free_blocks -= self.blocks_per_request
         names = [name(n) for n in range(3)]
-        return Reservation(work.request_id, names, 1, [NamedBlock(name(1), 4), NamedBlock(name(2), 5)])
+        missing, cached = [NamedBlock(name(1), 4), NamedBlock(name(2), 5)], [NamedBlock(name(0), 3)]
+        return Reservation(work.request_id, names, 1, missing, cached)
 
     def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None:
         self._ask("mark_received", request_id, list(names))

@@ -5,12 +5,12 @@ import asyncio
 import msgspec
 import pytest
 
+from contracts.identity import RequestId
 from contracts.messages import Cancel, Front, Prefill, Work
 from engine.outputs import CompletedBlocks, NamedBlock
 from kvtransfer.errors import PeerLost
-from services.prefill.following import Fronts
-from services.prefill.handler import PrefillHandler
-from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
+from tests.unit.instance.fakes import ROUTER, Bench, Fetched, name, output, run, settle, ticket, work
+from tests.unit.instance.test_prefill_handler import bench
 
 TOKENS = list(range(50))  # three blocks and two tokens
 FRONT = Front(ticket=ticket(), num_blocks=3)
@@ -18,14 +18,6 @@ FRONT = Front(ticket=ticket(), num_blocks=3)
 
 def long_work(tokens: list[int] = TOKENS) -> Work:
     return msgspec.structs.replace(work(), token_ids=tokens, num_prompt_tokens=len(tokens))
-
-
-def bench() -> Bench:
-    def make(b: Bench) -> PrefillHandler:
-        fronts = Fronts(b.calls, b.transfer, layout=b.engine.layout, counter=b.transfer)
-        return PrefillHandler(b.calls, b.transfer, NoPulls(), fronts, counter=b.transfer, clock=lambda: 1.25)
-
-    return Bench(make)
 
 
 async def begun(num_blocks: int = 3) -> Bench:
@@ -147,6 +139,59 @@ def test_cancelled_it_frees_only_when_nothing_writes_any_more() -> None:
         await settle()
         assert b.engine.gate.is_lost
         assert b.engine.asked[-1] == ("cancel", inner, None)
+        b.check()
+
+    run(test())
+
+
+def test_what_has_come_is_handed_on_at_once_as_far_as_nothing_lacks_before_it() -> None:
+    async def test() -> None:
+        b = await begun()
+        assert b.transfer.on_blocks is not None and b.transfer.on_parts is not None
+        assert b.transfer.asked[:-1] == [("open", "t"), ("publish", [(name(0), 3)])], "what was cached"
+        b.transfer.on_blocks([name(2)])
+        assert b.transfer.verbs()[-1] == "fetch"
+        b.transfer.on_blocks([name(1)])
+        assert b.transfer.asked[-1] == ("publish", [(name(1), 4), (name(2), 5)])
+        b.transfer.on_parts(1, 1)
+        await settle()
+        await ended(b)
+
+    run(test())
+
+
+def test_a_part_has_its_first_tokens_from_the_part_before_it() -> None:
+    async def test() -> None:
+        b = bench()
+        first = msgspec.structs.replace(long_work(TOKENS[:20]), request_id=RequestId("first"))
+        b.serving.on_message(ROUTER, Prefill(first))
+        await settle()
+        rest = msgspec.structs.replace(long_work(), token_ids=TOKENS[20:])
+        front = Front(ticket=ticket(), num_blocks=3, after=first.request_id, known_tokens=20)
+        b.serving.on_message(ROUTER, Prefill(rest, None, None, front))
+        await settle()
+        assert b.serving.table.all()[1].work.token_ids == TOKENS
+        assert b.transfer.asked[-1] == ("fetch", [(name(1), 4), (name(2), 5)])
+        for request_id in ("first", "r"):
+            b.serving.on_message(ROUTER, Cancel(RequestId(request_id)))
+        await settle()
+        b.check()
+
+    run(test())
+
+
+@pytest.mark.parametrize("known", [21, 30])
+def test_a_part_without_its_first_tokens_fails_and_so_do_those_after_it(known: int) -> None:
+    async def test() -> None:
+        b = bench()
+        for number, after in enumerate(("nobody", "0")):
+            rest = msgspec.structs.replace(long_work(), request_id=RequestId(str(number)), token_ids=TOKENS[20:])
+            front = Front(ticket=ticket(), num_blocks=3, after=RequestId(after), known_tokens=known)
+            b.serving.on_message(ROUTER, Prefill(rest, ticket(), None, front))
+        b.transfer.release.set_result("failed")
+        await settle()
+        assert [failed.code for failed in b.router.answers()] == ["handoff_failed"] * 2
+        assert b.transfer.verbs().count("fail") == 2
         b.check()
 
     run(test())
