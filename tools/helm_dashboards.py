@@ -159,7 +159,7 @@ BATON = [
         "Placements by decision",
         [
             by("decision", f"rate(baton:placements_total{{{MODEL}}}{RATE})"),
-            Query(f"sum(rate(baton:joint_prefill_requests_total{{{MODEL}}}{RATE}))", "read by two at once"),
+            Query(f"sum(rate(baton:joint_prefill_requests_total{{{MODEL}}}{RATE}))", "read by two in turns"),
         ],
         "reqps",
     ),
@@ -221,6 +221,17 @@ BATON = [
         ],
     ),
     latency("Error of the predicted time to first token", "baton:ttft_prediction_error_seconds", "Mean"),
+    latency("The same, of prompts read by two", "baton:joint_ttft_prediction_error_seconds", "Mean"),
+    Panel(
+        "Parts of a prompt that is read by two",
+        [
+            Query(
+                f"sum(rate(baton:joint_prefill_parts_total{{{MODEL}}}{RATE})) "
+                f"/ sum(rate(baton:joint_prefill_requests_total{{{MODEL}}}{RATE}))",
+                "parts",
+            ),
+        ],
+    ),
 ]
 
 DASHBOARDS = {

@@ -8,57 +8,18 @@ many at once: their lengths are known beforehand.
 
 import asyncio
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import ceil, inf
-from typing import Literal, Protocol
+from typing import Protocol
 
-from bench.simulation.cache import BlockCache, Holding
+from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.fabric import Behind, LastStep
 from bench.simulation.measures import Distribution
-from contracts.identity import BlockName, RequestId, TicketId
+from bench.simulation.stream import Stream, due_of
+from contracts.identity import RequestId
 from engine.pace import Pace
 from engine.roster import OVERTAKING
 from services.router.joint import LAYER_GROUPS
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """One request here. `prefill` ends with its first token, `decode` begins with the second, `generate` does both."""
-
-    request_id: RequestId
-    mode: Literal["prefill", "decode", "generate"]
-    num_tokens: int
-    """To have in the cache before the next token."""
-    remaining: int
-    """Tokens still to write here."""
-    names: Sequence[BlockName]
-    """Of its full blocks."""
-    arrived_at: float
-    due: int = 0
-    itl_s: float | None = None
-    """What was promised to it."""
-    ticket: TicketId | None = None
-    holding: Holding = field(default_factory=Holding)
-    computed: int = 0
-    cached: int = 0
-    named: int = 0
-    """Of its blocks."""
-    front_tokens: int = 0
-    """Another instance computes these at the moment that this one begins with what follows."""
-    has_met_front: bool = False
-    written: int = 0
-    """Tokens after `num_tokens`, the one from prefill included."""
-    started_at: float | None = None
-    last_token_at: float | None = None
-    is_fresh: bool = True
-    """The gap before its next token also holds what went before it joined the batch."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """The newest token has no KV yet."""
-        return self.num_tokens + max(0, self.written - 1)
 
 
 class Owner(Protocol):
@@ -116,7 +77,7 @@ class SimulatedEngine:
 
     @property
     def queued_tokens(self) -> int:
-        waiting = sum(s.num_tokens - s.front_tokens for s in self.waiting if s.mode != "decode")
+        waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
         return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
 
     @property
@@ -140,11 +101,39 @@ class SimulatedEngine:
         return not (self.waiting or self.num_running)
 
     def add(self, sequence: Stream) -> None:
-        sequence.due = self._num_planned_tokens
-        if sequence.mode == "prefill":
-            sequence.due += OVERTAKING * sequence.num_tokens
-        insort(self.waiting, sequence, key=lambda s: s.due)
+        self._enrol(sequence)
+        insort(self.waiting, sequence, key=due_of)
         self._look()
+
+    def reserve(self, sequence: Stream) -> bool:
+        """Blocks for a prompt that is read behind another instance, but for those of its earlier part: `share` those
+        when that one has been computed. `follow` or `admit_locally` comes next. False: there is no room."""
+        self._enrol(sequence)
+        earlier = sequence.earlier.num_tokens // self._block_tokens if sequence.earlier is not None else 0
+        if not self._place(sequence, num_shared=earlier):
+            return False
+        self.reserved.add(sequence)
+        return True
+
+    def share(self, sequence: Stream) -> None:
+        assert sequence.earlier is not None
+        sequence.named = sequence.earlier.num_tokens // self._block_tokens
+        sequence.holding.names = self.cache.take(sequence.names[: sequence.named], 0).names
+        sequence.cached = sequence.computed = sequence.named * self._block_tokens
+
+    def follow(self, sequence: Stream) -> None:
+        """What comes after its `front_tokens` joins the batch: the other one computes the last of them now."""
+        self.reserved.discard(sequence)
+        sequence.started_at = self._loop.time()
+        sequence.computed = sequence.front_tokens
+        insort(self.prompts, sequence, key=due_of)
+        self._look()
+
+    def admit_locally(self, sequence: Stream) -> None:
+        self.reserved.discard(sequence)
+        self.cache.release(sequence.holding)
+        sequence.front_tokens = 0
+        self.add(sequence)
 
     def join(self, sequence: Stream) -> None:
         """The blocks of a reserved sequence have come."""
@@ -169,6 +158,12 @@ class SimulatedEngine:
             self.cache.release(sequence.holding)
         self._chunks = [chunk for chunk in self._chunks if chunk[0].request_id != request_id]
         self._look()
+
+    def _enrol(self, sequence: Stream) -> None:
+        if sequence.due is None:
+            sequence.due = self._num_planned_tokens
+            if sequence.mode == "prefill":
+                sequence.due += OVERTAKING * sequence.num_tokens
 
     def _look(self) -> None:
         """Something has changed: begins a step, or ends the running ones at the next token."""
@@ -227,9 +222,8 @@ class SimulatedEngine:
             if sequence.front_tokens and not sequence.has_met_front:
                 sequence.has_met_front = True
                 behind = self._owner.on_behind(sequence)
-                if sequence.computed > sequence.cached:
-                    last_s = compute_s / LAYER_GROUPS
-                    ends_at = max(ends_at, behind.first_at + compute_s, behind.last_at + last_s)
+                last_s = compute_s / LAYER_GROUPS
+                ends_at = max(ends_at, behind.first_at + compute_s, behind.last_at + last_s)
         return ends_at - now - compute_s
 
     def _tell_last_steps(self) -> None:
@@ -254,7 +248,8 @@ class SimulatedEngine:
                 self.reserved.add(head)
                 self._owner.on_reserved(head)
             else:
-                self.prompts.append(head)
+                head.started_at = head.started_at if head.started_at is not None else self._loop.time()
+                insort(self.prompts, head, key=due_of)
                 budget -= self._append_chunk(head, budget)
 
     def _append_chunk(self, sequence: Stream, budget: int) -> int:
@@ -264,21 +259,19 @@ class SimulatedEngine:
             self._num_planned_tokens += length
         return max(0, length)
 
-    def _place(self, sequence: Stream) -> bool:
-        """Gives it all its blocks, if they are there."""
+    def _place(self, sequence: Stream, *, num_shared: int = 0) -> bool:
+        """Gives it all its blocks but the first ones that it will share, if they are there."""
         num_tokens = sequence.num_tokens
         # Who computes must compute the last token at least.
         reusable = (num_tokens if sequence.mode == "decode" else num_tokens - 1) // self._block_tokens
-        cached = sequence.names[: self.cache.match(sequence.names[:reusable])]
-        fresh = ceil(num_tokens / self._block_tokens) - len(cached)
+        cached = sequence.names[: self.cache.match(sequence.names[:reusable])] if not num_shared else ()
+        fresh = ceil(num_tokens / self._block_tokens) - num_shared - len(cached)
         reserve = self.cache.num_total // 100 if self.num_running else 0
         if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
             return False
         sequence.holding = self.cache.take(cached, fresh)
         sequence.named, sequence.cached = len(cached), len(cached) * self._block_tokens
-        sequence.computed = max(sequence.cached, sequence.front_tokens)
-        if sequence.started_at is None:
-            sequence.started_at = self._loop.time()
+        sequence.computed = sequence.cached
         return True
 
     def _grow(self) -> int:

@@ -53,6 +53,9 @@ class _Handoff:
     on_sent: list[Callable[[], None]] = field(default_factory=list)
     last_step: LastStep | None = None
     on_begun: Callable[[LastStep | None], None] | None = None
+    behind: Behind | None = None
+    is_declined: bool = False
+    is_abandoned: bool = False
 
 
 class Fabric:
@@ -83,7 +86,10 @@ class Fabric:
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.first_token_at = self._loop.time()
         handoff.on_sent.append(on_sent)
-        self._end(ticket, handoff)
+        if handoff.is_declined:
+            self.forget(ticket)
+        else:
+            self._end(ticket, handoff)
 
     def reserved(self, ticket: Ticket, num_cached: int, on_arrived: Callable[[Arrival], None]) -> None:
         """The sink has room, and the first `num_cached` tokens already."""
@@ -97,36 +103,45 @@ class Fabric:
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.last_step = step
         if handoff.on_begun is not None:
-            handoff.on_begun(step)
+            self._begun(ticket, handoff, step)
 
-    def follow(self, ticket: Ticket, on_begun: Callable[[LastStep | None], None]) -> None:
-        """The sink reads behind the source, once that has begun its last step; None: it never will."""
+    def follow(self, ticket: Ticket, num_cached: int, on_begun: Callable[[LastStep | None], None]) -> None:
+        """The sink has room, and the first `num_cached` tokens already. It reads behind the source, once that has begun
+        its last step; None: it never will."""
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
-        handoff.on_begun = on_begun
+        handoff.sent, handoff.reserved_at, handoff.on_begun = num_cached, self._loop.time(), on_begun
+        if handoff.is_abandoned:
+            self.forget(ticket)
+            on_begun(None)
+            return
+        self._send(ticket, handoff)
         if handoff.last_step is not None:
-            on_begun(handoff.last_step)
+            self._begun(ticket, handoff, handoff.last_step)
 
     def abandon(self, ticket: Ticket) -> None:
         """The source was told to stop. What it computes in a step that has begun still arrives."""
-        handoff = self._handoffs.get(ticket.ticket)
-        if handoff is not None and handoff.on_begun is not None and handoff.last_step is None:
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        if handoff.is_declined:
             self.forget(ticket)
-            handoff.on_begun(None)
+        elif handoff.last_step is None:
+            handoff.is_abandoned = True
+            if handoff.on_begun is not None:
+                self.forget(ticket)
+                handoff.on_begun(None)
 
-    def behind(self, ticket: Ticket, num_cached: int) -> Behind:
-        """The sink begins to compute, and has the first `num_cached` tokens already."""
-        step = self._handoffs[ticket.ticket].last_step
-        assert step is not None
-        end = step.start + step.length
-        earlier_s = max(0, step.start - num_cached) * self._seconds_per_token
-        group_s = max(0, end - max(step.start, num_cached)) * self._seconds_per_token / LAYER_GROUPS
-        begins = self._link_free_at(ticket)
-        group_at = step.begins_at + (step.ends_at - step.begins_at) / LAYER_GROUPS
-        first_at = max(begins + earlier_s, group_at) + group_s
-        last_at = max(begins + earlier_s + (LAYER_GROUPS - 1) * group_s, step.ends_at) + group_s
-        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = last_at
-        self._loop.call_at(last_at + LATENCY_S, self.forget, ticket)
-        return Behind(first_at + LATENCY_S, last_at + LATENCY_S)
+    def decline(self, ticket: Ticket) -> None:
+        """The sink will not read behind the source, or does so no more."""
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        handoff.is_declined, handoff.on_begun, handoff.reserved_at = True, None, None
+        if handoff.is_abandoned or handoff.first_token_at is not None:
+            self.forget(ticket)
+
+    def behind(self, ticket: Ticket) -> Behind:
+        """The sink begins to compute."""
+        behind = self._handoffs[ticket.ticket].behind
+        assert behind is not None
+        self._loop.call_at(max(self._loop.time(), behind.last_at), self.forget, ticket)
+        return behind
 
     def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
         """Tokens that the source has cached go to the sink."""
@@ -139,6 +154,22 @@ class Fabric:
         handoff = self._handoffs.pop(ticket.ticket, None)
         for on_sent in handoff.on_sent if handoff is not None else []:
             on_sent()
+
+    def _begun(self, ticket: Ticket, handoff: _Handoff, step: LastStep) -> None:
+        """What came before the step is sent first, and what it computes group by group."""
+        handoff.produced = max(handoff.produced, step.start)
+        self._send(ticket, handoff)
+        num_missing = max(0, step.start + step.length - handoff.sent)
+        group_s = num_missing * self._seconds_per_token / LAYER_GROUPS
+        begins = self._link_free_at(ticket)
+        group_at = step.begins_at + (step.ends_at - step.begins_at) / LAYER_GROUPS
+        first_at = max(begins, group_at) + group_s
+        last_at = max(begins + (LAYER_GROUPS - 1) * group_s, step.ends_at) + group_s
+        handoff.sent += num_missing
+        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = begins + LAYER_GROUPS * group_s
+        handoff.behind = Behind(first_at + LATENCY_S, last_at + LATENCY_S)
+        assert handoff.on_begun is not None
+        handoff.on_begun(step)
 
     def _send(self, ticket: Ticket, handoff: _Handoff) -> None:
         num_tokens = handoff.produced - handoff.sent
@@ -156,7 +187,7 @@ class Fabric:
 
     def _end(self, ticket: Ticket, handoff: _Handoff) -> None:
         """Once both are ready."""
-        if handoff.reserved_at is None or handoff.first_token_at is None:
+        if handoff.on_arrived is None or handoff.first_token_at is None:
             return
         self._loop.call_at(max(self._loop.time(), handoff.ends_at), self._arrived, ticket)
 

@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil, inf
+
+import msgspec
 
 from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
-from bench.simulation.engine import SimulatedEngine, Stream
+from bench.simulation.engine import SimulatedEngine
 from bench.simulation.fabric import Arrival, Behind, Fabric, LastStep
 from bench.simulation.measures import Distribution
+from bench.simulation.stream import Stream
 from contracts.events import BlockEvent, EventBatch
-from contracts.identity import InstanceId, RequestId
+from contracts.identity import BlockName, InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus, Load
 from contracts.messages import (
     Cancel,
@@ -36,6 +40,16 @@ from engine.pace import DECODE_STRETCH
 
 _TOKEN = 0
 """What every simulated token is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Following:
+    """A prompt that is read behind another instance. `follows` is known once that one has begun its last step."""
+
+    stream: Stream
+    follows: bool | None = None
+    awaits_part: bool = False
+    """An earlier part of it is not computed here yet."""
 
 
 class SimulatedInstance:
@@ -68,6 +82,10 @@ class SimulatedInstance:
         self._num_pulls = 0
         self._fronts: dict[RequestId, Ticket] = {}
         """Of prompts whose beginning another instance reads, until its blocks are on their way."""
+        self._parts: dict[RequestId, Stream] = {}
+        """Prompts, and parts of prompts, that have not been computed to their ends."""
+        self._later: dict[RequestId, _Following] = {}
+        """By the part that comes before."""
         self._peers: dict[InstanceId, None] = {}
         """Those that blocks have come from."""
         self._fabric.caches[record.instance] = self.engine.cache
@@ -139,7 +157,7 @@ class SimulatedInstance:
             self._fabric.begins(ticket, step)
 
     def on_behind(self, sequence: Stream) -> Behind:
-        return self._fabric.behind(self._fronts.pop(sequence.request_id), sequence.cached)
+        return self._fabric.behind(self._fronts.pop(sequence.request_id))
 
     def on_first_token(self, sequence: Stream) -> None:
         now = self._loop.time()
@@ -148,8 +166,8 @@ class SimulatedInstance:
             request_id=sequence.request_id,
             queue_s=sequence.started_at - sequence.arrived_at,
             prefill_s=now - sequence.started_at,
-            cached_tokens={"device": sequence.cached},
-            front_tokens=max(0, sequence.front_tokens - sequence.cached),
+            cached_tokens={"device": sequence.found},
+            front_tokens=sequence.fetched,
         )
         work = self._works[sequence.request_id]
         self._publish()
@@ -157,6 +175,7 @@ class SimulatedInstance:
         if sequence.mode == "prefill":
             # Before the token: it may end the request.
             self._hold(sequence)
+            self._go_on_after(sequence, is_computed=True)
         self._send_tokens(work, 1, is_last=work.sampling.max_tokens == self._offset(work) + 1)
 
     def on_finished(self, sequence: Stream) -> None:
@@ -174,19 +193,23 @@ class SimulatedInstance:
     def _begin(
         self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None, front: Front | None = None
     ) -> None:
-        block_tokens = self.record.layout.block_tokens
-        num_full = len(work.token_ids) // block_tokens
+        if front is not None and front.known_tokens:
+            assert front.after is not None
+            known = self._works[front.after].token_ids[: front.known_tokens]
+            work = msgspec.structs.replace(work, token_ids=known + work.token_ids)
         num_tokens = work.sampling.max_tokens - self._offset(work)
         stream = Stream(
             request_id=work.request_id,
             mode="prefill" if mode == "prefill" else "decode" if mode == "decode" else "generate",
             num_tokens=len(work.token_ids),
             remaining=1 if mode == "prefill" else num_tokens - (mode == "decode"),
-            names=block_names(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
+            names=self._names(work, self._parts.get(front.after) if front is not None and front.after else None),
             arrived_at=self._loop.time(),
             itl_s=work.itl_s,
         )
         self._works[work.request_id] = work
+        if mode == "prefill":
+            self._parts[work.request_id] = stream
         if ticket is not None:
             self._tickets[work.request_id] = ticket
         if front is not None:
@@ -196,19 +219,60 @@ class SimulatedInstance:
         else:
             self.engine.add(stream)
 
+    def _names(self, work: Work, part: Stream | None) -> list[BlockName]:
+        """Of full blocks; those of an earlier part are known."""
+        block_tokens = self.record.layout.block_tokens
+        known = list(part.names) if part is not None else []
+        new = work.token_ids[len(known) * block_tokens : len(work.token_ids) // block_tokens * block_tokens]
+        return known + block_names(known[-1] if known else work.root, new, block_tokens)
+
     def _follow(self, stream: Stream, front: Front) -> None:
-        """Waits until the front begins its last step, and computes all where it never will."""
-        ticket = self._fronts[stream.request_id] = front.ticket
-        self._peers[ticket.source] = None
+        """Without room it computes all."""
+        following = _Following(stream)
+        self._fronts[stream.request_id] = front.ticket
+        self._peers[front.ticket.source] = None
+        if front.after is not None and (part := self._parts.get(front.after)) is not None:
+            stream.earlier, stream.due, following.awaits_part = part, part.due, True
+            self._later[front.after] = following
+        num_tokens = front.num_blocks * self.record.layout.block_tokens
+        has_room = self.engine.reserve(stream)
+        if not has_room or stream.cached >= num_tokens:
+            following.follows = False
+            self._fabric.decline(self._fronts.pop(stream.request_id))
+            self._join(following)
+            return
 
         def begun(step: LastStep | None) -> None:
+            following.follows = step is not None
             if step is None:
                 del self._fronts[stream.request_id]
-            else:
-                stream.front_tokens = front.num_blocks * self.record.layout.block_tokens
-            self.engine.add(stream)
+            self._join(following)
 
-        self._fabric.follow(ticket, begun)
+        stream.front_tokens = num_tokens
+        self._fabric.follow(front.ticket, stream.earlier.num_tokens if stream.earlier else stream.cached, begun)
+
+    def _join(self, following: _Following) -> None:
+        """The batch, or the queue, once all is known."""
+        if following.awaits_part or following.follows is None:
+            return
+        if following.follows:
+            self.engine.follow(following.stream)
+        else:
+            self.engine.admit_locally(following.stream)
+
+    def _go_on_after(self, part: Stream, *, is_computed: bool) -> None:
+        """It has been computed, or has ended."""
+        del self._parts[part.request_id]
+        following = self._later.pop(part.request_id, None)
+        if following is None or following.stream.request_id not in self._works:
+            return
+        following.awaits_part = False
+        if is_computed and following.stream in self.engine.reserved:
+            self.engine.share(following.stream)
+        elif (front := self._fronts.pop(following.stream.request_id, None)) is not None:
+            following.follows = False
+            self._fabric.decline(front)
+        self._join(following)
 
     def _pull(self, stream: Stream, pull: Pull) -> None:
         """What the source has by now comes first; the prompt is added then."""
@@ -265,13 +329,13 @@ class SimulatedInstance:
         ticket = self._tickets.pop(request_id, None)
         self.engine.cancel(request_id)
         if (front := self._fronts.pop(request_id, None)) is not None:
-            self._fabric.forget(front)
-        if ticket is None:
-            return
-        if ticket.sink == self.record.instance:
+            self._fabric.decline(front)
+        if ticket is not None and ticket.sink == self.record.instance:
             self._fabric.forget(ticket)
-        else:
+        elif ticket is not None:
             self._fabric.abandon(ticket)
+        if (part := self._parts.get(request_id)) is not None:
+            self._go_on_after(part, is_computed=False)
 
     def _offset(self, work: Work) -> int:
         """Tokens that were written before, elsewhere."""

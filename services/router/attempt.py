@@ -8,7 +8,7 @@ import msgspec
 
 from contracts.identity import BlockName, RequestId, new_ticket_id
 from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Tokens, Work
-from services.router.front import FrontPart
+from services.router.front import FrontPart, start_parts
 from services.router.job import PromptNames
 from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
@@ -43,8 +43,8 @@ class Attempt(msgspec.Struct, eq=False):
     """How many attempts for these sequences came before."""
     decode_has_blocks: bool = False
     """The handoff is over: prefill is needed no more."""
-    front: FrontPart | None = None
-    """Reads the prompt's first part while `prefill` reads the rest."""
+    parts: Sequence[FrontPart] = ()
+    """Of the prompt, those before the last, which `prefill` reads."""
 
     def start(
         self,
@@ -59,9 +59,17 @@ class Attempt(msgspec.Struct, eq=False):
         placement's reader fetches first."""
         self._assign(placement, len(work.token_ids))
         pull, front = _pull(self.request_id, placement, pull_from, self._beginning(), naming), None
-        if self.front is not None and self.prefill is not None:
-            front_ticket = _ticket(self.front.request_id, self.front.member, self.prefill, naming, handoff_timeout_s)
-            front, pull = self.front.start(work, front_ticket, placement, naming, pull), None
+        if self.parts and self.prefill is not None:
+            front = start_parts(
+                self.parts,
+                self.prefill,
+                work,
+                placement,
+                naming,
+                pull=pull,
+                ticket=lambda request_id, source, sink: _ticket(request_id, source, sink, naming, handoff_timeout_s),
+            )
+            pull = None
         if self.prefill is None:
             assert self.decode is not None
             self.decode.send(Generate(_named(work, naming, self.decode), pull))
@@ -84,10 +92,10 @@ class Attempt(msgspec.Struct, eq=False):
         return not self.decode_has_blocks or any(s.has_gap or len(s.token_ids) == self.position for s in self.live())
 
     def prefilled(self) -> None:
-        """All of the prompt has been read: a front that still computes is not needed."""
-        if self.front is not None:
-            self.front.end(cancel=False)
-            self.front = None
+        """All of the prompt has been read: parts that are still computed are not needed."""
+        for part in self.parts:
+            part.end(cancel=False)
+        self.parts = ()
 
     def end(self, *, cancel: bool) -> None:
         """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
@@ -96,8 +104,8 @@ class Attempt(msgspec.Struct, eq=False):
             member.circuit.given_up()
             if cancel:
                 member.send(Cancel(self.request_id))
-        if self.front is not None:
-            self.front.end(cancel=cancel)
+        for part in self.parts:
+            part.end(cancel=cancel)
 
     def cancel_sequence(self, index: int) -> None:
         if self.decode is not None:
@@ -114,7 +122,7 @@ class Attempt(msgspec.Struct, eq=False):
 
     def _beginning(self) -> Member:
         """`Placement.beginning`."""
-        member = self.front.member if self.front is not None else self.prefill or self.decode
+        member = self.parts[0].member if self.parts else self.prefill or self.decode
         assert member is not None
         return member
 

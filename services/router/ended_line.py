@@ -5,7 +5,7 @@ from services.router.flight import Flight
 
 def ended_line(flight: Flight) -> dict[str, object]:
     """Fields of the line."""
-    timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
+    timeline, handoff = flight.timeline, flight.timeline.handoff
     beginning = timeline.beginning
     return {
         "request_id": flight.job.request_id,
@@ -14,6 +14,7 @@ def ended_line(flight: Flight) -> dict[str, object]:
         "prefill": timeline.prefill,
         "decode": timeline.decode,
         "front": timeline.front,
+        "parts": timeline.num_parts or None,
         "front_tokens": timeline.front_tokens if timeline.front is not None else None,
         "finish_reasons": timeline.finish_reasons,
         "prompt_tokens": len(flight.job.token_ids),
@@ -27,8 +28,8 @@ def ended_line(flight: Flight) -> dict[str, object]:
         "itl_s": timeline.itl_s,
         "admission_s": timeline.admission_s,
         "tokenize_s": timeline.tokenize_s,
-        "queue_s": report.queue_s if report is not None else None,
-        "prefill_s": report.prefill_s if report is not None else None,
+        "queue_s": timeline.queue_s,
+        "prefill_s": timeline.prefill_s,
         "handoff_s": handoff.handoff_s if handoff is not None else None,
         "exposed_s": handoff.exposed_s if handoff is not None else None,
         "decode_s": timeline.decode_s,

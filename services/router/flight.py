@@ -17,7 +17,7 @@ from contracts.messages import Answer, Failed, HandoffReport, PrefillReport, Tok
 from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
 from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
-from services.router.front import FrontPart
+from services.router.front import FrontPart, parts_of
 from services.router.job import Arrival, FlightRules, Job, PromptNames
 from services.router.member import Member
 from services.router.outbox import Outbox
@@ -165,9 +165,16 @@ class Flight:
             case Failed():
                 self._on_failed(attempt, member, answer)
 
-    def front_freed(self, report: PrefillReport | None) -> None:
-        if report is not None and self.timeline.report is None:
+    def part_read(self, part: FrontPart, report: PrefillReport) -> None:
+        if not part.number and self.timeline.report is None:
             self.timeline.front_report = report
+        if not self.is_over:
+            self._owner.prefilled(self)
+
+    def part_failed(self, culprit: InstanceId, failed: Failed) -> None:
+        if culprit not in self._avoid and failed.code != "draining":
+            self._avoid |= {culprit}  # others of its parts fail for the same reason: it is blamed once
+            self.blame(culprit, failed)
         if not self.is_over:
             self._owner.prefilled(self)
 
@@ -291,9 +298,10 @@ class Flight:
         attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source)
         for member in attempt.members():
             self._expect(member, naming.names(member.record.layout))
-        if attempt.front is not None:
-            layout = attempt.front.member.record.layout
-            self._expect(attempt.front.member, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
+        if attempt.parts:
+            front = attempt.parts[0].member
+            layout = front.record.layout
+            self._expect(front, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
         return None
 
     def _expect(self, member: Member, names: Sequence[BlockName]) -> None:
@@ -316,7 +324,7 @@ class Flight:
             position=position,
             replays=replays,
             decode_has_blocks=prefill is None,
-            front=FrontPart(self, RequestId(f"{request_id}^"), front) if front is not None else None,
+            parts=parts_of(self, request_id, placement, front=front, back=prefill),
         )
         self._num_attempts += 1
         self._attempts.add(attempt)

@@ -13,6 +13,7 @@ from contracts.identity import InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus
 from contracts.messages import Answer, LoadReport, ToInstance
 from services.router.block_index import Match
+from services.router.busy_share import BusyShare
 from services.router.circuit import Circuit
 from services.router.placement import Candidate
 from services.router.step_times import StepTimes
@@ -69,6 +70,7 @@ class Member:
     recent_tokens: float = 0.0
     """Placed here to be computed; fades with `RECENT_S`."""
     recent_at: float = 0.0
+    busy: BusyShare = field(default_factory=BusyShare)
     steps: StepTimes = field(default_factory=StepTimes)
     circuit: Circuit = field(default_factory=Circuit)
 
@@ -107,6 +109,7 @@ class Member:
         self.link_speeds = {link.peer: link.bytes_per_second for link in report.links}
         self.draining = report.draining
         self.reported_at = now
+        self.busy.observe(load.queued_tokens > 0 or self.own_tokens > 0, now)
         self.steps.observe(load.running, load.decode_step_s)
         self.foreign_tokens = max(0, load.queued_tokens - self.own_tokens)
         self.foreign_sequences = max(0, load.running + load.waiting - self.own_sequences)
@@ -145,6 +148,7 @@ class Member:
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
+            busy=self.busy.value(now),
             machine=record.host,
             held_tokens=held_blocks * block_tokens,
             link_speeds=self.link_speeds,

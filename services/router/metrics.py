@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from services.router.counter import Count, Counters
 from services.router.flight import Flight
 from services.router.histogram import Histogram, Histograms
+from services.router.timeline import Timeline
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -72,6 +73,9 @@ class RouterMetrics:
         self._ttft_error = self._histogram(
             "baton:ttft_prediction_error_seconds", "Distance of predicted and actual time to first token.", _TTFT_S
         )
+        self._joint_error = self._histogram(
+            "baton:joint_ttft_prediction_error_seconds", "The same where two instances have read the prompt.", _TTFT_S
+        )
         self._itl_error = self._histogram(
             "baton:itl_prediction_error_seconds", "Distance of predicted and mean actual time between tokens.", _TPOT_S
         )
@@ -81,8 +85,9 @@ class RouterMetrics:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
         self._joint_prefills = self._counter(
-            "baton:joint_prefill_requests", "Requests whose prompt two prefill instances have read at once."
+            "baton:joint_prefill_requests", "Requests whose prompt two prefill instances have read by turns."
         )
+        self._joint_parts = self._counter("baton:joint_prefill_parts", "Parts that these prompts were read in.")
         self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
         self._success = self._labelled("vllm:request_success", "Sequences by how they ended.", "finished_reason")
         self._placements = self._labelled("baton:placements", "Requests by who serves them.", "decision")
@@ -148,21 +153,27 @@ class RouterMetrics:
         if decode_s is not None:
             self._decode.observe(decode_s)
         if timeline.report is not None:
-            self._queue.observe(timeline.report.queue_s)
-            self._prefill.observe(timeline.report.prefill_s)
-            self._joint_prefills.value += timeline.front_tokens > 0
+            self._queue.observe(timeline.queue_s or 0.0)
+            self._prefill.observe(timeline.prefill_s or 0.0)
             for tier, tokens in timeline.cached_tokens.items():
                 self._count(self._hits, tier).value += tokens
         if timeline.handoff is not None:
             self._handoff.observe(timeline.handoff.handoff_s)
             self._exposed.observe(timeline.handoff.exposed_s)
         if ttft_s is not None:
-            self._ttft.observe(ttft_s)
-            self._ttft_error.observe(abs(ttft_s - timeline.predicted_ttft_s))
+            self._first_token(timeline, ttft_s)
         if itl_s is not None and timeline.predicted_itl_s:
             self._itl_error.observe(abs(itl_s - timeline.predicted_itl_s))
         if admission_s is not None:
             self._admission.observe(admission_s)
+
+    def _first_token(self, timeline: Timeline, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+        self._ttft_error.observe(abs(ttft_s - timeline.predicted_ttft_s))
+        if timeline.front_tokens:
+            self._joint_prefills.value += 1
+            self._joint_parts.value += timeline.num_parts
+            self._joint_error.observe(abs(ttft_s - timeline.predicted_ttft_s))
 
     def _count(self, family: str, label: str) -> Count:
         return self._families.counters.of(family, self._model, label)

@@ -5,7 +5,7 @@ cached there, over its measured rate. Under load, tokens to compute weigh more t
 wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
 decode instance is the least busy one with room; blocks that it already has count only as bytes
 not moved. A prefix that another instance has is fetched from there where that is cheaper (`pulls`), and a long prompt
-may be read by two idle prefill instances at once (`joint`).
+may be read by two prefill instances at once (`joint`).
 That is the policy `prefix`; the others are there to compare with.
 """
 
@@ -69,6 +69,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     host_cached_tokens: int = 0
     turnover: float = 0.0
     """Tokens computed there of late, in sizes of its cache: what is cached there lives the shorter the greater."""
+    busy: float = 0.0
+    """Share of the time in which it had prompts to compute of late."""
     machine: str = ""
     """Equal for instances that can share memory."""
     held_tokens: int = 0
@@ -136,14 +138,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`prefill` computes the prompt, `decode` writes the answer; where one instance does both, only `decode` is set.
 
     `prefill_only` is for requests that end with their first token: there is nothing to hand off. With `front`, that
-    instance reads the first `front_tokens` (whole blocks) and `prefill` what follows, right behind it.
+    instance and `prefill` read the prompt by turns: `joint.JointPlan`.
     """
 
     decision: Decision
     prefill: Candidate | None = None
     decode: Candidate | None = None
     front: Candidate | None = None
-    front_tokens: int = 0
+    part_ends: tuple[int, ...] = ()
     predicted_ttft_s: float
     other_ttft_s: float = 0.0
     """Where a prefill and a decode instance could each have read the prompt: of the one that does not."""
@@ -160,6 +162,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         chosen = self.prefill or self.decode
         assert chosen is not None
         return chosen
+
+    @property
+    def front_tokens(self) -> int:
+        """In whole blocks, of which the front has a copy in the end."""
+        return self.part_ends[-1] if self.part_ends else 0
 
     @property
     def beginning(self) -> Candidate:
@@ -303,7 +310,7 @@ def _read_by(
         alone,
         prefill=msgspec.structs.replace(plan.back, pull=None),
         front=prefill,
-        front_tokens=plan.front_tokens,
+        part_ends=plan.ends,
         predicted_ttft_s=plan.seconds,
     )
 

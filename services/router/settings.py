@@ -193,8 +193,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     joint_prefill_min_tokens: Annotated[
         int,
         Meta(
-            description="prompts with as many tokens that are not cached are read by two idle prefill instances at "
-            "once, where that is predicted to be quicker; 0: never, for it has not run on an accelerator yet",
+            description="prompts with as many tokens that are not cached are read by two prefill instances that take "
+            "turns, where that gains more than it costs others; 4096 is a good value; 0: never, for it has not run on "
+            "an accelerator yet",
             ge=0,
         ),
     ] = 0

@@ -22,9 +22,8 @@ def _all(flight: Flight) -> Iterator[tuple[str, str | int | float | None]]:
     yield "gen_ai.usage.completion_tokens", flight.num_generated
     yield "gen_ai.latency.time_to_first_token", timeline.ttft_s
     yield "gen_ai.latency.e2e", timeline.e2e_s
-    if timeline.report is not None:
-        yield "gen_ai.latency.time_in_queue", timeline.report.queue_s
-        yield "gen_ai.latency.time_in_model_prefill", timeline.report.prefill_s
+    yield "gen_ai.latency.time_in_queue", timeline.queue_s
+    yield "gen_ai.latency.time_in_model_prefill", timeline.prefill_s
     yield "gen_ai.latency.time_in_model_decode", timeline.decode_s
     yield "baton.decision", timeline.decision
     yield "baton.prefill", timeline.prefill

@@ -18,7 +18,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill: str | None
     decode: str | None
     front: str | None = None
-    """A prefill instance that was to read the prompt's first part while `prefill` reads the rest."""
+    """A prefill instance that was to read the prompt by turns with `prefill`, beginning with its first part."""
+    parts: int = 0
+    """So many parts of the prompt were planned then."""
     front_tokens: int = 0
     """Those that `prefill` has from it: 0 where it computed all by itself."""
     cached_tokens: Mapping[str, int]
@@ -68,6 +70,9 @@ class Timeline(msgspec.Struct):
     ended_at: float | None = None
     report: PrefillReport | None = None
     front_report: PrefillReport | None = None
+    """Of the first part of a prompt that two read."""
+    num_parts: int = 0
+    """Planned, the last one included; 0: the prompt is read by one."""
     handoff: HandoffReport | None = None
     replays: int = 0
     num_later_tokens: int = 0
@@ -79,6 +84,8 @@ class Timeline(msgspec.Struct):
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
         self.front = placement.front.instance if placement.front is not None else None
+        if self.report is None:
+            self.front_report, self.num_parts = None, len(placement.part_ends) + 1 if placement.part_ends else 0
         if self.first_token_at is None:
             before_s = now - self.arrived_at
             self.predicted_ttft_s = before_s + placement.predicted_ttft_s
@@ -123,17 +130,31 @@ class Timeline(msgspec.Struct):
         return self.front_report if self.front_tokens and self.front_report is not None else self.report
 
     @property
+    def queue_s(self) -> float | None:
+        return None if self.beginning is None else self.beginning.queue_s
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From the beginning of a prompt's computing to its end; of one that two have read, to its first token here."""
+        if self.report is None or self.beginning is self.report:
+            return None if self.report is None else self.report.prefill_s
+        if self.first_token_at is None or self.placed_at is None or self.queue_s is None:
+            return None
+        return max(0.0, self.first_token_at - self.placed_at - self.queue_s)
+
+    @property
     def cached_tokens(self) -> dict[Tier, int]:
         return {} if self.beginning is None else self.beginning.cached_tokens
 
     def explain(self, request_id: str, now: float) -> Explanation:
-        report, beginning, handoff = self.report, self.beginning, self.handoff
+        beginning, handoff = self.beginning, self.handoff
         explanation = Explanation(
             request_id=request_id,
             decision=self.decision,
             prefill=self.prefill,
             decode=self.decode,
             front=self.front,
+            parts=self.num_parts,
             front_tokens=self.front_tokens,
             pulled_tokens=beginning.pulled_tokens if beginning is not None else 0,
             pulled_from=beginning.pulled_from if beginning is not None else None,
@@ -146,8 +167,8 @@ class Timeline(msgspec.Struct):
             admission_s=self.admission_s,
             ttft_s=self.ttft_s,
             tokenize_s=self.tokenize_s,
-            queue_s=None if report is None else report.queue_s,
-            prefill_s=None if report is None else report.prefill_s,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             e2e_s=(self.ended_at or now) - self.arrived_at,
             replays=self.replays,

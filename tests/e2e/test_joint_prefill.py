@@ -113,7 +113,7 @@ def test_through_the_router_answers_are_the_same_whoever_reads(llama: Path, monk
     params: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
     params |= {"return_tokens_as_token_ids": True}
     one, other, shared = prompt_of(150), prompt_of(170, start=50), [*prompt_of(150)[:96], *prompt_of(120, start=9)]
-    cases: list[tuple[list[int], int]] = [(one, 64), (one, 0), (other, 64), (shared, 48), (prompt_of(60, start=3), 0)]
+    cases: list[tuple[list[int], int]] = [(one, 80), (one, 0), (other, 80), (shared, 64), (prompt_of(60, start=3), 0)]
 
     async def test() -> None:
         roles: list[Role] = ["prefill", "prefill", "decode"]

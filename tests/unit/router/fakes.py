@@ -109,6 +109,8 @@ class FakeInstance:
         self.cached: list[BlockName] = []
         self.link: FakeLink | None = None
         self.sequence = 0
+        self.read: dict[RequestId, tuple[int, int]] = {}
+        """Of prompts and their parts: their tokens, and how many of them fronts have read."""
         self.no_adapters: set[str] | None = set()
         self.on_batch: Callable[[EventBatch], None] | None = None
         self._is_due = False
@@ -243,7 +245,8 @@ class FakeInstance:
     def _advance(self, job: Job) -> list[Tokens | PrefillReport | HandoffReport | Failed]:
         work, message = job.work, job.message
         answers: list[Tokens | PrefillReport | HandoffReport | Failed] = []
-        offset = len(work.token_ids) - work.num_prompt_tokens
+        known = message.front.known_tokens if isinstance(message, Prefill) and message.front is not None else 0
+        offset = known + len(work.token_ids) - work.num_prompt_tokens
         if isinstance(message, Decode):
             if not self.cluster.is_prefilled(message.ticket):
                 return []
@@ -267,11 +270,13 @@ class FakeInstance:
         return answers
 
     def _read_by_front(self, message: Prefill | Generate) -> int:
-        """What has come from it by now: all or nothing."""
+        """What has come from it by now, all or nothing, and what earlier parts had from theirs."""
         front = message.front if isinstance(message, Prefill) else None
-        if front is None or not self.cluster.is_prefilled(front.ticket):
-            return 0
-        return front.num_blocks * self.record.layout.block_tokens
+        own, fetched = self.read.get(front.after, (0, 0)) if front is not None and front.after is not None else (0, 0)
+        if front is not None and self.cluster.is_prefilled(front.ticket):
+            fetched += front.num_blocks * self.record.layout.block_tokens - own
+        self.read[message.work.request_id] = (message.work.num_prompt_tokens, fetched)
+        return fetched
 
     def _token(self, job: Job, sequence: int, position: int) -> Tokens:
         work = job.work

@@ -1,4 +1,4 @@
-"""Two instances read a prompt: what each is told, what is told of it, and that nothing is left of it in any case."""
+"""Two instances read a prompt by turns: what each is told, what is told of it, and that nothing is left of it."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from contracts.identity import RequestId
-from contracts.messages import Batch, Cancel, Failed, Prefill, PrefillReport, Tokens
+from contracts.messages import Batch, Cancel, Failed, Prefill, PrefillReport, Tokens, Work
 from contracts.sampling import SamplingParams
 from services.common.logs import JsonFormatter
 from services.router.circuit import FAILURES
@@ -36,6 +36,10 @@ def reads(instance: FakeInstance) -> list[Prefill]:
     return [message for message in instance.received if isinstance(message, Prefill)]
 
 
+ENDS = (8, 20, 32)
+"""Of the parts but the last: two turns, in steps of 16 tokens."""
+
+
 async def explained(router: Router, **body: Any) -> dict[str, Any]:
     answer = await router.http.post(
         "/v1/completions", json={"seed": 0, **BODY, **body}, headers={"x-baton-explain": "1"}
@@ -47,18 +51,25 @@ async def explained(router: Router, **body: Any) -> dict[str, Any]:
 def test_each_gets_its_part(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         await router.complete(**BODY, temperature=0.7, logprobs=1, stop=["#"], n=2)
-        (ahead,), (behind,) = reads(router.fakes["prefill-0"]), reads(router.fakes["prefill-1"])
-        assert ahead.work.request_id == behind.work.request_id + "^"
-        assert (ahead.work.token_ids, ahead.work.num_prompt_tokens) == (PROMPT[:16], 16)
-        assert ahead.work.sampling == SamplingParams(seed=0, max_tokens=1, temperature=0.0)
-        assert (ahead.work.sequences, behind.work.sequences) == ([0], [0, 1])
-        assert ahead.work.root == behind.work.root
-        assert ahead.front is None and ahead.ticket is not None and behind.front is not None
-        assert behind.front.ticket == ahead.ticket and behind.front.num_blocks == 4
-        assert (ahead.ticket.source, ahead.ticket.sink) == ("prefill-0", "prefill-1")
-        assert behind.ticket is not None and behind.ticket.sink == "decode-0"
-        assert behind.work.token_ids == PROMPT and behind.work.sampling.logprobs == 1
-        assert not router.fakes["prefill-0"].cancels()
+        (first, third), (second, last) = reads(router.fakes["prefill-0"]), reads(router.fakes["prefill-1"])
+        chain, request_id = (first, second, third, last), last.work.request_id
+        assert [part.work.request_id for part in chain] == [*(f"{request_id}^{i}" for i in range(3)), request_id]
+        for part, known, end in zip(chain, (0, 0, ENDS[0]), ENDS, strict=False):
+            assert (part.work.token_ids, part.work.num_prompt_tokens) == (PROMPT[known:end], end)
+            assert (part.front.known_tokens if part.front is not None else 0) == known
+            assert part.work.sampling == SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+            assert part.work.sequences == [0]
+        assert len({part.work.root for part in chain}) == 1
+        assert last.front is not None and last.front.known_tokens == 0
+        assert last.work.token_ids == PROMPT and last.work.sampling.logprobs == 1 and last.work.sequences == [0, 1]
+        sinks = [part.ticket.sink for part in chain if part.ticket is not None]
+        assert sinks == ["prefill-1", "prefill-0", "prefill-1", "decode-0"]
+        assert first.front is None
+        for before, part, end, after in zip(chain, chain[1:], ENDS, (None, first, second), strict=False):
+            assert part.front is not None and part.front.ticket == before.ticket
+            assert part.front.num_blocks == end // 4
+            assert part.front.after == (after.work.request_id if after is not None else None)
+        assert not router.fakes["prefill-0"].cancels() and not router.fakes["prefill-1"].cancels()
 
     serve(scenario, **POOLS)
 
@@ -77,18 +88,21 @@ def test_answers_metrics_and_the_log_tell_of_it(serve: Serve, caplog: pytest.Log
 
     async def scenario(router: Router) -> None:
         told = (await explained(router))["baton"]
-        assert (told["front"], told["prefill"], told["front_tokens"]) == ("prefill-0", "prefill-1", 16)
+        assert (told["front"], told["prefill"], told["parts"]) == ("prefill-0", "prefill-1", 4)
+        assert told["front_tokens"] == 8 + 12
         assert told["cached_tokens"] == {"device": 4}
         await explained(router, prompt=[9] * 10)
         text = (await router.http.get("/metrics")).text
         assert 'baton:joint_prefill_requests_total{model_name="tiny"} 1.0' in text
+        assert 'baton:joint_prefill_parts_total{model_name="tiny"} 4.0' in text
+        assert 'baton:joint_ttft_prediction_error_seconds_count{model_name="tiny"} 1.0' in text
         assert 'baton:prefix_hit_tokens_total{model_name="tiny",tier="device"} 8.0' in text
 
     serve(scenario, **POOLS)
     lines = [json.loads(JsonFormatter().format(line)) for line in caplog.records if line.message == "request ended"]
     first, second = lines
-    assert (first["front"], first["front_tokens"]) == ("prefill-0", 16)
-    assert (second["front"], second["front_tokens"]) == (None, None)
+    assert (first["front"], first["parts"], first["front_tokens"]) == ("prefill-0", 4, 20)
+    assert (second["front"], second["parts"], second["front_tokens"]) == (None, None, None)
 
 
 def test_what_the_front_found_cached_is_what_was_not_computed(serve: Serve) -> None:
@@ -99,19 +113,28 @@ def test_what_the_front_found_cached_is_what_was_not_computed(serve: Serve) -> N
         ahead.hold = behind.hold = 0
         task = asyncio.create_task(explained(router))
         await settle()
-        (message,) = reads(ahead)
-        request_id = message.work.request_id
         ahead.jobs.clear()
-        ahead.send(
-            PrefillReport(request_id=request_id, queue_s=0, prefill_s=0, cached_tokens={"device": 12}, pulled_tokens=8)
-        )
-        ahead.send(Tokens(request_id=request_id, sequence=0, position=0, token_ids=[7], finish_reason="length"))
-        assert message.ticket is not None
-        router.fakes.prefilled.add(message.ticket.ticket)
+        for message, cached in zip(reads(ahead), (8, 6), strict=True):
+            request_id = message.work.request_id
+            ahead.send(
+                PrefillReport(
+                    request_id=request_id,
+                    queue_s=0.25,
+                    prefill_s=9,
+                    cached_tokens={"device": cached},
+                    pulled_tokens=cached // 2,
+                )
+            )
+            ahead.send(Tokens(request_id=request_id, sequence=0, position=0, token_ids=[7], finish_reason="length"))
+            assert message.ticket is not None
+            router.fakes.prefilled.add(message.ticket.ticket)
         behind.resume()
         told = (await task)["baton"]
-        assert told["cached_tokens"] == {"device": 12}
-        assert told["pulled_tokens"] == 8
+        assert told["cached_tokens"] == {"device": 8}
+        assert told["pulled_tokens"] == 4
+        # From the front's beginning on, not of the last part.
+        assert told["queue_s"] == 0.25
+        assert told["prefill_s"] == pytest.approx(max(0.0, told["ttft_s"] - told["admission_s"] - 0.25))
 
     serve(scenario, **POOLS)
 
@@ -124,11 +147,15 @@ def test_work_of_both_counts_at_once_and_until_each_has_read_its_part(serve: Ser
             router.fakes[name].hold = 0
         task = asyncio.create_task(router.complete(**BODY))
         await settle()
-        assert (ahead.own_tokens, behind.own_tokens) == (16, 26)
-        assert (ahead.unreported_blocks, behind.unreported_blocks) == (4, 11)
+        assert (ahead.own_tokens, behind.own_tokens) == (8 + 12, 12 + 10)
+        assert (ahead.unreported_blocks, behind.unreported_blocks) == (8, 11)
+        assert (ahead.own_sequences, behind.own_sequences) == (1, 1)
+        first = reads(router.fakes["prefill-0"])[0]
+        router.fakes["prefill-0"].send(prefill_report(first.work))
+        assert (ahead.own_tokens, behind.own_tokens) == (12, 12 + 10)
         router.fakes["prefill-0"].resume()
         await settle()
-        assert (ahead.own_tokens, behind.own_tokens) == (0, 26)
+        assert (ahead.own_tokens, behind.own_tokens) == (0, 12 + 10)
         assert ahead.shares == {}
         router.fakes["prefill-1"].resume()
         await task
@@ -136,12 +163,12 @@ def test_work_of_both_counts_at_once_and_until_each_has_read_its_part(serve: Ser
     serve(scenario, **POOLS)
 
 
-def test_both_parts_are_expected_to_be_cached(serve: Serve) -> None:
+def test_what_each_will_have_is_expected_to_be_cached(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         await router.complete(**BODY)
         await router.complete(**BODY)
         # All full blocks are taken to be at the one that was behind.
-        assert [len(reads(router.fakes[f"prefill-{i}"])) for i in range(2)] == [1, 2]
+        assert [len(reads(router.fakes[f"prefill-{i}"])) for i in range(2)] == [2, 3]
         assert reads(router.fakes["prefill-1"])[-1].front is None
 
     serve(scenario, **POOLS)
@@ -165,7 +192,8 @@ def test_a_front_that_fails_again_and_again_gets_no_more_work(serve: Serve) -> N
         router.fakes["prefill-0"].refuses = "internal"
         for number in range(8):
             await router.complete(**BODY | {"prompt": [10 * number + i for i in range(42)]})
-        assert len(reads(router.fakes["prefill-0"])) == 5
+        # Of each request two parts, for which it is blamed once.
+        assert len(reads(router.fakes["prefill-0"])) == 5 * 2
 
     serve(scenario, **POOLS)
 
@@ -181,7 +209,7 @@ def test_a_lost_front_costs_no_request(serve: Serve) -> None:
         behind.resume()
         told = (await task)["baton"]
         assert told.get("front_tokens", 0) == told.get("replays", 0) == 0
-        assert len(reads(behind)) == 1
+        assert len(reads(behind)) == 2
 
     serve(scenario, **POOLS)
 
@@ -191,8 +219,7 @@ def test_a_front_that_is_too_late_is_told_to_stop(serve: Serve) -> None:
         ahead = router.fakes["prefill-0"]
         ahead.hold = 0
         await router.complete(**BODY)
-        (job,) = reads(ahead)
-        assert [cancel.request_id for cancel in ahead.cancels()] == [job.work.request_id]
+        assert [cancel.request_id for cancel in ahead.cancels()] == [job.work.request_id for job in reads(ahead)]
 
     serve(scenario, **POOLS)
 
@@ -229,12 +256,12 @@ def test_a_front_on_trial_that_was_not_needed_may_be_tried_again() -> None:
         member.circuit.failed(0.0)
     member.circuit.tries(2.0)
     assert not member.circuit.allows(2.0)
-    FrontPart(owner=None, request_id=RequestId("r^"), member=member).end(cancel=False)  # type: ignore[arg-type]
+    FrontPart(owner=None, request_id=RequestId("r^0"), member=member, number=0).end(cancel=False)  # type: ignore[arg-type]
     assert member.circuit.allows(2.0)
 
 
 class Scene:
-    """A request that two instances read, all of them silent but for what a test lets them say."""
+    """A request that two instances read in four parts, all silent but for what a test lets them say."""
 
     def __init__(self) -> None:
         self.fakes = FakeCluster()
@@ -259,25 +286,33 @@ class Scene:
         job = Job(request_id="r", token_ids=PROMPT, sampling=SamplingParams(seed=0, max_tokens=3))
         arrival = Arrival(at=now, tokenizing_at=now, tokenized_at=now)
         self.flight: Flight = dispatcher.launch([job], Outbox(), arrival=arrival)[0]
-        self.first = self.back.assignments()[0].work
-        self.part = self.front.assignments()[0].work
+        first, third = self.front.assignments()
+        second, last = self.back.assignments()
+        self.first = last.work
+        self.parts = [(self.front, first.work), (self.back, second.work), (self.front, third.work)]
 
-    def token(self, instance: FakeInstance, position: int, *, part: bool = False, ends: bool = False) -> None:
-        request_id = self.part.request_id if part else self.first.request_id
+    def token(self, instance: FakeInstance, position: int, *, ends: bool = False, work: Work | None = None) -> None:
+        request_id = (work or self.first).request_id
         reason: Any = "length" if ends else None
         if ends:
             instance.jobs.pop(request_id, None)
         message = Tokens(request_id=request_id, sequence=0, position=position, token_ids=[9], finish_reason=reason)
         instance.send(Batch([message]))
 
-    def fails(self, instance: FakeInstance) -> None:
-        request_id = self.part.request_id if instance is self.front else self.first.request_id
+    def reads(self, number: int) -> None:
+        instance, work = self.parts[number]
+        instance.send(prefill_report(work))
+
+    def ends(self, number: int) -> None:
+        instance, work = self.parts[number]
+        self.token(instance, 0, ends=True, work=work)
+
+    def fails(self, number: int | None) -> None:
+        """A part, or the request itself at its last one."""
+        instance, work = self.parts[number] if number is not None else (self.back, self.first)
+        request_id = work.request_id
         instance.jobs.pop(request_id, None)
         instance.send(Failed(request_id=request_id, code="internal", message="by the test"))
-
-
-def front_reads(scene: Scene) -> None:
-    scene.front.send(prefill_report(scene.part))
 
 
 def back_reads(scene: Scene) -> None:
@@ -293,22 +328,26 @@ def decode_writes(scene: Scene) -> None:
 
 
 EVENTS: dict[str, Callable[[Scene], None]] = {
-    "front reads": front_reads,
-    "front ends": lambda scene: scene.token(scene.front, 0, part=True, ends=True),
-    "front fails": lambda scene: scene.fails(scene.front),
+    "part 0 is read": lambda scene: scene.reads(0),
+    "part 0 ends": lambda scene: scene.ends(0),
+    "part 0 fails": lambda scene: scene.fails(0),
+    "part 1 is read": lambda scene: scene.reads(1),
+    "part 1 ends": lambda scene: scene.ends(1),
+    "part 1 fails": lambda scene: scene.fails(1),
+    "part 2 ends": lambda scene: scene.ends(2),
     "front is lost": lambda scene: scene.front.die(),
     "back reads": back_reads,
-    "back fails": lambda scene: scene.fails(scene.back),
+    "back fails": lambda scene: scene.fails(None),
     "back is lost": lambda scene: scene.back.die(),
     "decode writes": decode_writes,
     "client leaves": lambda scene: scene.flight.cancel("the client left"),
 }
-OF_THE_FRONT = {"front reads", "front ends", "front fails", "front is lost"}
+HARMLESS = {event for event in EVENTS if event.startswith("part")} | {"front is lost"}
 
 
 @pytest.mark.parametrize("first", EVENTS)
 def test_nothing_is_left_in_any_order_of_events(first: str) -> None:
-    """Of four events, as far as each can still happen; then the client leaves."""
+    """Of three events, as far as each can still happen; then the client leaves."""
 
     async def play(order: tuple[str, ...]) -> None:
         scene = Scene()
@@ -318,21 +357,23 @@ def test_nothing_is_left_in_any_order_of_events(first: str) -> None:
             await settle(3)
             for member in scene.cluster.members():
                 member.check_invariants()
-        if set(order) <= OF_THE_FRONT:
+        if set(order) <= HARMLESS:
             assert scene.flight.timeline.replays == 0 and not scene.flight.is_over, order
         scene.flight.cancel("over")
         await settle(3)
         for member in scene.cluster.members():
             assert member.shares == {}, order
             assert (member.own_tokens, member.own_sequences, member.unreported_blocks) == (0, 0, 0), order
-        if not {"front ends", "front fails", "front is lost"} & set(order):
-            assert Cancel(scene.part.request_id) in scene.front.cancels(), order
+        for number, (instance, work) in enumerate(scene.parts):
+            lost = "front is lost" if instance is scene.front else "back is lost"
+            if not {f"part {number} ends", f"part {number} fails", lost} & set(order):
+                assert Cancel(work.request_id) in instance.cancels(), order
         assert scene.fakes.busy() == [], order
         await scene.cluster.close()
 
     async def scenario() -> None:
         others = [event for event in EVENTS if event != first]
-        for rest in itertools.permutations(others, 3):
+        for rest in itertools.permutations(others, 2):
             await play((first, *rest))
 
     asyncio.run(scenario())

@@ -1,0 +1,65 @@
+"""What a simulated engine knows of one request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bench.simulation.cache import Holding
+from contracts.identity import BlockName, RequestId, TicketId
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request here. `prefill` ends with its first token, `decode` begins with the second, `generate` does both."""
+
+    request_id: RequestId
+    mode: Literal["prefill", "decode", "generate"]
+    num_tokens: int
+    """To have in the cache before the next token."""
+    remaining: int
+    """Tokens still to write here."""
+    names: Sequence[BlockName]
+    """Of its full blocks."""
+    arrived_at: float
+    due: int | None = None
+    """When it is its turn, in tokens of prompts computed here; a part of a prompt takes its earlier part's place."""
+    itl_s: float | None = None
+    """What was promised to it."""
+    ticket: TicketId | None = None
+    holding: Holding = field(default_factory=Holding)
+    computed: int = 0
+    cached: int = 0
+    named: int = 0
+    """Of its blocks."""
+    front_tokens: int = 0
+    """Another instance computes these at the moment that this one begins with what follows."""
+    has_met_front: bool = False
+    earlier: "Stream | None" = None
+    """The part of the same prompt that is computed here before."""
+    written: int = 0
+    """Tokens after `num_tokens`, the one from prefill included."""
+    started_at: float | None = None
+    last_token_at: float | None = None
+    is_fresh: bool = True
+    """The gap before its next token also holds what went before it joined the batch."""
+
+    @property
+    def fetched(self) -> int:
+        """Tokens that fronts have read, of earlier parts too."""
+        earlier = self.earlier.fetched if self.earlier is not None else 0
+        return earlier + max(0, self.front_tokens - self.cached)
+
+    @property
+    def found(self) -> int:
+        """Tokens that neither fronts nor this instance have computed for this prompt."""
+        return self.cached if self.earlier is None else min(self.earlier.found, self.cached)
+
+    @property
+    def kv_tokens(self) -> int:
+        """The newest token has no KV yet."""
+        return self.num_tokens + max(0, self.written - 1)
+
+
+def due_of(sequence: Stream) -> int:
+    assert sequence.due is not None
+    return sequence.due

@@ -1,0 +1,51 @@
+"""What share of the time an instance was busy, as it is remembered."""
+
+from math import exp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.busy_share import RECENT_S, BusyShare
+
+
+def test_at_first_it_has_been_idle() -> None:
+    share = BusyShare()
+    assert share.value(1e6) == 0.0
+    share.observe(True, 1e6)
+    assert share.value(1e6) == 0.0
+    assert share.value(1e6 + 1.0) == pytest.approx(1.0 / RECENT_S, rel=0.01)
+
+
+def test_it_is_learned_and_forgotten() -> None:
+    share = BusyShare()
+    share.observe(True, 0.0)
+    assert share.value(RECENT_S) == pytest.approx(1.0 - exp(-1.0))
+    share.observe(False, 10 * RECENT_S)
+    assert share.value(11 * RECENT_S) == pytest.approx(exp(-1.0), rel=1e-3)
+
+
+def test_half_of_the_time_is_a_half() -> None:
+    share = BusyShare()
+    for second in range(1000):
+        share.observe(second % 2 == 0, float(second))
+    assert share.value(1000.0) == pytest.approx(0.5, abs=0.01)
+
+
+def test_asking_changes_nothing() -> None:
+    asked, silent = BusyShare(), BusyShare()
+    for share in (asked, silent):
+        share.observe(True, 5.0)
+        if share is asked:
+            assert 0.0 < asked.value(5.5) < asked.value(6.0)
+        share.observe(False, 7.0)
+    assert asked.value(20.0) == pytest.approx(silent.value(20.0))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 500)), min_size=1))
+def test_it_is_a_share(seen: list[tuple[bool, float]]) -> None:
+    share, now = BusyShare(), 0.0
+    for is_busy, after_s in seen:
+        share.observe(is_busy, now)
+        now += after_s
+        assert 0.0 <= share.value(now) <= 1.0 + 1e-9
