@@ -13,7 +13,6 @@ import json
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import httpx
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.ports import free_port
 from bench.report import Row, show
 from services.common.configuration import environment
 from services.local.launches import Forks, Launch, Launched, Programs
@@ -98,12 +98,6 @@ class Tally:
     refused: int = 0
     not_connected: int = 0
     disturbances: Counter[str] = field(default_factory=Counter)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def members(folder: Path, registry: str, *, threads: int) -> list[Member]:

@@ -11,7 +11,6 @@ turn on, which is not counted.
 import argparse
 import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import IO
 
 import httpx
 
+from bench.ports import free_port
 from bench.report import Row, show
 from contracts.model_path import model_folder
 from services.local.settings import DEMO_MODEL
@@ -67,7 +67,7 @@ def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
 
 
 def one_turn(options: argparse.Namespace) -> Turn:
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "services.cli", "serve", *filter(None, [options.model]), "--port", str(port)]
     for role in ("prefill", "decode", "unified"):
         command += [f"--{role}", str(getattr(options, role))]
@@ -102,12 +102,6 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, count: int, log: IO[str]
                 pass
             time.sleep(POLL_S)
     raise SystemExit(f"baton-bench ready: not ready within {DEADLINE_S:g} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def import_s() -> float:

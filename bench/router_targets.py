@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ import psutil
 from bench.fake_instances import FakeInstance
 from bench.fake_servers import FakeServer
 from bench.http_load import Connection, HttpError, post
+from bench.ports import free_port
 from contracts.instance import Role
 from contracts.messages import Work
 
@@ -124,12 +124,6 @@ async def _server_apart() -> AsyncIterator[int]:
         yield port
     finally:
         await _stop(process)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _wait_until_all_are_known(port: int, workers: int) -> None:

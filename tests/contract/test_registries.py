@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.ports import free_port
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord, Load
 from services.common.errors import ConfigurationError, RegistryUnavailable, Superseded
@@ -18,7 +19,6 @@ from services.common.registry import RegistryClient, RegistryView, registry_clie
 from services.common.registry.memory import MemoryRegistryView
 from services.common.registry.redis_registry import RedisRegistryView
 from tests.contract.redis_server import RedisServer
-from tests.ports import free_port
 from tests.unit.router.fakes import record as made_up
 
 TIMEOUT_S = 10.0

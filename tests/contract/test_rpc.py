@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 import zmq
 
+from bench.ports import free_port
 from contracts.identity import Generation, InstanceId, RequestId
 from contracts.instance import Load
 from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
 from contracts.wire import encode
 from services.common.cluster_key import ClusterKey, cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
-from tests.ports import free_port
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.ports import free_port
 from services.common.errors import ConfigurationError, LocalError
 from services.local import supervisor as supervisor_module
 from services.local.console import Console
 from services.local.launches import Forks, Programs
 from services.local.plan import Process
 from services.local.supervisor import Supervisor
-from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.ports import free_port
 from contracts.messages import Ticket
 from kvtransfer import PeerLost, RemoteTransferError, TransferError, TransferSettings
 from tests.contract import test_transports
 from tests.contract.test_transports import only, wanted
 from tests.contract.transports_pair import LAYOUT, LONG_SILENCE_S, Node, running
 from tests.contract.transports_peer import Peer, peer
-from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 SILENT = {"heartbeat_interval_s": 60.0, "heartbeat_timeout_s": 120.0}

@@ -18,11 +18,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.fake_instances import FakeInstance
+from bench.ports import free_port
 from contracts.identity import InstanceId
 from services.common.registry import RegistryView, registry_client, registry_view
 from services.router.workers.registry_relay import RegistryRelay
 from tests.e2e.cluster import ROOT, environment
-from tests.ports import free_port
 from tests.unit.router.fakes import record
 
 pytestmark = pytest.mark.slow

@@ -20,10 +20,10 @@ from typing import Any, Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.ports import free_port
 from services.local.launches import Launch
 from services.local.plan import Process
 from tests.e2e.forking import forks
-from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 
+from bench.ports import free_port
 from contracts.instance import Role
 from services.common.lifecycle import Lifecycle
 from services.decode.handler import DecodeHandler
@@ -28,7 +29,6 @@ from services.router import main as router
 from services.router.settings import RouterSettings
 from services.unified.handler import UnifiedHandler
 from tests.e2e.cluster import Api
-from tests.ports import free_port
 
 BLOCK = 16
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.ports import free_port
 from contracts.identity import RequestId, new_ticket_id
 from contracts.instance import InstanceRecord, Load
 from contracts.messages import (
@@ -38,7 +39,6 @@ from services.local.launches import Launched
 from services.local.plan import Process
 from tests.e2e.cluster import environment
 from tests.e2e.forking import forks
-from tests.ports import free_port
 
 START_TIMEOUT_S = 180.0
 DEADLINE_S = 30.0

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.ports import free_port
 from tests.contract.redis_server import RedisServer
 from tests.e2e.cluster import ROOT, Api, baton, environment, wait_until
 from tests.e2e.test_faults import text_of
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 

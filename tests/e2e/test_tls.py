@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.ports import free_port
 from tests.e2e.cluster import ROOT, baton, environment, wait_until
-from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

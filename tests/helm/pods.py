@@ -15,9 +15,9 @@ from random import SystemRandom
 
 import httpx
 
+from bench.ports import free_port
 from tests.e2e.cluster import ROOT, environment, wait_until
 from tests.helm.chart import Manifest, container_of, environment_of, named, objects, pod_of
-from tests.ports import free_port
 
 SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n", "CLUSTER_KEY": "k" * 64}
 _NETWORK = f"127.{SystemRandom().randrange(1, 255)}.{SystemRandom().randrange(256)}"

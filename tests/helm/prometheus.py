@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import yaml
 
+from bench.ports import free_port
 from tests.e2e.cluster import wait_until
 from tests.helm.chart import Manifest
-from tests.ports import free_port
 
 START_TIMEOUT_S = 30.0
 WINDOW = "1m"

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.ports import free_port
 from tests.e2e.cluster import wait_until
 from tests.helm.chart import ROOT
 from tests.helm.test_images import stages
-from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

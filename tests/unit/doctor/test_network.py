@@ -2,9 +2,9 @@
 
 import asyncio
 
+from bench.ports import free_port
 from services.doctor.findings import Finding
 from services.doctor.network import check_network
-from tests.ports import free_port
 
 
 async def found(registry: str = "", *peers: str) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Ports for what a test starts or restarts. Needs nothing installed."""
+"""Ports for what a test or a benchmark starts and restarts. Needs nothing installed."""
 
 import contextlib
 import socket
