@@ -25,7 +25,6 @@ class Fault(StrEnum):
     CORRUPT = "corrupt"
     CANCELLED = "cancelled"
     CLOSED = "closed"
-    LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,6 @@ class Head(msgspec.Struct, frozen=True):
     model: str
 
 
-class _Tail(msgspec.Struct, frozen=True):
-    choices: list[msgspec.Struct]
-    usage: Usage | msgspec.UnsetType = msgspec.UNSET
-    baton: Explanation | list[Explanation] | msgspec.UnsetType = msgspec.UNSET
-
-
 class Chunks:
     """Encodes chunks. The head is encoded once; each chunk adds its choice, and usage where it was asked for."""
 
