@@ -51,4 +51,10 @@ def main() -> None:
     if name not in BENCHES:
         sys.exit(f"baton-bench: no benchmark is named {name!r}; there are {', '.join(BENCHES)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has started must end too
-    importlib.import_module(BENCHES[name][0]).run(arguments)
+    try:
+        importlib.import_module(BENCHES[name][0]).run(arguments)
+    except Exception as exc:
+        errors = sys.modules.get("engine.errors")  # of an engine that was built: its messages need no traceback
+        if errors is None or not isinstance(exc, errors.EngineError):
+            raise
+        sys.exit(f"baton-bench {name}: {exc}")

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
+from services.common.errors import ConfigurationError
 from services.common.http_protocol import HeadLimits, HttpProtocol
 from services.common.listening import bind_tcp
 from services.common.turn_writes import TurnWrites
@@ -30,6 +32,8 @@ class HttpServer:
         root_path: str = "",
         head_limits: HeadLimits | None = None,
     ) -> None:
+        """Raises `ConfigurationError` for a key and a certificate that cannot be used."""
+        _check_tls(ssl_keyfile, ssl_certfile)
         self.host = host
         self.port = port
         config = uvicorn.Config(
@@ -74,6 +78,19 @@ class HttpServer:
             await asyncio.wait({self._serving}, timeout=1.0)
         self._server.force_exit = True
         await asyncio.wait({self._serving}, timeout=0.5)
+
+
+def _check_tls(keyfile: str | None, certfile: str | None) -> None:
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigurationError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        # An empty password: nobody is there to be asked for one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except OSError as exc:
+        files = f"--ssl-certfile {certfile}" + (f" with --ssl-keyfile {keyfile}" if keyfile is not None else "")
+        raise ConfigurationError(f"{files} cannot be used: {exc.strerror or exc}") from exc
 
 
 class _QuietServer(uvicorn.Server):

@@ -1,6 +1,7 @@
 """An ASGI app inside a running loop."""
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
@@ -37,6 +38,19 @@ def test_a_port_in_use_is_named() -> None:
         await first.close()
 
     asyncio.run(whole())
+
+
+def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "tls.crt"
+    broken.write_text("no certificate")
+    for keyfile, certfile, reason in (
+        ("/no/key", None, "--ssl-keyfile needs --ssl-certfile"),
+        (None, "/no/cert", "--ssl-certfile /no/cert cannot be used: No such file or directory"),
+        ("/no/key", str(broken), f"{broken} with --ssl-keyfile /no/key cannot be used: "),
+        (None, str(broken), f"{broken} cannot be used: "),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            HttpServer(app, host="127.0.0.1", port=0, ssl_keyfile=keyfile, ssl_certfile=certfile)
 
 
 def test_a_root_path_is_put_before_what_a_proxy_left() -> None:

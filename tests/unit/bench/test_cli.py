@@ -1,0 +1,14 @@
+"""The entry point of `baton-bench`."""
+
+import sys
+
+import pytest
+
+from bench.cli import main
+
+
+def test_a_model_that_cannot_be_had_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton-bench", "engine", "--model", "/no/such/folder"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit, match=r"^baton-bench engine: /no/such/folder is not a folder"):
+        main()
