@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from services.common.options import Option, Value
+from services.common.vllm_flags import advice
 
 _HELP_WIDTH = 110
 _SOURCES = (
@@ -55,6 +56,8 @@ class CommandLine:
             named = next((option for option in self._options if option.is_required and not option.is_positional), None)
             hint = f"did you mean {named.flag} {word}?" if named is not None else f"see {self._program} --help"
             return f"unexpected {word!r} ({hint})"
+        if (instead := advice(flag)) is not None:
+            return f"vLLM's {flag} is no flag here: {instead}"
         known = [flag for action in self._parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(flag, known, n=1)
         return f"unknown flag {flag} (" + (f"did you mean {near[0]}?" if near else f"see {self._program} --help") + ")"

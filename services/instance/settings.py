@@ -54,7 +54,12 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="which device of the machine, or the first of several; the process sees no other", ge=0),
     ] = None
     tensor_parallel_size: Annotated[
-        int, Meta(description="devices over which the model is split, a process each", ge=1)
+        int,
+        Meta(
+            description="devices over which the model is split, a process each",
+            ge=1,
+            extra={"aliases": ["-tp"]},
+        ),
     ] = 1
     disable_custom_all_reduce: Annotated[
         bool, Meta(description="sums over devices by the collective library alone, never through mapped memory")
