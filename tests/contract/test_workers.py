@@ -66,8 +66,17 @@ class Router:
         return list(psutil.Process(self.process.pid).children())
 
     async def all_serve(self) -> bool:
-        """Two workers that know all instances: a connection meets either."""
-        return len(self.workers()) == 2 and all([await self.serves() for _ in range(20)])
+        """Two workers that listen and know all instances: a connection meets either."""
+        is_crew_whole = sum(self.listens(worker) for worker in self.workers()) == 2
+        return is_crew_whole and all([await self.serves() for _ in range(20)])
+
+    def listens(self, worker: psutil.Process) -> bool:
+        try:
+            connections = worker.net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
+        port = int(self.url.rpartition(":")[2])
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
 
 
 @asynccontextmanager
