@@ -64,7 +64,7 @@ class Engine:
         config.check()
         self._ranks = Ranks(config, on_lost or _say_no_more)
         try:
-            self._load(config, progress or _say_nothing)
+            self._load(config, progress or (lambda what, fraction: None))
         except BaseException:
             self._ranks.close()
             raise
@@ -354,9 +354,11 @@ class Engine:
         self.close()
 
     def _give_up(self, plan: Plan, result: StepResult) -> None:
-        """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`."""
+        """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`.
+        Part of the step may be running, in blocks that are free now: steps come after it in the device's order,
+        transfers by the marks of `reserve` and `begin_import`, the host tier by its own."""
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
-        self._host.step_is_over(self._host.end_of_step())  # part of it may be running, and its blocks are free now
+        self._host.step_is_over(self._host.end_of_step())
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._end_failed(request)
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
@@ -394,7 +396,3 @@ class Engine:
 
 def _say_no_more(why: str) -> None:
     """The log has it."""
-
-
-def _say_nothing(what: str, fraction: float) -> None:
-    pass
