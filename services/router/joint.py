@@ -22,9 +22,11 @@ MAX_PARTNERS = 4
 """So many that could follow are looked at closely."""
 LEAST_GAIN = 0.1
 """Of the time that one reader would take: both keep the prompt's blocks, so caches hold less that differs."""
-PRICE = 1.1
-"""Of a second of the back's, at full load: a second of other prompts' and what two readers lose. Where the pool was
-busy for half of the time of late, others would have used about half of the back's time. docs/experiments.md."""
+PRICE = 0.5
+"""Of a second of the back's, in what others wait for it: in a queue that is busy for a share b of the time, b / (1 - b)
+seconds a second of work. About half, since the front is free earlier meanwhile. docs/experiments.md."""
+
+MOST_BUSY = 0.99
 
 
 class Partner(Reader, Protocol):
@@ -93,8 +95,8 @@ def plan_joint(
     if best is None:
         return None
     gain_s = front.time_to_first_token_s(num_tokens) - best.seconds
-    busy = fmean([candidate.busy for candidate in pool])
-    price_s = PRICE * busy * _back_s(best, num_tokens)
+    busy = min(MOST_BUSY, fmean([candidate.busy for candidate in pool]))
+    price_s = PRICE * busy / (1.0 - busy) * _back_s(best, num_tokens)
     return best if gain_s > max(price_s, LEAST_GAIN * front.time_to_first_token_s(num_tokens)) else None
 
 

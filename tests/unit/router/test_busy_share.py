@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.busy_share import RECENT_S, BusyShare
+from services.router.busy_share import ASSUMED_S, RECENT_S, BusyShare
 
 
 def test_at_first_it_has_been_idle() -> None:
@@ -14,13 +14,18 @@ def test_at_first_it_has_been_idle() -> None:
     assert share.value(1e6) == 0.0
     share.observe(True, 1e6)
     assert share.value(1e6) == 0.0
-    assert share.value(1e6 + 1.0) == pytest.approx(1.0 / RECENT_S, rel=0.01)
 
 
-def test_it_is_learned_and_forgotten() -> None:
+def test_what_is_seen_soon_counts_more_than_what_was_assumed() -> None:
+    share = BusyShare()
+    share.observe(True, 1e6)
+    assert share.value(1e6 + ASSUMED_S) == pytest.approx(0.5, abs=0.02)
+    assert share.value(1e6 + 20 * ASSUMED_S) > 0.9
+
+
+def test_it_is_forgotten() -> None:
     share = BusyShare()
     share.observe(True, 0.0)
-    assert share.value(RECENT_S) == pytest.approx(1.0 - exp(-1.0))
     share.observe(False, 10 * RECENT_S)
     assert share.value(11 * RECENT_S) == pytest.approx(exp(-1.0), rel=1e-3)
 

@@ -104,7 +104,9 @@ def test_it_is_never_done_unless_it_is_asked_for() -> None:
 
 def test_others_need_the_time_of_the_back_where_all_are_busy() -> None:
     """4 s of the back's make the first token 4 s earlier, less a group of layers: an eighth of 2 s."""
-    enough = (4.0 - 2.0 / LAYER_GROUPS - LATENCY_S) / (4.0 * PRICE)
+    worth = (4.0 - 2.0 / LAYER_GROUPS - LATENCY_S) / (4.0 * PRICE)
+    enough = worth / (1.0 + worth)
+    assert 0.6 < enough < 0.7
     for busy, front in ((0.0, "p0"), (enough - 0.01, "p0"), (enough + 0.01, ""), (1.0, "")):
         assert pair(replace(P0, busy=busy), replace(P1, busy=busy))[0] == front
     # It is the pool that counts, not the two.
