@@ -38,6 +38,10 @@ class Executor(Protocol):
         """A decode step from a captured graph."""
         ...
 
+    def logits(self, count: int) -> Tensor:
+        """[count, vocab_size] of the step that was replayed last, overwritten by the next one."""
+        ...
+
     def put(self, tokens: Tensor) -> None:
         """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
         ...
@@ -81,6 +85,10 @@ class LocalExecutor:
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         return self._graphs.replay(arrays)
+
+    @torch.inference_mode()
+    def logits(self, count: int) -> Tensor:
+        return self._graphs.logits(count)
 
     @torch.inference_mode()
     def put(self, tokens: Tensor) -> None:

@@ -18,9 +18,36 @@ from engine.quantization import install
 from engine.quantization.experts import QuantizedExperts
 
 
+class LogitParts(Protocol):
+    """Logits of which each rank has some columns. All ranks call alike."""
+
+    vocab_size: int
+    """Of all ranks together."""
+
+    @property
+    def max_rows(self) -> int: ...
+
+    def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """As `Forward`, but this rank's columns alone."""
+        ...
+
+    def largest(self, part: Tensor, out: Tensor) -> None:
+        """`out`, int64 [rows]: the argmax of `whole`, of at most `max_rows` rows."""
+        ...
+
+    def whole(self, part: Tensor) -> Tensor:
+        """[rows, vocab_size]."""
+        ...
+
+
 class Forward(Protocol):
     is_capturable: bool
     """A call's work on the device depends on shapes only: a graph may hold it."""
+
+    @property
+    def parts(self) -> LogitParts | None:
+        """None: logits are whole, or a choice among their parts takes no less than gathering them."""
+        ...
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """`layers` are the KV cache's views; returns logits [num_logits, vocab_size]."""
@@ -31,6 +58,7 @@ class TransformersForward:
     """Any decoder that transformers knows."""
 
     is_capturable = False
+    parts = None
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, adapters: AdapterStore | None = None) -> None:
         self._model = model

@@ -68,6 +68,7 @@ class FusedForward:
         """Packs the weights: transformers' parameters become views of the packed ones. With several ranks, all call
         this together."""
         module = cast(Any, model.module)
+        self.vocab_size = model.vocab_size
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         # What would change them with the length of a step is fixed (engine/rotary.py).
         self._frequencies: Tensor = module.model.rotary_emb.inv_freq.float()
@@ -89,6 +90,24 @@ class FusedForward:
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        return self.whole(self.compute(inputs, layers))
+
+    @property
+    def parts(self) -> "FusedForward | None":
+        return None if self._is_head_whole or not self.max_rows else self
+
+    @property
+    def max_rows(self) -> int:
+        return self._collectives.argmax_rows
+
+    def largest(self, part: Tensor, out: Tensor) -> None:
+        self._collectives.argmax(part, out)
+
+    def whole(self, part: Tensor) -> Tensor:
+        return part if self._is_head_whole else self._collectives.gather_columns(part)
+
+    def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """This rank's columns of the logits."""
         residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
         rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
         if self._compute_row(residual, rotation, layers, inputs):
@@ -115,8 +134,7 @@ class FusedForward:
                 hidden = self._linear_norm(gated, layer.down, residual, norm, then)
             else:
                 hidden = self._norm_of_sum(self._mlp(layer, hidden), residual, norm)
-        logits = self._kernels.linear(hidden, self._head.weight, self._head.bias)
-        return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
 
     def _compute_row(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], layers: list[Tensor], inputs: StepInputs

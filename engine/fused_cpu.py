@@ -50,6 +50,7 @@ class CpuForward:
     """Fits `Forward`. Takes the weights out of the module, layer by layer: they are in memory once."""
 
     is_capturable = False
+    parts = None
 
     def __init__(self, model: LoadedModel, kernels: CpuLayers) -> None:
         module = cast(Any, model.module)

@@ -3,7 +3,8 @@
 All of a graph's inputs lie in one small array that the host fills and the device copies, in the device's copy of the
 block tables, and in each slot's last token, which stays on the device: a step can be launched before the host knows
 what the one before it chose. A bucket's rows beyond the batch are padding: context 0, slot -1. The largest token of
-each row is part of the graph; whoever samples otherwise reads the logits and calls `put`.
+each row is part of the graph; whoever samples otherwise asks for the logits and calls `put`. Each of several ranks
+keeps its own columns of the logits, which are put together for who asks.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ Capture = Callable[[Callable[[], None]], Graph]
 class DecodeResult:
     """Overwritten by the next step."""
 
-    logits: Tensor  # [batch, vocab_size]
     greedy: Tensor  # int64 [batch]
+    vocab_size: int
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -101,6 +102,8 @@ class DecodeGraphs:
         self.last_tokens = self._inputs[LAST]
         self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self._greedy = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        parts = forward.parts
+        self._parts = parts if parts is not None and limits.max_num_seqs <= parts.max_rows else None
         self._logits: Tensor | None = None
         self._argmax = argmax_kernel(device)
         self._graphs: dict[int, Graph] = {}
@@ -139,7 +142,14 @@ class DecodeGraphs:
         self._inputs[1:].copy_(self._staging[0][1:], non_blocking=True)
         self._graphs[bucket].replay()
         assert self._logits is not None
-        return DecodeResult(self._logits[:count], self._greedy[:count])
+        vocab_size = self._logits.shape[1] if self._parts is None else self._parts.vocab_size
+        return DecodeResult(self._greedy[:count], vocab_size)
+
+    def logits(self, count: int) -> Tensor:
+        """[count, vocab_size] of the step that was replayed last, overwritten by the next one. All ranks call it."""
+        assert self._logits is not None
+        logits = self._logits[:count]
+        return logits if self._parts is None else self._parts.whole(logits)
 
     def put(self, tokens: Tensor) -> None:
         """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
@@ -165,9 +175,14 @@ class DecodeGraphs:
         )
         tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
         step = StepInputs(tokens, inputs[POSITIONS], None, meta)
-        logits = self._forward(step, self._layers)
+        greedy = self._greedy[:size]
+        if self._parts is not None:
+            logits = self._parts.compute(step, self._layers)
+            self._parts.largest(logits, greedy)
+        else:
+            logits = self._forward(step, self._layers)
+            self._argmax(logits, greedy)
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))
         self._logits[:size] = logits
-        greedy = self._argmax(logits, self._greedy[:size])
         self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy)

@@ -17,7 +17,7 @@ from engine.inputs import Described, InputBuilder
 from engine.logprobs import token_logprobs
 from engine.masks import Masking
 from engine.roster import Limits
-from engine.sampler import Sampler
+from engine.sampler import Choice, Sampler, wants_largest
 from engine.scheduler import Plan, RowFailure, Sampled
 from engine.sequence import Sequence
 
@@ -29,14 +29,15 @@ NO_NUMBERS = RowFailure(
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A step whose logits the device is computing. `greedy`: the largest logits' tokens, where a graph finds them.
-    `constraints`: what its tokens must obey, being built meanwhile."""
+    """A step that the device is computing: its logits, or the tokens of the largest ones, which a graph finds; then its
+    logits are to be asked for. `constraints`: what its tokens must obey, being built meanwhile."""
 
     plan: Plan
     logits: Tensor | None
     greedy: Tensor | None
     inputs: Described | None
     constraints: "Future[Constraints] | None" = None
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +86,37 @@ class Runner:
         constraints = None if ahead else self._masking.begin(plan.rows)
         if self._executor.has_graphs and not is_gated and fits(plan):
             result = self._executor.replay(describe(plan, self._tables, self._limits))
-            return Started(plan, result.logits, result.greedy, None, constraints)
+            return Started(plan, None, result.greedy, None, constraints, result.vocab_size)
         inputs = self._inputs.describe(plan)
         logits = self._executor.compute(inputs.arrays, after_layer, is_gated=is_gated)
-        return Started(plan, logits, None, inputs, constraints)
+        return Started(plan, logits, None, inputs, constraints, logits.shape[1])
 
     @torch.inference_mode()
     def choose(self, started: Started) -> Chosen:
         """Has the device choose the tokens."""
         plan, logits, inputs = started.plan, started.logits, started.inputs
         sampled = Sampled([])
-        if logits is None:
+        if logits is None and started.greedy is None:
             return Chosen(None, sampled)
         if not plan.rows:  # waited for all the same: prompts that come meanwhile may be computed before the next chunk
             arrival = self._landing.start(self._nothing)
         else:
-            is_whole = inputs is None or len(inputs.sample_at) == len(logits)
-            rows = logits if inputs is None or is_whole else logits[inputs.sample_at]
             constraints = started.constraints or self._masking.begin(plan.rows)
             found = constraints.result() if constraints is not None else None
             masks = self._masking.send(found) if found is not None else None
-            choice = self._sampler.choose(rows, plan.rows, largest=started.greedy, masks=masks)
+            if started.greedy is not None and masks is None and wants_largest(plan.rows):
+                choice = Choice(started.greedy)
+            else:
+                choice = self._sampler.choose(self._rows(started), plan.rows, masks=masks)
             sampled.logprobs = choice.logprobs
             if found is not None:
                 sampled.failed = {row: RowFailure(message, "invalid") for row, message in found.failed.items()}
             arrival = self._landing.start(choice.tokens)
             self._keep(plan, choice.tokens, started)
         for chunk, first in inputs.prompt_at.items() if inputs is not None else ():
+            assert logits is not None
             sampled.prompt_logprobs[chunk] = _prompt_logprobs(plan, chunk, logits[first:])
-        return Chosen(arrival, sampled, logits.shape[1])
+        return Chosen(arrival, sampled, started.vocab_size)
 
     def wait(self, chosen: Chosen) -> Sampled:
         """The one place where the host waits for the device."""
@@ -128,12 +131,18 @@ class Runner:
         """The next plans come from another roster."""
         self._tables.forget()
 
+    def _rows(self, started: Started) -> Tensor:
+        """The logits after which tokens are chosen, in the order of the plan's rows."""
+        logits, inputs = started.logits, started.inputs
+        if logits is None or inputs is None:
+            return self._executor.logits(len(started.plan.rows))
+        return logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
+
     def _keep(self, plan: Plan, tokens: Tensor, started: Started) -> None:
         """Each slot's last token stays on the device, for a step that starts before the host knows it."""
         if tokens is started.greedy or not self._keeps_tokens:
             return  # the graph has done it
-        assert started.logits is not None
-        tokens = tokens.clamp(max=started.logits.shape[1] - 1)  # the next step may run before a row is found broken
+        tokens = tokens.clamp(max=started.vocab_size - 1)  # the next step may run before a row is found broken
         if started.inputs is None:
             self._executor.put(tokens)
             return

@@ -32,23 +32,19 @@ class Sampler:
         self._device = device
         self._penalties = Penalties(device)
 
-    def sample(
-        self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None, masks: Masks | None = None
-    ) -> Sampled:
+    def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: Masks | None = None) -> Sampled:
         """As `choose`, and waits for the device."""
-        choice = self.choose(logits, rows, largest=largest, masks=masks)
+        choice = self.choose(logits, rows, masks=masks)
         return Sampled(choice.tokens.tolist(), choice.logprobs)
 
-    def choose(
-        self, logits: Tensor, rows: Rows[SampleRow], *, largest: Tensor | None = None, masks: Masks | None = None
-    ) -> Choice:
-        """logits [num_rows, vocab_size], of any floating dtype. `largest`: their argmax, if it is there already.
+    def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: Masks | None = None) -> Choice:
+        """logits [num_rows, vocab_size], of any floating dtype.
 
         Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary. A row
-        with NaN has the token vocab_size; where `largest` is given, any."""
+        with NaN has the token vocab_size."""
         params = [row.sequence.request.work.sampling for row in rows]
-        if masks is None and all(is_plain_greedy(p) for p in params):
-            return Choice(_largest(logits) if largest is None else largest)
+        if masks is None and wants_largest(rows):
+            return Choice(_largest(logits))
         raw = logits.float()
         scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
@@ -107,6 +103,11 @@ class Sampler:
     def _upload(self, values: object, *, dtype: torch.dtype | None = None) -> Tensor:
         """Without waiting for what the device is doing."""
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+def wants_largest(rows: Rows[SampleRow]) -> bool:
+    """Each row's token is its largest logit, if nothing is forbidden, and nobody wants to know more."""
+    return all(is_plain_greedy(row.sequence.request.work.sampling) for row in rows)
 
 
 def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = CANDIDATES) -> Tensor:

@@ -17,6 +17,15 @@ _PART = 2048
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
     """logits [rows, columns], floats of at most 32 bits -> `out`, int64 [rows]."""
+    found = part_keys(logits)
+    (rows, columns), parts = logits.shape, found.shape[2]
+    _whole_kernel[(rows,)](out, found[0], found[1], parts, columns, width=padded(parts), num_warps=1)
+    return out
+
+
+def part_keys(logits: Tensor) -> Tensor:
+    """int32 [2, rows, parts]: of each part of a row the largest, as an integer in the order of the floats, and the
+    lowest column that holds it."""
     assert logits.dtype.itemsize <= 4
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -24,8 +33,7 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
     parts = -(-columns // _PART)
     keys = torch.empty((2, rows, parts), dtype=torch.int32, device=logits.device)
     _part_kernel[(rows, parts)](keys[0], keys[1], logits, logits.stride(0), columns, parts, part=_PART, num_warps=4)
-    _whole_kernel[(rows,)](out, keys[0], keys[1], parts, columns, width=padded(parts), num_warps=1)
-    return out
+    return keys
 
 
 @triton.jit

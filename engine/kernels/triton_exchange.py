@@ -1,4 +1,5 @@
-"""The ranks' sum, the residual's and its norm in one kernel, which writes straight into the other ranks' memory.
+"""The ranks' sum, the residual's and its norm in one kernel, and the largest of all ranks' logits in another: both
+write straight into the other ranks' memory.
 
 Each word of 32 bits travels beside the number of its exchange, in one store of 64 bits: who reads the right number
 reads the right word, so nothing else is awaited. An inbox has two halves in turn: a rank writes the one again only
@@ -13,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton_argmax import part_keys
 from engine.kernels.triton_tiles import padded
 
 HALVES = 2
+WORDS_OF_LARGEST = 2
+"""What `argmax` exchanges of a row."""
 WORD_BYTES = 8
 FOREVER = (1 << 31) - 1
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -71,6 +75,30 @@ def sum_norm(
         num_warps=max(1, min(16, dims // 256)),
     )
     return output
+
+
+def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = FOREVER) -> Tensor:
+    """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side; the first
+    among equals. Asks for inboxes of two words. Twin: `argmax` of them gathered."""
+    assert inboxes.words == WORDS_OF_LARGEST and len(logits) <= inboxes.max_rows
+    found = part_keys(logits)
+    (rows, columns), parts = logits.shape, found.shape[2]
+    _argmax_kernel[(rows,)](
+        out,
+        found[0],
+        found[1],
+        parts,
+        columns,
+        inboxes.addresses,
+        inboxes.counters,
+        polls,
+        rank=inboxes.rank,
+        ranks=len(inboxes.addresses),
+        max_rows=inboxes.max_rows,
+        width=padded(parts),
+        num_warps=1,
+    )
+    return out
 
 
 @triton.jit
@@ -156,4 +184,54 @@ def _sum_norm_kernel(  # noqa: PLR0913
     low = (low * scale).to(dtype).to(tl.float32) * _low(factor, dtype)
     high = (high * scale).to(dtype).to(tl.float32) * _high(factor, dtype)
     tl.store(output + row * words + word, _word(low, high, dtype), live)
+    tl.store(counters + row, number)
+
+
+@triton.jit
+def _argmax_kernel(  # noqa: PLR0913
+    out,
+    keys,
+    places,
+    parts,
+    columns,
+    addresses,
+    counters,
+    polls,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    max_rows: tl.constexpr,
+    width: tl.constexpr,
+):
+    """A row's parts first, then the ranks: the key of the largest is one word, its place among all columns another."""
+    row = tl.program_id(0)
+    part, word = tl.arange(0, width), tl.arange(0, 2)
+    number = tl.load(counters + row) + 1
+    key = tl.load(keys + row * parts + part, part < parts, other=-0x80000000)
+    place = tl.load(places + row * parts + part, part < parts, other=0)
+    largest = tl.max(key, 0)
+    best = tl.min(tl.where((key == largest) & (part < parts), place, columns), 0) + rank * columns
+    half = ((number & 1) * max_rows + row) * (ranks * 2)
+    own = tl.where(word == 0, largest, best)
+    parcel = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    for step in tl.static_range(1, ranks):
+        theirs = tl.load(addresses + (rank + step) % ranks).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + half + rank * 2 + word, parcel, cache_modifier=".wt")
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    for sender in tl.static_range(ranks):
+        if sender != rank:
+            at = inbox + half + sender * 2 + word
+            found = tl.load(at, volatile=True)
+            looks = 0
+            missing = tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32), 0)
+            while (missing != 0) & (looks < polls):
+                found = tl.load(at, volatile=True)
+                missing = tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32), 0)
+                looks += 1
+            bits = found.to(tl.int32)
+            other = tl.max(tl.where(word == 0, bits, -0x80000000), 0)
+            there = tl.max(tl.where(word == 1, bits, 0), 0)
+            wins = (other > largest) | ((other == largest) & (there < best))
+            best = tl.where(wins, there, best)
+            largest = tl.maximum(largest, other)
+    tl.store(out + row, best.to(tl.int64))
     tl.store(counters + row, number)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import device as devices
-from engine.parallel.direct import Direct
+from engine.parallel.direct import MAX_ARGMAX_ROWS, Direct
 from engine.parallel.one_shot import OneShot
 from engine.parallel.shard import Shard
 
@@ -33,6 +33,15 @@ class Collectives(Protocol):
 
     def gather_columns(self, values: Tensor) -> Tensor:
         """[rows, columns] of each rank, side by side in the order of ranks."""
+        ...
+
+    @property
+    def argmax_rows(self) -> int:
+        """Of how many rows, at most, `argmax` finds the largest; 0: of none."""
+        ...
+
+    def argmax(self, values: Tensor, out: Tensor) -> None:
+        """`out`, int64 [rows]: where in `gather_columns` of `values` each row's largest is, the first among equals."""
         ...
 
     def broadcast(self, values: Tensor) -> None:
@@ -60,6 +69,11 @@ class Alone:
 
     def gather_columns(self, values: Tensor) -> Tensor:
         return values
+
+    argmax_rows = 0
+
+    def argmax(self, values: Tensor, out: Tensor) -> None:
+        raise AssertionError("of no rows")
 
     def broadcast(self, values: Tensor) -> None:
         """Nobody else is there."""
@@ -120,6 +134,14 @@ class Group:
         options.asyncOp = False
         _wait(self._group._allgather_base(gathered, values.contiguous(), options))
         return gathered.view(self._shard.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    @property
+    def argmax_rows(self) -> int:
+        return 0 if self._direct is None else MAX_ARGMAX_ROWS
+
+    def argmax(self, values: Tensor, out: Tensor) -> None:
+        assert self._direct is not None
+        self._direct.argmax(values, out)
 
     def broadcast(self, values: Tensor) -> None:
         options = self._distributed.BroadcastOptions()

@@ -60,6 +60,12 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
     changes: memoryview | None
 
 
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """The logits of the step that was replayed last are put together, so many rows of them."""
+
+    count: int
+
+
 class Put(msgspec.Struct, frozen=True, tag=True):
     """So many tokens are broadcast by rank 0: what was chosen after the step that was replayed last."""
 
@@ -89,7 +95,9 @@ class FromHost(msgspec.Struct, frozen=True, tag=True):
     blocks: list[int]
 
 
-Command = Load | Meet | Build | Measure | Capture | Compute | Replay | Put | Keep | CopyBlocks | ToHost | FromHost
+Command = (
+    Load | Meet | Build | Measure | Capture | Compute | Replay | Gather | Put | Keep | CopyBlocks | ToHost | FromHost
+)
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 128
 """A program each, and they wait for other ranks: no more than run at once. Larger batches are limited by the link."""
+MAX_ARGMAX_ROWS = 1024
+"""A program of one warp each."""
 INBOX_BYTES = 64 << 20
 TRIAL_POLLS = 1 << 20
 ERRORS = (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError)
@@ -31,13 +33,18 @@ class Direct:
         words = weight.numel() * weight.element_size() // 4
         row_bytes = self._kernels.inbox_bytes(shard.size, 1, words)
         rows = min(MAX_ROWS, INBOX_BYTES // row_bytes)
-        self._buffer: Tensor = memory.empty(rows * row_bytes, dtype=torch.uint8, device=weight.device)
+        words_of_largest = self._kernels.WORDS_OF_LARGEST
+        sums = rows * row_bytes
+        largest = self._kernels.inbox_bytes(shard.size, MAX_ARGMAX_ROWS, words_of_largest)
+        self._buffer: Tensor = memory.empty(sums + largest, dtype=torch.uint8, device=weight.device)
         self._buffer.zero_()
         handle = memory.rendezvous(self._buffer, group_name)
         inboxes = [handle.get_buffer(rank, (1,), torch.int64) for rank in range(shard.size)]
         addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=weight.device)
         counters = torch.zeros(rows, dtype=torch.int32, device=weight.device)
         self._inboxes = self._kernels.Inboxes(shard.rank, addresses, counters, words, rows)
+        counters = torch.zeros(MAX_ARGMAX_ROWS, dtype=torch.int32, device=weight.device)
+        self._largest = self._kernels.Inboxes(shard.rank, addresses + sums, counters, words_of_largest, MAX_ARGMAX_ROWS)
         self._try(weight, polls=0)
 
     @classmethod
@@ -63,8 +70,13 @@ class Direct:
         normed: Tensor = self._kernels.sum_norm(x, residual, weight, eps, self._inboxes)
         return normed
 
+    def argmax(self, logits: Tensor, out: Tensor) -> None:
+        """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side, the
+        first among equals; at most `MAX_ARGMAX_ROWS` rows."""
+        self._kernels.argmax(logits, out, self._largest)
+
     def _try(self, weight: Tensor, polls: int) -> bool:
-        """Whether a sum with known numbers is right, in every row and twice, for there are two halves."""
+        """Whether sums and choices of known numbers are right, in every row and twice, for there are two halves."""
         rows, hidden, size = self._inboxes.max_rows, weight.numel(), self._shard.size
         column = torch.arange(hidden, device=weight.device) % 64
         is_right = True
@@ -74,6 +86,10 @@ class Direct:
             self._kernels.sum_norm(x, residual, torch.ones_like(weight), 1e-6, self._inboxes, polls=polls)
             expected = size * (column + turn) + size * (size - 1) // 2
             is_right = is_right and bool((residual == expected.to(weight.dtype)).all())
+            logits = ((column[:64] == turn) * float(self._shard.rank)).expand(MAX_ARGMAX_ROWS, 64).contiguous()
+            out = torch.zeros(MAX_ARGMAX_ROWS, dtype=torch.int64, device=weight.device)
+            self._kernels.argmax(logits, out, self._largest, polls=polls)
+            is_right = is_right and bool((out == (size - 1) * 64 + turn).all())
         return is_right
 
 

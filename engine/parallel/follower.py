@@ -32,6 +32,7 @@ from engine.parallel.commands import (
     Done,
     Failed,
     FromHost,
+    Gather,
     Keep,
     Load,
     Measure,
@@ -85,6 +86,8 @@ class Follower:
                 self._executor.replay(decode_arrays(command))
             case Compute():
                 self._executor.compute(step_arrays(command))
+            case Gather():
+                self._executor.logits(command.count)
             case Put():
                 self._executor.put(self._hear(command.count))
             case Keep():

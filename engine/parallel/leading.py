@@ -18,7 +18,16 @@ from engine.executor import AfterLayer, Executor, LocalExecutor
 from engine.graphs import Capture, DecodeArrays, DecodeResult
 from engine.inputs import StepArrays
 from engine.kv_cache import KVCache
-from engine.parallel.commands import CopyBlocks, FromHost, Put, ToHost, compute_command, keep_command, replay_command
+from engine.parallel.commands import (
+    CopyBlocks,
+    FromHost,
+    Gather,
+    Put,
+    ToHost,
+    compute_command,
+    keep_command,
+    replay_command,
+)
 from engine.parallel.ranks import Ranks
 
 
@@ -43,6 +52,11 @@ class LeadingExecutor:
         self._ranks.tell(replay_command(arrays))
         with _together():
             return self._own.replay(arrays)
+
+    def logits(self, count: int) -> Tensor:
+        self._ranks.tell(Gather(count))
+        with _together():
+            return self._own.logits(count)
 
     @torch.inference_mode()
     def put(self, tokens: Tensor) -> None:

@@ -6,10 +6,16 @@ an engine starts, so every other test of this folder goes through them too.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from engine import Engine, device, prompt_graphs
+from engine.forward import Forward
+from engine.graphs import DecodeGraphs
+from engine.inputs import StepInputs
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 
@@ -107,6 +113,60 @@ def test_sampled_tokens_do_not_depend_on_the_graph(
                 engine.add(work(engine, str(number), prompt, grammar=grammar))
             found.append(run(engine))
     assert found[0] == found[1]
+
+
+class Halves:
+    """A forward whose logits lie in two halves, as with two ranks."""
+
+    max_rows = 64
+    is_capturable = True
+
+    def __init__(self, forward: Forward, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.num_gathered = 0
+        self._forward = forward
+        self._others = torch.zeros(0)
+
+    @property
+    def parts(self) -> "Halves":
+        return self
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        return self._forward(inputs, layers)
+
+    def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        part, self._others = torch.split(self._forward(inputs, layers), self.vocab_size // 2, dim=1)
+        return part
+
+    def largest(self, part: Tensor, out: Tensor) -> None:
+        out.copy_(torch.cat((part, self._others), dim=1).argmax(dim=1))
+
+    def whole(self, part: Tensor) -> Tensor:
+        self.num_gathered += 1
+        return torch.cat((part, self._others[: len(part)]), dim=1)
+
+
+def test_logits_of_several_ranks_are_put_together_for_who_asks(
+    family: str, references: References, monkeypatch: pytest.MonkeyPatch, captured: FakeCapture
+) -> None:
+    reference = references(family)
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 11, "logprobs": 2}
+    with make_engine(reference.folder, max_num_seqs=4) as whole:
+        whole.add(make_work(whole, "sampled", reference.prompts[0], **sampling))
+        expected = run(whole)["sampled", 0]
+    made: list[Halves] = []
+
+    def halved(forward: Forward, *arguments: Any) -> DecodeGraphs:
+        made.append(Halves(forward, whole.vocab_size))
+        return DecodeGraphs(made[-1], *arguments)
+
+    monkeypatch.setattr("engine.executor.DecodeGraphs", halved)
+    with make_engine(reference.folder, max_num_seqs=4) as engine:
+        assert ask(engine, reference.prompts) == reference.answers
+        assert sum(halves.num_gathered for halves in made) == 0
+        engine.add(make_work(engine, "sampled", reference.prompts[0], **sampling))
+        assert run(engine)["sampled", 0] == expected
+        assert made[-1].num_gathered > 5
 
 
 def test_a_device_that_cannot_capture_decodes_without_graphs(

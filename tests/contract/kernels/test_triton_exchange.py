@@ -62,6 +62,48 @@ def test_all_ranks_have_the_norm_of_the_sum(dtype: torch.dtype) -> None:
         torch.testing.assert_close(torch.tensor(found[0][number][0]), normed.float(), rtol=rtol, atol=atol)
 
 
+def _choose(rank: int, inboxes: torch.Tensor, parts: list[list[torch.Tensor]], results: Any) -> None:
+    addresses, counters = (
+        torch.tensor([inbox.data_ptr() for inbox in inboxes]),
+        torch.zeros(MAX_ROWS, dtype=torch.int32),
+    )
+    made = triton_exchange.Inboxes(rank, addresses, counters, triton_exchange.WORDS_OF_LARGEST, MAX_ROWS)
+    found = []
+    for exchange in parts:
+        out = torch.full((len(exchange[rank]),), -1, dtype=torch.int64)
+        found.append(triton_exchange.argmax(exchange[rank], out, made).tolist())
+    results.put((rank, found))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_find_the_largest_of_all_columns_and_of_equals_the_first(ranks: int) -> None:
+    torch.manual_seed(ranks)
+    columns, nan = 2500, float("nan")
+    drawn = torch.randn(5, ranks * columns).bfloat16()
+    equal = torch.randint(-2, 3, (3, ranks * columns)).float()
+    strange = torch.full((4, ranks * columns), -1.0)
+    strange[0] = -float("inf")
+    strange[1, [columns + 7, 10]] = torch.tensor([nan, float("inf")])
+    strange[2, [columns - 1, columns]] = torch.tensor([-0.0, 0.0])
+    strange[3, -1] = 5.0
+    rounds = [drawn, equal, strange, drawn[:1]]
+    parts = [list(torch.split(whole, columns, dim=1)) for whole in rounds]
+    size = triton_exchange.inbox_bytes(ranks, MAX_ROWS, triton_exchange.WORDS_OF_LARGEST) // triton_exchange.WORD_BYTES
+    inboxes = torch.frombuffer(mmap.mmap(-1, ranks * size * triton_exchange.WORD_BYTES), dtype=torch.int64)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    arguments = (inboxes.view(ranks, size), parts, results)
+    processes = [context.Process(target=_choose, args=(rank, *arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    expected = [reference_layers.argmax(w, torch.zeros(len(w), dtype=torch.int64)).tolist() for w in rounds]
+    assert expected[2] == [0, columns + 7, columns - 1, ranks * columns - 1]
+    assert all(found[rank] == expected for rank in range(ranks))
+
+
 def test_other_rows_are_left_to_the_library() -> None:
     inboxes = triton_exchange.Inboxes(0, torch.zeros(2), torch.zeros(MAX_ROWS), WORDS, MAX_ROWS)
     assert inboxes.fits(torch.zeros(MAX_ROWS, 2 * WORDS, dtype=torch.bfloat16))
