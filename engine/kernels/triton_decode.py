@@ -346,8 +346,9 @@ def _combine_kernel(  # noqa: PLR0913
     """Merges the splits of one head of one sequence, in their order."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
-    _, _, splits = cut(tl.load(context_lens + seq), min_split, split_limit, align, window)
-    if (splits <= 1) | (tl.load(query_starts + seq + 1) - token != 1):
+    context, after = tl.load(context_lens + seq), tl.load(query_starts + seq + 1)
+    _, _, splits = cut(context, min_split, split_limit, align, window)
+    if (splits <= 1) | (after - token != 1):
         return  # written already, or not ours
     split, dim = tl.arange(0, max_splits), tl.arange(0, dims)
     slot = (seq * heads + head) * num_splits + split

@@ -151,16 +151,19 @@ def _sum_norm_kernel(  # noqa: PLR0913
     row = tl.program_id(0)
     word = tl.arange(0, dims)
     live = word < words
+    # What no other rank writes is read first: no read waits for another.
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    nearest = tl.load(addresses + (rank + 1) % ranks).to(tl.pointer_type(tl.int64))
+    before = tl.load(residual + row * words + word, live, other=0)
+    factor = tl.load(weight + word, live, other=0)
     number = tl.load(counters + row) + 1
     own = tl.load(x + row * words + word, live, other=0)
     half = ((number & 1) * max_rows + row) * (ranks * words)
     parcel = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    for step in tl.static_range(1, ranks):
+    tl.store(nearest + half + rank * words + word, parcel, live, cache_modifier=".wt")
+    for step in tl.static_range(2, ranks):
         theirs = tl.load(addresses + (rank + step) % ranks).to(tl.pointer_type(tl.int64))
         tl.store(theirs + half + rank * words + word, parcel, live, cache_modifier=".wt")
-    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
-    before = tl.load(residual + row * words + word, live, other=0)
-    factor = tl.load(weight + word, live, other=0)
     low = tl.zeros([dims], tl.float32)
     high = tl.zeros([dims], tl.float32)
     for sender in tl.static_range(ranks):
