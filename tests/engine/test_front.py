@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def prompt() -> list[int]:
     return [draw.randrange(256) for _ in range(NUM_TOKENS)]
 
 
+def copy_part(part: CompletedPart, front: Engine, back: Engine, where: dict[BlockName, int]) -> None:
+    source, sink = front.kv.device_tensor, back.kv.device_tensor
+    layers = slice(part.parts.start * source.shape[1] // LAYERS, part.parts.stop * source.shape[1] // LAYERS)
+    for name, block in part.blocks[0].blocks:
+        if name in where:
+            sink[where[name], layers] = source[block, layers]
+
+
 @dataclass
 class Pair:
     """`front` computes in a thread of its own and fills the blocks of `back`, as a transfer would."""
@@ -58,10 +67,7 @@ class Pair:
         self.where = {name: block for name, block in reservation.missing[:num_blocks]}
 
     def part(self, part: CompletedPart) -> None:
-        source, sink = self.front.kv.device_tensor, self.back.kv.device_tensor
-        layers = slice(part.parts.start * source.shape[1] // LAYERS, part.parts.stop * source.shape[1] // LAYERS)
-        for name, block in self._wanted(part.blocks[0].blocks):
-            sink[self.where[name], layers] = source[block, layers]
+        copy_part(part, self.front, self.back, self.where)
         self.told.append(part.parts)
         self.on_part(part.parts)
         self.gate.reached(part.parts.stop, LAYERS)
@@ -209,6 +215,45 @@ def test_one_that_follows_can_be_cancelled_before_its_step(folder: Path, prompt:
         back.cancel(ID)
         assert run(back) == {}
         assert back.stats().free_blocks == free
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_two_engines_take_turns_at_a_prompt(folder: Path, prompt: list[int], is_async: bool) -> None:
+    """Two blocks, two blocks by the other engine, and the rest; each is told to the next layer by layer."""
+    settings = {**SETTINGS, "async_scheduling": is_async}
+    with make_engine(folder, **settings) as one, make_engine(folder, **settings) as other:
+        works = [make_work(one, f"p{end}", prompt[:end], max_tokens=1) for end in (2 * BLOCK, 4 * BLOCK, NUM_TOKENS)]
+        first, second, third = (work.request_id for work in works)
+        one.add(works[0], mode="prefill")
+        theirs, ours = other.reserve(works[1], mode="prefill"), one.reserve(works[2], mode="prefill", after=first)
+        assert theirs is not None and ours is not None
+        assert [name for name, _ in ours.missing] == ours.names[2:]
+        gates = Gate(LAYERS), Gate(LAYERS)
+
+        def hand_on(gate: Gate, front: Engine, back: Engine, where: dict[BlockName, int], part: CompletedPart) -> None:
+            copy_part(part, front, back, where)
+            gate.reached(part.parts.stop, LAYERS)
+
+        one.on_tail(partial(hand_on, gates[0], one, other, dict(theirs.missing[:2])))
+        other.on_tail(partial(hand_on, gates[1], other, one, dict(ours.missing[:2])))
+        assert not one.follow(third, 4 * BLOCK, gates[1]), "its first blocks are not computed yet"
+        assert other.follow(second, 2 * BLOCK, gates[0])
+        thread = threading.Thread(target=run, args=(other,))
+        thread.start()
+        told: list[StepResult] = []
+        answers = run(one, told.append)
+        thread.join()
+        assert answers["p87", 0] == greedy_answer(load_reference(folder), prompt, 1)
+        shared = [done.blocks for result in told for done in result.completed if done.request_id == third]
+        assert [[name for name, _ in blocks] for blocks in shared] == [ours.names[:2], ours.names[2:]]
+        infos = {info.request_id: info for result in told for info in result.first}
+        assert (infos[third].cached_tokens, infos[third].front_tokens) == (0, 2 * BLOCK)
+        one.mark_received(third, ours.names[2:4])
+        for engine, ids in ((one, (first, third)), (other, (second,))):
+            for request_id in ids:
+                engine.release(request_id)
+            engine.check_invariants()
+            assert engine.stats().held_blocks == 0
 
 
 @pytest.mark.parametrize("num_tokens", [0, BLOCK + 1, NUM_TOKENS, NUM_TOKENS + 9])
