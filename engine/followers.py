@@ -53,7 +53,11 @@ class Followers:
             self._start(request_id, num_tokens, gate, now)
 
     def read_alone(self, request_id: RequestId, now: float) -> bool:
-        """As `Reservations.read_alone`."""
+        """As `Reservations.read_alone`. One whose step was launched, or waits for nothing any more, goes on."""
+        request = self._roster.requests.get(request_id)
+        is_reserved = request is None or request.sequences[0].state is State.RESERVED
+        if not is_reserved and request_id not in self._layers.lost():
+            return True
         is_read = self._reservations.read_alone(request_id, now)
         if is_read:
             self.forget(request_id)

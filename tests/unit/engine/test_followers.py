@@ -88,6 +88,19 @@ def test_one_whose_gate_is_lost_reads_alone_with_the_next_step() -> None:
     assert [(chunk.start, chunk.length) for chunk in setting.scheduler.schedule(0.0).chunks] == [(12, 8)]
 
 
+def test_one_whose_step_was_launched_goes_on() -> None:
+    """Another request may have computed what it awaited, after its lead had ended without."""
+    setting, gate = Setting(), Gate(4)
+    assert not setting.followers.follow(A, 16, gate, 0.0)
+    setting.step()
+    gate.reached(1, 1)
+    plan = setting.scheduler.schedule(0.0)
+    setting.gates.forget(A)
+    setting.scheduler.advance(plan)
+    assert setting.followers.read_alone(A, 0.0)
+    assert setting.roster.requests[A].sequences[0].num_computed == 20
+
+
 def test_a_gate_of_which_nobody_tells_is_lost_in_time() -> None:
     gate = Gate(2, patience_s=0.0)
     gate.reached(1, 2)

@@ -184,6 +184,8 @@ class Life:
         self.made = made
         self.data = data
         self.unsent = [[part for part in range(len(blocks)) if part % 2 != first] for blocks, first in made]
+        self.are_different = data.draw(st.booleans())
+        """Or each has what the other computes."""
         self.sent: list[str] = []
         self.given_up: set[str] = set()
 
@@ -203,7 +205,9 @@ class Life:
     def send(self) -> None:
         prompt = self.draw([number for number, parts in enumerate(self.unsent) if parts])
         part, blocks = self.unsent[prompt].pop(0), self.made[prompt][0]
-        tokens = [1 + prompt] * (sum(blocks[: part + 1]) * BLOCK_TOKENS + 2 * (part == len(blocks) - 1))
+        tokens = [1 + prompt * self.are_different] * (
+            sum(blocks[: part + 1]) * BLOCK_TOKENS + 2 * (part == len(blocks) - 1)
+        )
         name, front = f"{prompt}.{part}", f"{prompt}.{part - 1}" if part else None
         self.instance.send(name, tokens, front=front, num_blocks=sum(blocks[:part]), after=f"{prompt}.{part - 2}")
         self.sent.append(name)
