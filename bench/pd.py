@@ -117,11 +117,15 @@ def _read_by_decode(url: str) -> int:
 
 def _tell(measured: Measured, options: argparse.Namespace, num_read_by_decode: int) -> None:
     good = measured.goodput(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
-    failed = len(measured.outcomes) - len(measured.served)
+    causes = measured.causes(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
+    first = [measured.first_gap_s(percent) * 1e3 for percent in (50, 99)]
     sys.stderr.write(
         f"{measured.setup.name} at {measured.rate:g}/s: goodput {good:.3g}/s, mean TTFT"
-        f" {measured.mean_ttft_s * 1e3:.4g} ms, p99 ITL {measured.itl_s(99) * 1e3:.4g} ms, {failed} failed,"
-        f" {num_read_by_decode} prompts read by decode\n"
+        f" {measured.mean_ttft_s * 1e3:.4g} ms (held {measured.mean_held_s * 1e3:.3g}), p99 ITL"
+        f" {measured.itl_s(99) * 1e3:.4g} ms, first gap median {first[0]:.3g}, p99 {first[1]:.3g} ms; of"
+        f" {len(measured.outcomes)} requests {causes.failed} failed, not good by the first token"
+        f" {causes.first_token}, first gap {causes.first_gap}, later gaps {causes.later_gaps}; {num_read_by_decode}"
+        " prompts read by decode\n"
     )
     sys.stderr.flush()
 
@@ -135,8 +139,14 @@ def rows_of(found: Sequence[Measured], options: argparse.Namespace) -> Iterator[
         yield Row("pd", f"{case}: mean TTFT", measured.mean_ttft_s * 1e3, "ms")
         yield Row("pd", f"{case}: median ITL", measured.itl_s(50) * 1e3, "ms")
         yield Row("pd", f"{case}: p99 ITL", measured.itl_s(99) * 1e3, "ms")
-        failed = len(measured.outcomes) - len(measured.served)
-        yield Row("pd", f"{case}: failed", float(failed), "")
+        yield Row("pd", f"{case}: median first gap", measured.first_gap_s(50) * 1e3, "ms")
+        yield Row("pd", f"{case}: p99 first gap", measured.first_gap_s(99) * 1e3, "ms")
+        yield Row("pd", f"{case}: first tokens held, mean", measured.mean_held_s * 1e3, "ms")
+        causes = measured.causes(ttft_s, itl_s)
+        yield Row("pd", f"{case}: failed", float(causes.failed), "")
+        yield Row("pd", f"{case}: not good by the first token", float(causes.first_token), "")
+        yield Row("pd", f"{case}: not good by the first gap alone", float(causes.first_gap), "")
+        yield Row("pd", f"{case}: not good by later gaps", float(causes.later_gaps), "")
     for rate in dict.fromkeys(measured.rate for measured in found):
         yield from _beside(rate, [measured for measured in found if measured.rate == rate], ttft_s, itl_s)
     for objective, values in curve(found, ttft_s).items():

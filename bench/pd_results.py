@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.serve import Outcome, percentile
 
@@ -32,6 +33,16 @@ class Setup:
         return f"{self.layout}, chunk {self.chunk}{promise}"
 
 
+class Causes(NamedTuple):
+    """Numbers of requests; each counts once."""
+
+    failed: int
+    first_token: int
+    first_gap: int
+    """Were it not for the gap between the first two tokens, they would be good."""
+    later_gaps: int
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     setup: Setup
@@ -47,6 +58,22 @@ class Measured:
     def goodput(self, ttft_s: float, itl_s: float) -> float:
         good = [o for o in self.served if o.ttft_s <= ttft_s and (not o.itls_s or percentile(o.itls_s, 99) <= itl_s)]
         return len(good) / self.span_s
+
+    def causes(self, ttft_s: float, itl_s: float) -> Causes:
+        """Why requests are not good."""
+        failed = len(self.outcomes) - len(self.served)
+        late = [o for o in self.served if o.ttft_s > ttft_s]
+        slow = [o for o in self.served if o.ttft_s <= ttft_s and o.itls_s and percentile(o.itls_s, 99) > itl_s]
+        later = [o for o in slow if o.itls_s[1:] and percentile(o.itls_s[1:], 99) > itl_s]
+        return Causes(failed, len(late), len(slow) - len(later), len(later))
+
+    def first_gap_s(self, percent: float) -> float:
+        """Between the first two tokens of each request."""
+        return percentile([o.itls_s[0] for o in self.served if o.itls_s] or [0.0], percent)
+
+    @property
+    def mean_held_s(self) -> float:
+        return statistics.fmean(o.held_s for o in self.served)
 
     @property
     def mean_ttft_s(self) -> float:
@@ -81,7 +108,14 @@ def lines(found: Sequence[Measured], ttft_s: float) -> dict[str, list[float]]:
 def line_of(measured: Measured) -> str:
     """All that is known of a run, as JSON: what `read_runs` reads."""
     outcomes = [
-        {"ttft_s": round(o.ttft_s, 6), "gaps": [round(gap / TICK_S) for gap in o.itls_s], "error": o.error}
+        {
+            "ttft_s": round(o.ttft_s, 6),
+            "gaps": [round(gap / TICK_S) for gap in o.itls_s],
+            "error": o.error,
+            "held_s": round(o.held_s, 6),
+            "to_step_s": o.to_step_s,
+            "decision": o.decision,
+        }
         for o in measured.outcomes
     ]
     setup = measured.setup
@@ -99,7 +133,14 @@ def read_runs(paths: Sequence[Path]) -> list[Measured]:
                 if run["bench"] != RUN:
                     continue
                 outcomes = [
-                    Outcome(ttft_s=o["ttft_s"], itls_s=[gap * TICK_S for gap in o["gaps"]], error=o["error"])
+                    Outcome(
+                        ttft_s=o["ttft_s"],
+                        itls_s=[gap * TICK_S for gap in o["gaps"]],
+                        error=o["error"],
+                        held_s=o.get("held_s", 0.0),
+                        to_step_s=o.get("to_step_s"),
+                        decision=o.get("decision", ""),
+                    )
                     for o in run["outcomes"]
                 ]
                 setup = Setup(run["layout"], run["chunk"], (), run.get("itl_ms", 0.0))

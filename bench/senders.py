@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from bench.http_load import Connection, HttpError, post
@@ -89,7 +90,7 @@ def asked(request: Request, target: Target) -> bytes:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    headers = f"x-baton-itl-ms: {target.itl_ms:g}\r\n" if target.itl_ms else ""
+    headers = "x-baton-explain: 1\r\n" + (f"x-baton-itl-ms: {target.itl_ms:g}\r\n" if target.itl_ms else "")
     return post("/v1/completions", json.dumps(body).encode(), headers=headers)
 
 
@@ -107,10 +108,7 @@ def read_stream(seen: Seen) -> Outcome:
                 has_ended = True
                 continue
             event = json.loads(line[6:])
-            if usage := event.get("usage"):
-                outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            if "error" in event:
-                outcome.error = str(event["error"])
+            _read_about(event, outcome)
             if not event.get("choices"):
                 continue
             if outcome.ttft_s == 0.0:
@@ -122,3 +120,14 @@ def read_stream(seen: Seen) -> Outcome:
     if outcome.error is None and not has_ended:
         outcome.error = "the stream broke off"
     return outcome
+
+
+def _read_about(event: dict[str, Any], outcome: Outcome) -> None:
+    """What an event says beside text."""
+    if usage := event.get("usage"):
+        outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    if isinstance(baton := event.get("baton"), dict):
+        outcome.to_step_s, outcome.held_s = baton.get("handoff_to_step_s"), baton.get("held_s", 0.0)
+        outcome.decision = baton.get("decision", "")
+    if "error" in event:
+        outcome.error = str(event["error"])

@@ -31,6 +31,10 @@ class Outcome:
     """Of the prompt, where the server tells."""
     to_step_s: float | None = None
     """From prefill's end to decode's first step, where Baton was asked to explain itself."""
+    held_s: float = 0.0
+    """Of the time to the first token, likewise: it was held back in the router."""
+    decision: str = ""
+    """Who served it, likewise."""
     error: str | None = None
 
     @property

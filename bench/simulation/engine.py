@@ -34,6 +34,9 @@ class Owner(Protocol):
         """The step with the first chunk after `front_tokens` begins."""
 
     def on_first_token(self, sequence: Stream) -> None: ...
+    def on_second_token(self, sequence: Stream) -> None:
+        """Of a handed-over sequence that goes on after it."""
+
     def on_finished(self, sequence: Stream) -> None: ...
     def on_step(self) -> None: ...
 
@@ -161,7 +164,8 @@ class SimulatedEngine:
 
     def _enrol(self, sequence: Stream) -> None:
         if sequence.due is None:
-            sequence.due = self._num_planned_tokens
+            # Memory for a handoff does not wait for prompts that have it already.
+            sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
             if sequence.mode == "prefill":
                 sequence.due += OVERTAKING * sequence.num_tokens
 
@@ -196,6 +200,8 @@ class SimulatedEngine:
         self._is_deciding = False
         if self._chunks:
             self._num_steps = 1
+        elif any([s.is_fresh for s in self.decoding]):  # its token is told of when it comes
+            self._num_steps = min(1, self._num_steps)
         if not self._num_steps:
             return
         batch = len(self.decoding)
@@ -314,6 +320,7 @@ class SimulatedEngine:
         now, num_steps = self._loop.time(), self._num_steps
         self._measure(now - self._started_at)
         finished = []
+        second = [s for s in self.decoding if s.is_fresh and s.mode == "decode" and s.remaining > num_steps]
         for sequence in self.decoding:
             sequence.written += num_steps
             sequence.remaining -= num_steps
@@ -323,6 +330,8 @@ class SimulatedEngine:
                 finished.append(sequence)
         if finished:
             self.decoding = [s for s in self.decoding if s.remaining]
+        for sequence in second:
+            self._owner.on_second_token(sequence)
         for sequence in finished:
             self.cache.release(sequence.holding)
             self._owner.on_finished(sequence)

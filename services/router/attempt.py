@@ -45,6 +45,8 @@ class Attempt(msgspec.Struct, eq=False):
     """The handoff is over: prefill is needed no more."""
     parts: Sequence[FrontPart] = ()
     """Of the prompt, those before the last, which `prefill` reads."""
+    first_at: dict[int, float] = {}
+    """When each sequence's first token came from `prefill`, until its second comes from `decode`."""
 
     def start(
         self,
@@ -90,6 +92,11 @@ class Attempt(msgspec.Struct, eq=False):
     def needs_prefill(self) -> bool:
         """Whether the loss of prefill breaks it: a first token or blocks are still to come."""
         return not self.decode_has_blocks or any(s.has_gap or len(s.token_ids) == self.position for s in self.live())
+
+    def second_came(self, index: int, now: float) -> None:
+        came_at = self.first_at.pop(index, None)
+        if came_at is not None and self.decode is not None:
+            self.decode.first_gaps.observe(now - came_at)
 
     def prefilled(self) -> None:
         """All of the prompt has been read: parts that are still computed are not needed."""

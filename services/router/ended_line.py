@@ -24,6 +24,7 @@ def ended_line(flight: Flight) -> dict[str, object]:
         "predicted_ttft_s": timeline.predicted_ttft_s,
         "other_ttft_s": timeline.other_ttft_s or None,
         "ttft_s": timeline.ttft_s,
+        "held_s": timeline.held_s or None,
         "predicted_itl_s": timeline.predicted_itl_s,
         "itl_s": timeline.itl_s,
         "admission_s": timeline.admission_s,

@@ -16,6 +16,7 @@ from contracts.identity import BlockName, InstanceId, RequestId
 from contracts.messages import Answer, Failed, HandoffReport, PrefillReport, TokenLogprobs, Tokens, Work
 from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
+from services.router.delivery import Delivery
 from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
 from services.router.front import FrontPart, parts_of
 from services.router.job import Arrival, FlightRules, Job, PromptNames
@@ -65,7 +66,9 @@ class Flight:
         self.error: ApiError | None = None
         self.is_over = False
         self._cluster = cluster
-        self._outbox = outbox
+        self._delivery = Delivery(
+            outbox, self.timeline, first_choice=job.first_choice, arrival=arrival, rules=rules, clock=clock
+        )
         self._rules = rules
         self._owner = owner
         self.arrival = arrival
@@ -129,20 +132,16 @@ class Flight:
         sequence = attempt.sequences.get(message.sequence)
         if sequence is None:
             return
-        if member is attempt.decode:
+        is_from_decode = member is attempt.decode
+        if is_from_decode:
             attempt.decode_has_blocks = True
-        news = sequence.accept(message)
-        if news:
-            timeline = self.timeline
-            timeline.last_token_at = now
-            if timeline.first_token_at is None:
-                timeline.first_token_at = now
-            if len(sequence.token_ids) > timeline.num_later_tokens + 1:
-                timeline.num_later_tokens = len(sequence.token_ids) - 1
-            for tokens in news:
-                self._outbox.put(self.job.first_choice + sequence.index, tokens, now)
-                if tokens.finish_reason is not None:
-                    timeline.finish_reasons.append(tokens.finish_reason)
+            if attempt.first_at:
+                attempt.second_came(sequence.index, now)
+        if news := sequence.accept(message):
+            if is_from_decode:
+                self._delivery.put(sequence, news, now)
+            else:
+                self._delivery.put_first(attempt, sequence, news, now)
         if sequence.is_finished and not attempt.live():
             # An end that decode itself wrote is known there; one that came with the first token may not be.
             self._end_attempt(attempt, cancel=member is not attempt.decode)
@@ -222,6 +221,7 @@ class Flight:
     def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float, is_counted: bool = True) -> None:
         """Places what is missing of an attempt again."""
         self._end_attempt(attempt, cancel=True)
+        self._delivery.release()
         live = attempt.live()
         if not live:
             self._end_if_done(None)
@@ -361,7 +361,7 @@ class Flight:
         if not self.is_over:
             self.error = error
             self.timeline.finish_reasons += ["error" for s in self.sequences if not s.is_finished]
-            self._outbox.fail(error)
+            self._delivery.fail(error)
             self._end(error.message)
 
     def _end_attempt(self, attempt: Attempt, *, cancel: bool) -> None:
@@ -389,6 +389,7 @@ class Flight:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        self._delivery.drop()
         if self._patience is not None:
             self._patience.end()
             self._patience = None

@@ -58,6 +58,8 @@ class FlightRules:
     max_replays: int
     instance_wait_s: float
     expected_blocks_ttl_s: float
+    first_token_hold: float = 0.0
+    """In promised times between tokens: so long a first token is held back at most. 0: never."""
 
 
 class PromptNames(msgspec.Struct):

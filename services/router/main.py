@@ -149,6 +149,7 @@ def flight_rules(settings: RouterSettings) -> FlightRules:
         max_replays=settings.max_replays,
         instance_wait_s=settings.instance_wait_s,
         expected_blocks_ttl_s=settings.expected_blocks_ttl_s,
+        first_token_hold=settings.first_token_hold,
     )
 
 

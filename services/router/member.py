@@ -15,6 +15,7 @@ from contracts.messages import Answer, LoadReport, ToInstance
 from services.router.block_index import Match
 from services.router.busy_share import BusyShare
 from services.router.circuit import Circuit
+from services.router.first_gap import FirstGaps
 from services.router.placement import Candidate
 from services.router.step_times import StepTimes
 
@@ -72,6 +73,7 @@ class Member:
     recent_at: float = 0.0
     busy: BusyShare = field(default_factory=BusyShare)
     steps: StepTimes = field(default_factory=StepTimes)
+    first_gaps: FirstGaps = field(default_factory=FirstGaps)
     circuit: Circuit = field(default_factory=Circuit)
 
     @property
@@ -81,6 +83,10 @@ class Member:
     def send(self, message: ToInstance) -> None:
         if self.link is not None:
             self.link.send(message)
+
+    def first_gap_s(self) -> float:
+        """From the first token of a sequence that is handed to it to the second, as is to be expected."""
+        return self.first_gaps.expected_s(self.steps.predict(self.own_sequences + self.foreign_sequences))
 
     def assign(self, request_id: RequestId, share: Share) -> None:
         self.shares[request_id] = share

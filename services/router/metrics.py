@@ -70,6 +70,9 @@ class RouterMetrics:
         self._exposed = self._histogram(
             "baton:handoff_exposed_seconds", "Part of a handoff that prefill's computing did not hide.", _HANDOFF_S
         )
+        self._held = self._histogram(
+            "baton:first_token_held_seconds", "First tokens held back for the second to follow in time.", _HANDOFF_S
+        )
         self._ttft_error = self._histogram(
             "baton:ttft_prediction_error_seconds", "Distance of predicted and actual time to first token.", _TTFT_S
         )
@@ -169,11 +172,14 @@ class RouterMetrics:
 
     def _first_token(self, timeline: Timeline, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
-        self._ttft_error.observe(abs(ttft_s - timeline.predicted_ttft_s))
+        error_s = abs(ttft_s - timeline.held_s - timeline.predicted_ttft_s)
+        self._ttft_error.observe(error_s)
+        if timeline.held_s:
+            self._held.observe(timeline.held_s)
         if timeline.front_tokens:
             self._joint_prefills.value += 1
             self._joint_parts.value += timeline.num_parts
-            self._joint_error.observe(abs(ttft_s - timeline.predicted_ttft_s))
+            self._joint_error.observe(error_s)
 
     def _count(self, family: str, label: str) -> Count:
         return self._families.counters.of(family, self._model, label)

@@ -153,6 +153,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="a request whose tokens would come more slowly is refused, unless x-baton-itl-ms says", gt=0),
     ] = None
+    first_token_hold: Annotated[
+        float,
+        Meta(
+            description="where a time between tokens was promised, the first one of a prompt that is handed over waits "
+            "in the router for up to so many times as long, for the second to follow in time; 0: never",
+            ge=0,
+        ),
+    ] = 3.0
     requests_per_minute: Annotated[
         int, Meta(description="of each key whose line in --api-key-file says nothing else; 0: any", ge=0)
     ] = 0

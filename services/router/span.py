@@ -30,6 +30,7 @@ def _all(flight: Flight) -> Iterator[tuple[str, str | int | float | None]]:
     yield "baton.decode", timeline.decode
     yield "baton.cached_tokens", sum(timeline.cached_tokens.values())
     yield "baton.predicted_ttft_s", timeline.predicted_ttft_s
+    yield "baton.held_s", timeline.held_s or None
     yield "baton.replays", timeline.replays
     if timeline.handoff is not None:
         yield "baton.handoff_exposed_s", timeline.handoff.exposed_s

@@ -35,6 +35,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     itl_s: float | None
     admission_s: float | None
     ttft_s: float | None
+    held_s: float | None = None
+    """Part of `ttft_s`: the first token was held back, for the second to follow in the promised time."""
     tokenize_s: float
     queue_s: float | None
     prefill_s: float | None
@@ -67,6 +69,8 @@ class Timeline(msgspec.Struct):
     placed_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+    held_s: float = 0.0
+    """A first token was held back in the router; the longest, of several sequences."""
     ended_at: float | None = None
     report: PrefillReport | None = None
     front_report: PrefillReport | None = None
@@ -166,6 +170,7 @@ class Timeline(msgspec.Struct):
             itl_s=self.itl_s,
             admission_s=self.admission_s,
             ttft_s=self.ttft_s,
+            held_s=self.held_s or None,
             tokenize_s=self.tokenize_s,
             queue_s=self.queue_s,
             prefill_s=self.prefill_s,

@@ -42,6 +42,26 @@ def test_a_request_is_good_when_both_objectives_hold_and_failed_ones_never_are()
     assert found.goodput(1.0, 0.1) == 1.5
 
 
+def test_each_request_that_is_not_good_has_one_cause() -> None:
+    found = measured(
+        APART,
+        1.0,
+        [
+            outcome(0.5, [30, 10, 10]),
+            outcome(0.5, [30, 10, 20]),
+            outcome(0.5, [10, 20]),
+            outcome(0.5, [20]),
+            outcome(1.5, [30]),
+            outcome(0.5, [], error="503"),
+            outcome(0.5, [10, 11]),
+        ],
+    )
+    causes = found.causes(1.0, 0.012)
+    assert (causes.failed, causes.first_token, causes.first_gap, causes.later_gaps) == (1, 1, 2, 2)
+    assert sum(causes) == len(found.outcomes) - found.goodput(1.0, 0.012) * found.span_s
+    assert found.first_gap_s(50) == pytest.approx(0.025)
+
+
 def test_the_curve_takes_each_layout_s_best_rate() -> None:
     found = [
         measured(APART, 1.0, [outcome(0.1, [7])] * 2),
