@@ -4,8 +4,9 @@
 
 Each setup is started by `baton serve`, one after the other, and sent the trace's first requests with times scaled to
 each rate, prompts as token ids of exact length. With `--promises-ms 0 12` it is sent each rate twice, the second time
-with a promise of 12 ms between tokens (`x-baton-itl-ms`): then a decode instance may compute prompts, too, as far as
-the promise allows. A request is good when its time to the first token and the 99th percentile of its own gaps between
+with a promise of 12 ms between tokens (`x-baton-itl-ms`): then first tokens may wait for the second, and a decode
+instance may compute prompts, too, as far as the promise allows; `12/1000` also promises the first within 1000 ms.
+A request is good when its time to the first token and the 99th percentile of its own gaps between
 tokens keep the objectives; goodput is good requests per second of arrivals. The curve: for each objective of the gaps,
 each layout's best goodput over its setups and rates, also where prefill apart from decode loses, which is told in words
 too; the plot has a line for each setup. `--from FILE ...` takes what `--json` printed earlier and runs nothing. Without
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -44,6 +46,19 @@ from bench.traces import TraceError, load_trace
 from bench.workload import trace_requests
 
 COMPLETE_S = 120.0
+
+
+class Promise(NamedTuple):
+    """To every request, between tokens and to the first; 0: nothing."""
+
+    itl_ms: float
+    ttft_ms: float = 0.0
+
+
+def promise_of(text: str) -> Promise:
+    """`12` or `12/1000`. Raises ValueError."""
+    itl_ms, _, ttft_ms = text.partition("/")
+    return Promise(float(itl_ms), float(ttft_ms or 0))
 
 
 def setups(options: argparse.Namespace) -> list[Setup]:
@@ -77,10 +92,10 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
 def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Iterator[Measured]:
     model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
     cases = [(rate, promise) for rate in options.rates for promise in options.promises_ms]
-    for number, (rate, itl_ms) in enumerate([(options.rates[0], max(options.promises_ms)), *cases]):
+    for number, (rate, promise) in enumerate([(options.rates[0], max(options.promises_ms)), *cases]):
         is_warm_up = number == 0
-        promised = replace(setup, itl_ms=itl_ms)
-        target = Target(url, model, options.request_timeout_s, itl_ms)
+        promised = replace(setup, itl_ms=promise.itl_ms, ttft_ms=promise.ttft_ms)
+        target = Target(url, model, options.request_timeout_s, promise.itl_ms, promise.ttft_ms)
         duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
         count = max(2, round(rate * duration_s))
         natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
@@ -197,7 +212,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--pd-chunks", type=int, nargs="*", default=[1024], help="the same where prefill is apart")
     made.add_argument(
-        "--promises-ms", type=float, nargs="+", default=[0.0], help="between tokens, to every request; 0: nothing"
+        "--promises-ms",
+        type=promise_of,
+        nargs="+",
+        default=[Promise(0.0)],
+        help="between tokens, to every request; 0: nothing; 12/1000: and 1000 ms to the first",
     )
     made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
     made.add_argument("--goodput-itl-ms", type=float, default=12.0)

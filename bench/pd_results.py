@@ -20,16 +20,18 @@ TICK_S = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`chunk`: most tokens of a step. `itl_ms`: promised to every request; 0: nothing."""
+    """`chunk`: most tokens of a step. `itl_ms`, `ttft_ms`: promised to every request; 0: nothing."""
 
     layout: str
     chunk: int
     flags: tuple[str, ...]
     itl_ms: float = 0.0
+    ttft_ms: float = 0.0
 
     @property
     def name(self) -> str:
         promise = f", {self.itl_ms:g} ms promised" if self.itl_ms else ""
+        promise += f", first token {self.ttft_ms:g} ms" if self.ttft_ms else ""
         return f"{self.layout}, chunk {self.chunk}{promise}"
 
 
@@ -119,7 +121,8 @@ def line_of(measured: Measured) -> str:
         for o in measured.outcomes
     ]
     setup = measured.setup
-    told = {"layout": setup.layout, "chunk": setup.chunk, "itl_ms": setup.itl_ms, "rate": measured.rate}
+    told = {"layout": setup.layout, "chunk": setup.chunk, "itl_ms": setup.itl_ms}
+    told |= {"ttft_ms": setup.ttft_ms, "rate": measured.rate}
     return json.dumps({"bench": RUN, **told, "span_s": measured.span_s, "outcomes": outcomes}, separators=(",", ":"))
 
 
@@ -143,7 +146,7 @@ def read_runs(paths: Sequence[Path]) -> list[Measured]:
                     )
                     for o in run["outcomes"]
                 ]
-                setup = Setup(run["layout"], run["chunk"], (), run.get("itl_ms", 0.0))
+                setup = Setup(run["layout"], run["chunk"], (), run.get("itl_ms", 0.0), run.get("ttft_ms", 0.0))
                 found.append(Measured(setup, run["rate"], run["span_s"], outcomes))
             except (KeyError, TypeError, ValueError) as exc:
                 raise ValueError(f"{path}:{number} is not what `baton-bench pd --json` prints") from exc

@@ -19,12 +19,13 @@ LEAD_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`itl_ms`: what Baton is to promise to every request; 0: nothing."""
+    """`itl_ms` between tokens, and `ttft_ms` to the first: what Baton is to promise to every request; 0: nothing."""
 
     url: str
     model: str
     timeout_s: float
     itl_ms: float = 0.0
+    ttft_ms: float = 0.0
 
 
 def send_all(requests: list[Request], target: Target, *, processes: int) -> list[Outcome]:
@@ -91,6 +92,7 @@ def asked(request: Request, target: Target) -> bytes:
         "ignore_eos": True,
     }
     headers = "x-baton-explain: 1\r\n" + (f"x-baton-itl-ms: {target.itl_ms:g}\r\n" if target.itl_ms else "")
+    headers += f"x-baton-ttft-ms: {target.ttft_ms:g}\r\n" if target.ttft_ms else ""
     return post("/v1/completions", json.dumps(body).encode(), headers=headers)
 
 

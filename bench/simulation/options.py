@@ -64,6 +64,7 @@ def add_cost(made: argparse.ArgumentParser) -> None:
         "--joint-prefill-min-tokens", type=int, default=0, help="as the router's; 0: a prompt is read by one instance"
     )
     group.add_argument("--itl-ms", type=float, help="promised to every request, as by x-baton-itl-ms")
+    group.add_argument("--ttft-ms", type=float, help="likewise, as by x-baton-ttft-ms")
     group.add_argument("--kv-pull", choices=get_args(PullPolicy), default="auto", help="as the router's")
     group.add_argument("--dispatch-ahead-s", type=float, default=1.0, help="as the router's; inf: nothing waits in it")
     group.add_argument("--seed", type=int, default=0, help="where policies that take turns begin")
@@ -139,6 +140,7 @@ def scenario(
         joint_prefill_min_tokens=options.joint_prefill_min_tokens,
         pull=options.kv_pull,
         itl_s=None if options.itl_ms is None else options.itl_ms / 1e3,
+        ttft_s=None if options.ttft_ms is None else options.ttft_ms / 1e3,
         dispatch_ahead_s=options.dispatch_ahead_s,
         seed=options.seed,
         scaling=scaling,

@@ -43,7 +43,9 @@ class Scenario:
     joint_prefill_min_tokens: int = 0
     pull: PullPolicy = "auto"
     itl_s: float | None = None
-    """Promised to every request."""
+    """Promised to every request, between tokens."""
+    ttft_s: float | None = None
+    """Likewise, to the first token."""
     dispatch_ahead_s: float = 1.0
     """As the router's setting: what is more waits in the router. inf: nothing does."""
     seed: int = 0
@@ -121,9 +123,10 @@ async def _simulate(scenario: Scenario) -> Result:
     began = loop.time()
     autoscaler = Autoscaler(simulated, scenario.scaling, result.sizes) if scenario.scaling is not None else None
     clients: set[asyncio.Task[None]] = set()
+    slo = Slo(scenario.ttft_s, scenario.itl_s)
     for number, request in enumerate(scenario.trace.requests):
         await asyncio.sleep(max(0.0, began + request.at_s - loop.time()))
-        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), scenario.itl_s, result))
+        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), slo, result))
         clients.add(client)
         client.add_done_callback(clients.discard)
     await asyncio.gather(*clients)
@@ -171,11 +174,11 @@ def _job(scenario: Scenario, number: int, request: TraceRequest) -> Job:
     )
 
 
-async def _client(dispatcher: Dispatcher, job: Job, itl_s: float | None, result: Result) -> None:
+async def _client(dispatcher: Dispatcher, job: Job, slo: Slo, result: Result) -> None:
     loop = asyncio.get_running_loop()
     outbox, now = Outbox(), loop.time()
     try:
-        arrival = Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=Slo(itl_s=itl_s))
+        arrival = Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=slo)
         [flight] = dispatcher.launch([job], outbox, arrival=arrival)
         while not flight.is_over:
             await outbox.take()

@@ -14,8 +14,8 @@ QUANTILE = 0.95
 FEW = 8
 STEPS = 3.0
 """Steps of the decode instance that a first gap is taken to last at least, while fewer than `FEW` were seen."""
-MARGIN = 0.85
-"""Part of the promised time that the first gap may fill, as of steps: a token still has to reach its client."""
+MARGIN = 0.75
+"""Part of the promised time that the first gap may fill: what is expected is exceeded now and then."""
 TTFT_MARGIN = 0.9
 """Part of the time to the first token that may be over when it goes out."""
 

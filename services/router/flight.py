@@ -283,6 +283,7 @@ class Flight:
             avoid=self._avoid,
             keep_decode=self._keep_decode,
             itl_s=self.arrival.slo.itl_s,
+            ttft_s=self._ttft_left_s(),
             needs_one_reader=self.job.sampling.prompt_logprobs is not None and self.prompt_logprobs is None,
         )
         placement = place(demand, self._cluster.view(naming.names, self.job.model, self.job.lora), self._rules.policy)
@@ -303,6 +304,10 @@ class Flight:
             layout = front.record.layout
             self._expect(front, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
         return None
+
+    def _ttft_left_s(self) -> float | None:
+        promised_s = self.arrival.slo.ttft_s
+        return None if promised_s is None else promised_s - (self._clock() - self.arrival.at)
 
     def _expect(self, member: Member, names: Sequence[BlockName]) -> None:
         now = self._clock()

@@ -29,6 +29,8 @@ PolicyName = Literal["prefix", "least_loaded", "round_robin", "random"]
 HOST_TIER_CREDIT = 0.75
 """Share of a token's compute time that a block in the host tier saves: it must still be copied in."""
 UNMEASURED_TOKENS_PER_S = 5000.0
+SOON_ENOUGH = 0.9
+"""Part of a promised time to the first token that prefill may need before a decode instance helps out."""
 FOLLOWERS_PER_QUEUED_PROMPT = 2.0
 MAX_FOLLOWERS = 4.0
 """Bounds what a cached prefix may cost: a queue of at most 1 + this times the tokens that it saves."""
@@ -49,6 +51,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Where blocks of this request have arrived already."""
     itl_s: float | None = None
     """The longest time between tokens that was promised."""
+    ttft_s: float | None = None
+    """What is left of the time to the first token that was promised."""
     needs_one_reader: bool = False
     """Logprobs of the prompt are wanted: one instance must compute all of it."""
 
@@ -261,10 +265,15 @@ def _split(
     beside_s = _beside_s(decode, demand)
     if beside_s == inf:
         return apart
-    if beside_s < apart.predicted_ttft_s:
+    if beside_s < apart.predicted_ttft_s and not _is_soon_enough(apart, demand):
         alone, other_s = _alone("decode_only", decode, demand, pools), apart.predicted_ttft_s
         return msgspec.structs.replace(alone, predicted_ttft_s=beside_s, other_ttft_s=other_s)
     return msgspec.structs.replace(apart, other_ttft_s=beside_s)
+
+
+def _is_soon_enough(apart: Placement, demand: Demand) -> bool:
+    """A first token that keeps its promise need not come sooner at the cost of those who write."""
+    return demand.ttft_s is not None and apart.predicted_ttft_s <= SOON_ENOUGH * demand.ttft_s
 
 
 def _beside_s(decode: Candidate, demand: Demand) -> float:

@@ -1,6 +1,7 @@
 """Where a time between tokens was promised, the decode instance reads prompts that would wait: in real processes."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,17 +14,25 @@ PROMISE = {"x-baton-itl-ms": "60000"}
 """Kept whatever the machine is busy with."""
 
 
-def ask(cluster: Cluster, number: int, headers: dict[str, str]) -> tuple[list[int], dict[str, Any]]:
-    """Tokens of the answer, and what became of the request."""
+class RefusedError(Exception):
+    """What was promised cannot be kept."""
+
+
+def ask(
+    cluster: Cluster, number: int, headers: dict[str, str], max_tokens: int = 20
+) -> tuple[list[int], dict[str, Any]]:
+    """Tokens of the answer, and what became of the request. Raises `RefusedError`."""
     body = {
         "prompt": [7 + (13 * i + 31 * number * i + number) % 200 for i in range(1500)],
-        "max_tokens": 20,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "logprobs": 0,
         "return_tokens_as_token_ids": True,
     }
     answer = cluster.client.post("/v1/completions", json=body, headers={"x-baton-explain": "1", **headers})
+    if answer.status_code == 429:
+        raise RefusedError(answer.text)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     tokens = [int(token.removeprefix("token_id:")) for token in found["choices"][0]["logprobs"]["tokens"]]
@@ -45,3 +54,21 @@ def test_the_decode_instance_reads_prompts_that_would_wait_if_a_pace_was_promise
     assert all("other_ttft_s" not in told for _, told in plain)
     alone = [ask(cluster, number, {})[0] for number in range(AT_ONCE)]
     assert [tokens for tokens, _ in promised] == alone
+
+
+def test_a_first_token_that_waits_for_the_second_changes_no_answer(cluster: Cluster) -> None:
+    """Promises of little more than a decode step: the gap after a handed-over first token is longer than that. Another
+    answer is written meanwhile without a promise, so prompts are handed over."""
+    told = ask(cluster, 300, {})[1]
+    found: dict[int, tuple[list[int], dict[str, Any]]] = {}
+    with ThreadPoolExecutor(1) as pool:
+        for number, factor in enumerate((1.5, 2.0, 2.5, 3.0, 4.0), start=301):
+            other = pool.submit(ask, cluster, 400 + number, {}, 400)
+            promise = {"x-baton-itl-ms": str(factor * told["predicted_itl_s"] * 1e3)}
+            with suppress(RefusedError):  # steps are predicted to be longer by now
+                found[number] = ask(cluster, number, promise)
+            other.result()
+    held = [told for _, told in found.values() if told["decision"] == "disaggregated" and "held_s" in told]
+    assert held and all(0 < told["held_s"] <= told["ttft_s"] for told in held)
+    for number, (tokens, _) in found.items():
+        assert tokens == ask(cluster, number, {})[0]

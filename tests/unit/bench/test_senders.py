@@ -38,6 +38,7 @@ def test_a_promise_goes_with_each_request() -> None:
     plain, promised = Target("http://localhost:1", "m", 1.0), Target("http://localhost:1", "m", 1.0, 12.5)
     assert b"x-baton-itl-ms: 12.5\r\n" in asked(request, promised).split(b"\r\n\r\n")[0] + b"\r\n"
     assert b"x-baton-itl-ms" not in asked(request, plain)
+    assert b"x-baton-ttft-ms: 900\r\n" in asked(request, Target("http://localhost:1", "m", 1.0, 12.0, 900.0))
 
 
 def test_a_stream_without_its_end_has_failed() -> None:

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from engine.pace import CLASSES, FALLING, HEADROOM, TELLING, Pace
+from engine.pace import CLASSES, DELIVERY_S, FALLING, HEADROOM, TELLING, Pace, step_within
 
 PREFILL, STEP_S = 40_000.0, 0.006
 """Tokens a second; a step without prompts."""
@@ -18,8 +18,19 @@ def learned(longer_ms: dict[int, float], *, stretch: float = inf) -> Pace:
     return pace
 
 
+def promise_of_step(seconds: float) -> float:
+    """That allows steps so long."""
+    return max(seconds / HEADROOM, seconds + DELIVERY_S)
+
+
 def promise_for(longer_s: float) -> float:
-    return (STEP_S + longer_s) / HEADROOM
+    return promise_of_step(STEP_S + longer_s)
+
+
+def test_what_a_step_leaves_of_a_promise_is_a_part_and_a_time_at_least() -> None:
+    assert step_within(0.100) == pytest.approx(0.085)
+    assert step_within(0.012) == pytest.approx(0.009)
+    assert step_within(promise_of_step(0.007)) == pytest.approx(0.007)
 
 
 def test_without_a_promise_or_a_measure_there_is_no_bound() -> None:

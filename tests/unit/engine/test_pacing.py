@@ -2,13 +2,14 @@
 
 import pytest
 
-from engine.pace import HEADROOM, Pace
+from engine.pace import Pace
 from engine.roster import Roster
 from engine.scheduler import Plan, Scheduler
+from tests.unit.engine.test_pace import promise_of_step
 from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
 
 STEP_S = 0.006
-ALLOWS_64, ALLOWS_128 = (STEP_S + 0.0017) / HEADROOM, (STEP_S + 0.0033) / HEADROOM
+ALLOWS_64, ALLOWS_128 = promise_of_step(STEP_S + 0.0017), promise_of_step(STEP_S + 0.0033)
 """Promises; 40 tokens of prompts take 1 ms."""
 
 

@@ -13,7 +13,7 @@ seconds = st.floats(0.0, 10.0)
 
 def test_the_hold_is_what_the_gap_would_be_too_long() -> None:
     assert hold_s(0.020, itl_s=0.010, most_itls=3.0, ttft_left_s=inf) == pytest.approx(0.020 - MARGIN * 0.010)
-    assert hold_s(0.008, itl_s=0.010, most_itls=3.0, ttft_left_s=inf) == 0.0
+    assert hold_s(0.007, itl_s=0.010, most_itls=3.0, ttft_left_s=inf) == 0.0
 
 
 @given(expected_s=seconds, itl_s=st.floats(0.001, 1.0), most_itls=st.floats(0.0, 5.0), ttft_left=st.floats(-5.0, 5.0))

@@ -128,6 +128,13 @@ def test_a_prompt_goes_past_a_busy_prefill_where_all_who_write_were_promised_a_p
     assert chosen(promised, busy, replace(decode, cached_tokens=200, queued_tokens=301))[0] == "decode_only"
 
 
+def test_those_who_write_are_not_slowed_down_for_a_first_token_that_comes_in_the_promised_time() -> None:
+    """After 1.4 s by way of a prefill instance, 0.8 s beside those who write."""
+    busy, decode = replace(P0, queued_tokens=1000), replace(D0, spare_tokens_per_s=500.0)
+    for ttft_s, decision in ((None, "decode_only"), (1.5, "decode_only"), (1.6, "disaggregated")):
+        assert chosen(replace(LONG, itl_s=0.6, ttft_s=ttft_s), busy, decode)[0] == decision
+
+
 def test_the_way_that_was_not_taken_is_told() -> None:
     promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
     for queued, here_s, other_s in ((1000, 0.8, 1.4), (100, 0.5, 0.8)):
