@@ -70,7 +70,7 @@ def objectives(
     axis.set(xlabel="p99 gap between tokens, ms", ylabel="good requests/s", xscale="log", title=title)
     axis.minorticks_off()
     axis.set_xticks(objectives_ms, [str(at) for at in objectives_ms], fontsize="small")
-    axis.legend()
+    axis.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
