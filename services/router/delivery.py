@@ -36,10 +36,10 @@ class Delivery:
         self,
         outbox: Outbox,
         timeline: Timeline,
-        *,
-        first_choice: int,
         arrival: Arrival,
         rules: FlightRules,
+        *,
+        first_choice: int,
         clock: Callable[[], float],
     ) -> None:
         self._outbox = outbox

@@ -66,9 +66,7 @@ class Flight:
         self.error: ApiError | None = None
         self.is_over = False
         self._cluster = cluster
-        self._delivery = Delivery(
-            outbox, self.timeline, first_choice=job.first_choice, arrival=arrival, rules=rules, clock=clock
-        )
+        self._delivery = Delivery(outbox, self.timeline, arrival, rules, first_choice=job.first_choice, clock=clock)
         self._rules = rules
         self._owner = owner
         self.arrival = arrival
@@ -283,7 +281,7 @@ class Flight:
             avoid=self._avoid,
             keep_decode=self._keep_decode,
             itl_s=self.arrival.slo.itl_s,
-            ttft_s=self._ttft_left_s(),
+            ttft_s=self.arrival.ttft_left_s(self._clock()),
             needs_one_reader=self.job.sampling.prompt_logprobs is not None and self.prompt_logprobs is None,
         )
         placement = place(demand, self._cluster.view(naming.names, self.job.model, self.job.lora), self._rules.policy)
@@ -304,10 +302,6 @@ class Flight:
             layout = front.record.layout
             self._expect(front, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
         return None
-
-    def _ttft_left_s(self) -> float | None:
-        promised_s = self.arrival.slo.ttft_s
-        return None if promised_s is None else promised_s - (self._clock() - self.arrival.at)
 
     def _expect(self, member: Member, names: Sequence[BlockName]) -> None:
         now = self._clock()

@@ -30,6 +30,10 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     def tokenize_s(self) -> float:
         return self.tokenized_at - self.tokenizing_at
 
+    def ttft_left_s(self, now: float) -> float | None:
+        """Of the time to the first token that was promised; None: nothing was."""
+        return None if self.slo.ttft_s is None else self.slo.ttft_s - (now - self.at)
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` is unique in the cluster. `sampling.max_tokens` has been checked against the context."""

@@ -3,9 +3,8 @@
 The prefill instance is the one with the smallest predicted time to first token: tokens queued there plus tokens not
 cached there, over its measured rate. Under load, tokens to compute weigh more than tokens queued: those who come next
 wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
-decode instance is the least busy one with room; blocks that it already has count only as bytes
-not moved. A prefix that another instance has is fetched from there where that is cheaper (`pulls`), and a long prompt
-may be read by two prefill instances at once (`joint`).
+decode instance is the least busy one with room; blocks that it already has count only as bytes not moved. A prefix
+that another has is fetched from there where that is cheaper (`pulls`), and two may read a long prompt (`joint`).
 That is the policy `prefix`; the others are there to compare with.
 """
 
@@ -30,7 +29,7 @@ HOST_TIER_CREDIT = 0.75
 """Share of a token's compute time that a block in the host tier saves: it must still be copied in."""
 UNMEASURED_TOKENS_PER_S = 5000.0
 SOON_ENOUGH = 0.9
-"""Part of a promised time to the first token that prefill may need before a decode instance helps out."""
+"""Part of a promised time to the first token that prefill may need before those who write are slowed down for it."""
 FOLLOWERS_PER_QUEUED_PROMPT = 2.0
 MAX_FOLLOWERS = 4.0
 """Bounds what a cached prefix may cost: a queue of at most 1 + this times the tokens that it saves."""
@@ -263,17 +262,11 @@ def _split(
         return _alone("decode_only", decode, demand, pools)
     apart = _read_by("disaggregated", prefill, decode, demand, policy, pools)
     beside_s = _beside_s(decode, demand)
-    if beside_s == inf:
-        return apart
-    if beside_s < apart.predicted_ttft_s and not _is_soon_enough(apart, demand):
+    is_soon = demand.ttft_s is not None and apart.predicted_ttft_s <= SOON_ENOUGH * demand.ttft_s
+    if beside_s < apart.predicted_ttft_s and not is_soon:
         alone, other_s = _alone("decode_only", decode, demand, pools), apart.predicted_ttft_s
         return msgspec.structs.replace(alone, predicted_ttft_s=beside_s, other_ttft_s=other_s)
-    return msgspec.structs.replace(apart, other_ttft_s=beside_s)
-
-
-def _is_soon_enough(apart: Placement, demand: Demand) -> bool:
-    """A first token that keeps its promise need not come sooner at the cost of those who write."""
-    return demand.ttft_s is not None and apart.predicted_ttft_s <= SOON_ENOUGH * demand.ttft_s
+    return apart if beside_s == inf else msgspec.structs.replace(apart, other_ttft_s=beside_s)
 
 
 def _beside_s(decode: Candidate, demand: Demand) -> float:

@@ -52,9 +52,9 @@ class Bench:
         self.delivery = Delivery(
             self.outbox,
             self.timeline,
+            Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=slo),
+            rules,
             first_choice=0,
-            arrival=Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=slo),
-            rules=rules,
             clock=self.loop.time,
         )
         sequences = {i: TokenSequence(i) for i in range(num_sequences)}
