@@ -202,8 +202,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             description="prompts with as many tokens that are not cached are read by two prefill instances that take "
-            "turns, where that gains more than it costs others; 4096 is a good value; 0: never, for it has not run on "
-            "an accelerator yet",
+            "turns, where that gains more than it costs others; 4096 is a good value; 0: never, for the router has "
+            "not done it on cards yet",
             ge=0,
         ),
     ] = 0
