@@ -61,7 +61,7 @@ def add_cost(made: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=int, help="default: the tokens of a hash of the trace, or 64")
     group.add_argument("--disaggregation-min-tokens", type=int, default=32)
     group.add_argument(
-        "--joint-prefill-min-tokens", type=int, default=0, help="as the router's; 0: a prompt is read by one instance"
+        "--joint-prefill-min-tokens", type=int, default=4096, help="as the router's; 0: one instance reads a prompt"
     )
     group.add_argument("--itl-ms", type=float, help="promised to every request, as by x-baton-itl-ms")
     group.add_argument("--ttft-ms", type=float, help="likewise, as by x-baton-ttft-ms")

@@ -202,11 +202,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             description="prompts with as many tokens that are not cached are read by two prefill instances that take "
-            "turns, where that gains more than it costs others; 4096 is a good value; 0: never, for the router has "
-            "not done it on cards yet",
+            "turns, where that gains more than it costs others; 0: never",
             ge=0,
         ),
-    ] = 0
+    ] = 4096
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
     instance_wait_s: Annotated[
         float,
