@@ -33,7 +33,7 @@ from engine.loading import load
 from engine.masks import Masking
 from engine.meter import Meter
 from engine.model import Progress
-from engine.outputs import CompletedBlocks, EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
+from engine.outputs import CompletedBlocks, EngineStats, FailedRequest, NamedBlock, Place, Reservation, StepResult
 from engine.parallel.leading import lead, lead_copies
 from engine.parallel.ranks import OnLost, Ranks
 from engine.planning import Planner
@@ -73,8 +73,7 @@ class Engine:
         self._device = device.select_device(config.device)
         model = load(config, self._device, report, self._ranks.shard)
         self._ranks.meet(self._device)
-        self._max_logprobs = config.max_logprobs
-        self._caching = config.enable_prefix_caching
+        self._max_logprobs, self._caching = config.max_logprobs, config.enable_prefix_caching
         self._is_async = config.runs_ahead(is_host=device.is_host(self._device))
         self.vocab_size = model.vocab_size
         self.eos_ids = model.eos_ids
@@ -131,22 +130,25 @@ class Engine:
         whole is told by `step`. Before the first step."""
         self._layers.tell(tell)
 
-    def add(self, work: Work, *, mode: Mode = "generate") -> None:
+    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
-        and keeps the blocks where they are until `release` or, if it fails, `cancel`. Raises `RequestError`."""
+        and keeps the blocks until `release` or, if it fails, `cancel`. Returns its place. Raises `RequestError`."""
         self._check(work)
-        self._roster.enqueue(self._roster.enrol(work, mode, time.monotonic()))
+        self._roster.enqueue(trunk := self._roster.enrol(work, mode, time.monotonic(), place))
+        return trunk.request.place
 
-    def reserve(self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None) -> Reservation | None:
+    def reserve(
+        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
+    ) -> Reservation | None:
         """Memory for a prompt that another instance computes, or begins (`follow`); None: no room now, ask again later.
 
-        `after` computes an earlier part of it here, for which nothing is reserved. The blocks are freed by `cancel`, or
-        belong to the request after `admit`. Raises `RequestError`.
+        `after` computes an earlier part of it here, for which nothing is reserved, and whose place it takes. The blocks
+        are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
         """
         self._check(work, num_checked=self._roster.num_tokens(after))  # `after`'s own, or the reservation fails
         if self._scheduler.is_short_of_blocks:
             return None
-        reservation = self._reservations.reserve(work, time.monotonic(), mode, after)
+        reservation = self._reservations.reserve(work, time.monotonic(), mode, after, place)
         self._host.move()
         if reservation is not None:
             self.kv.mark(block for _, block in (*reservation.missing, *reservation.cached))

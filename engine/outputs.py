@@ -40,6 +40,13 @@ class FirstTokenInfo:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+class Place(NamedTuple):
+    """In the queue, among requests of one priority: what is due earlier is computed first, then what came earlier."""
+
+    due: int
+    order: int
+
+
 class NamedBlock(NamedTuple):
     """A block's name and its index in the KV cache."""
 

@@ -12,7 +12,7 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from contracts.naming import block_names
 from engine.errors import UsageError
-from engine.outputs import CompletedBlocks, NamedBlock, Reservation
+from engine.outputs import CompletedBlocks, NamedBlock, Place, Reservation
 from engine.roster import Roster
 from engine.sequence import Mode, Request, Sequence, State
 
@@ -23,10 +23,15 @@ class Reservations:
         self._sharing: list[RequestId] = []
 
     def reserve(
-        self, work: Work, now: float, mode: Mode = "generate", after: RequestId | None = None
+        self,
+        work: Work,
+        now: float,
+        mode: Mode = "generate",
+        after: RequestId | None = None,
+        place: Place | None = None,
     ) -> Reservation | None:
-        """Pins what is cached and allocates the rest, but for what the request `after` computes. None: no room now, or
-        that request is not there, or of other tokens."""
+        """Pins what is cached and allocates the rest, but for what the request `after` computes, in whose place it is.
+        None: no room now, or that request is not there, or of other tokens."""
         roster = self._roster
         pool, block_tokens = roster.pool, roster.limits.block_tokens
         lead = roster.requests.get(after) if after is not None else None
@@ -45,7 +50,7 @@ class Reservations:
             spare += sum(roster.num_blocks_for(len(waiting.token_ids)) for waiting in roster.waiting())
         if pool.num_free - pool.num_taken(prefix) - needed < spare:
             return None
-        trunk = roster.enrol(work, mode, now)
+        trunk = roster.enrol(work, mode, now, place)
         if lead is not None:
             trunk.request.come_after(lead)
         cached = pool.take(prefix)

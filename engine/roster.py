@@ -13,6 +13,7 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from engine.block_pool import BlockPool
 from engine.errors import RequestError
+from engine.outputs import Place
 from engine.sequence import Mode, Request, Sequence, SortKey, State
 
 OVERTAKING = 4
@@ -58,17 +59,17 @@ class Roster:
         self._next_order = 0
         self._next_epoch = 0
 
-    def enrol(self, work: Work, mode: Mode, now: float) -> Sequence:
-        """A new request; its trunk is in no queue yet."""
+    def enrol(self, work: Work, mode: Mode, now: float, place: Place | None = None) -> Sequence:
+        """A new request; its trunk is in no queue yet. Without `place` it comes last of its kind."""
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         sampling = work.sampling
         stop_ids = frozenset(sampling.stop_token_ids)
+        due = self.num_planned_tokens + (OVERTAKING * len(work.token_ids) if mode == "prefill" else 0)
         request = Request(
             work=work,
             mode=mode,
-            due=self.num_planned_tokens + (OVERTAKING * len(work.token_ids) if mode == "prefill" else 0),
-            order=self._next_order,
+            place=place or Place(due, self._next_order),
             arrived=now,
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             max_model_len=self.limits.max_model_len,

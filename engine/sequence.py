@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from contracts.identity import BlockName
 from contracts.messages import FinishReason, TokenLogprobs, Work
 from contracts.naming import block_names
+from engine.outputs import Place
 
 Mode = Literal["generate", "prefill"]
 
@@ -45,8 +46,7 @@ class SortKey(NamedTuple):
 class Request:
     work: Work
     mode: Mode
-    due: int
-    order: int
+    place: Place
     arrived: float
     stop_ids: frozenset[int]
     max_model_len: int
@@ -66,7 +66,7 @@ class Request:
     def come_after(self, lead: "Request") -> None:
         """In its place among the others."""
         self.lead = lead
-        self.due, self.order, self.arrived = lead.due, lead.order, lead.arrived
+        self.place, self.arrived = lead.place, lead.arrived
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -108,7 +108,7 @@ class Sequence:
 
     @property
     def key(self) -> SortKey:
-        return SortKey(self.request.work.priority, self.request.due, self.request.order, self.index)
+        return SortKey(self.request.work.priority, *self.request.place, self.index)
 
     @property
     def num_remaining(self) -> int:

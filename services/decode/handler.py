@@ -3,7 +3,6 @@
 Blocks are freed only when the fetch is over: until then a copy may write to them.
 """
 
-import asyncio
 import logging
 import time
 from functools import partial
@@ -15,7 +14,6 @@ from kvtransfer import Translation
 from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
 from services.common.tracing import Attributes
 from services.decode.admission import Admission, Arrivals
-from services.decode.reservations import Reservations
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.generation import Writing, generate
@@ -29,6 +27,7 @@ from services.instance.ports import (
 )
 from services.instance.pulling import PullPort
 from services.instance.requests import Request
+from services.instance.room import Room
 from services.instance.serving import Assignment
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class DecodeHandler:
         *,
         counter: HandoffCounter,
         fallback: Literal["fail", "local"],
-        reservations: Reservations,
+        room: Room[Reservation],
     ) -> None:
         self._engine = engine
         self._transfer = transfer
@@ -57,7 +56,7 @@ class DecodeHandler:
         self._puller = puller
         self._counter = counter
         self._fallback = fallback
-        self._reservations = reservations
+        self._room = room
 
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Decode | Generate)
@@ -70,10 +69,10 @@ class DecodeHandler:
             await generate(self._engine, request, self._puller, message.pull)
 
     def on_stats(self, stats: EngineStats) -> None:
-        self._reservations.on_free_blocks(stats.free_blocks)
+        self._room.on_free_blocks(stats.free_blocks)
 
     def num_queued(self) -> int:
-        return len(self._reservations)
+        return len(self._room)
 
     async def _decode(self, request: Request, ticket: Ticket) -> None:
         writing = Writing()
@@ -82,7 +81,11 @@ class DecodeHandler:
         arrivals = Arrivals(self._engine, request)
         try:
             with request.span.child("reserve"):
-                reservation = await self._reserve(request, ticket)
+                reservation = await self._room.get(
+                    lambda engine: engine.reserve(request.work),
+                    priority=request.work.priority,
+                    within_s=ticket.timeout_s,
+                )
             report = partial(self._router.send, request.router)
             admission = Admission(request, reservation, arrivals, self._engine, report)
             fetched = await self._fetch(request, ticket, admission)
@@ -100,13 +103,6 @@ class DecodeHandler:
             if not (writing.is_over and request.is_admitted):
                 arrivals.tell()
                 self._engine.post(lambda engine: engine.cancel(inner))
-
-    async def _reserve(self, request: Request, ticket: Ticket) -> Reservation:
-        try:
-            async with asyncio.timeout(ticket.timeout_s):
-                return await self._reservations.reserve(request.work)
-        except TimeoutError:
-            raise RequestFailed("overloaded", f"no room for the prompt within {ticket.timeout_s:g} s") from None
 
     async def _fetch(self, request: Request, ticket: Ticket, admission: "Admission") -> FetchResult | None:
         """None: the handoff failed and this instance computes what is missing itself."""

@@ -21,8 +21,8 @@ def main(argv: list[str]) -> None:
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.decode.handler import DecodeHandler
-    from services.decode.reservations import Reservations
     from services.instance.process import run_instance
+    from services.instance.room import Room
 
     status = run_instance(
         settings,
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
             parts.puller,
             counter=parts.counter,
             fallback=settings.handoff_fallback,
-            reservations=Reservations(parts.engine, max_waiting=settings.max_waiting),
+            room=Room(parts.engine, max_waiting=settings.max_waiting),
         ),
     )
     sys.exit(status)

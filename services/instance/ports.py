@@ -13,7 +13,7 @@ from contracts.layout import KVLayout
 from contracts.messages import Ticket, ToRouter, Work
 from contracts.pooling import PoolingInput, PoolingParams
 from engine.front import Gate
-from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from engine.outputs import EngineStats, NamedBlock, Place, Reservation, StepResult
 from kvtransfer import Translation
 from services.common.rpc import RouterId
 
@@ -45,8 +45,10 @@ class PoolingPort(SteppingPort, Protocol):
 class EnginePort(SteppingPort, Protocol):
     """`engine.Engine`."""
 
-    def add(self, work: Work, *, mode: Mode = "generate") -> None: ...
-    def reserve(self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None) -> Reservation | None: ...
+    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place: ...
+    def reserve(
+        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
+    ) -> Reservation | None: ...
     def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None: ...
     def admit(self, request_id: RequestId, first_tokens: dict[int, int]) -> None: ...
     def admit_locally(self, request_id: RequestId) -> None: ...
@@ -142,6 +144,7 @@ __all__ = [
     "LinksPort",
     "Mode",
     "NamedBlock",
+    "Place",
     "PoolingPort",
     "Reservation",
     "RouterPort",

@@ -10,7 +10,7 @@ reserved, but shared; if it ends without them, what is missing of them is comput
 
 import asyncio
 import logging
-from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -23,8 +23,9 @@ from kvtransfer.errors import TransferError
 from services.common.rpc import RouterId
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
-from services.instance.ports import HandoffCounter, NamedBlock, Reservation, SinkPort
+from services.instance.ports import EnginePort, HandoffCounter, NamedBlock, Place, Reservation, SinkPort
 from services.instance.requests import Request
+from services.instance.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,15 @@ class Lead:
     def __init__(self, request: Request) -> None:
         self.request_id = request.work.request_id
         self.request = request
+        self.place: Place | None = None
+        """In the engine's queue; the parts after it keep it."""
         self.is_asked = asyncio.Event()
         """The engine has been asked to take it, or never will be."""
         self.is_over = asyncio.Event()
         """It is computed, or will not be."""
+
+    def placed(self, place: Place) -> None:
+        self.place = place
 
     def end(self) -> None:
         self.is_asked.set()
@@ -87,8 +93,7 @@ def complete(request: Request, front: Front, lead: Lead | None) -> None:
 
 
 class Fronts:
-    """What an instance needs to follow others. `hands_on`: transports read the blocks where they have come to.
-    `room_retry_s`: the engine is asked again for memory so often."""
+    """What an instance needs to follow others. `hands_on`: transports read the blocks where they have come to."""
 
     def __init__(
         self,
@@ -98,14 +103,13 @@ class Fronts:
         layout: KVLayout,
         counter: HandoffCounter,
         hands_on: bool = True,
-        room_retry_s: float = 0.02,
     ) -> None:
         self.engine = engine
         self.transfer = transfer
         self.layout = layout
         self.counter = counter
         self.hands_on = hands_on
-        self.room_retry_s = room_retry_s
+        self.room: Room[Literal[True]] = Room(engine)
 
 
 class Following:
@@ -124,6 +128,7 @@ class Following:
         self._wanted: list[NamedBlock] = []
         self._arrived_early: set[BlockName] = set()
         self._num_handed_on = 0
+        self._gate = Gate(fronts.layout.num_layers, patience_s=front.ticket.timeout_s + GRACE_S)
         self._lacks_nothing = False
         """The engine has all blocks before those that are fetched."""
 
@@ -142,11 +147,10 @@ class Following:
             first = len(reservation.names) - len(reservation.missing)
             self._wanted = reservation.missing[: max(0, self._num_blocks - first)]
             self._lacks_nothing = first == reservation.reused
-        self._gate = Gate(self._fronts.layout.num_layers, patience_s=self._ticket.timeout_s + GRACE_S)
         # Also for nothing: the front waits to be asked.
         self._fetch = asyncio.get_running_loop().create_task(self._bring())
         if reservation is None:
-            await engine.call(lambda engine: engine.add(work, mode="prefill"))
+            await engine.call(lambda engine: engine.add(work, mode="prefill", place=self._own.place))
         elif not await self._follow():
             await self._read_alone()
 
@@ -163,15 +167,22 @@ class Following:
             self._own.is_asked.set()
             return None
         if lead is not None:
-            await lead.is_asked.wait()
-            if not lead.is_over.is_set():
-                after = lead.request_id
-                reserved = engine.call(lambda engine: engine.reserve(work, mode="prefill", after=after))
-                self._own.is_asked.set()
-                if (reservation := await reserved) is not None:
-                    return reservation
-                await lead.is_over.wait()
-        reserved = engine.call(lambda engine: engine.reserve(work, mode="prefill"))
+            reservation = await self._reserve_after(lead)
+            self._own.place = lead.place  # the engine was asked for the lead before, and has answered
+            if reservation is not None:
+                return reservation
+            await lead.is_over.wait()
+        reserved = engine.call(lambda engine: engine.reserve(work, mode="prefill", place=self._own.place))
+        self._own.is_asked.set()
+        return await reserved
+
+    async def _reserve_after(self, lead: Lead) -> Reservation | None:
+        """None: no room, or the lead is computed already."""
+        work, after = self._request.work, lead.request_id
+        await lead.is_asked.wait()
+        if lead.is_over.is_set():
+            return None
+        reserved = self._fronts.engine.call(lambda engine: engine.reserve(work, mode="prefill", after=after))
         self._own.is_asked.set()
         return await reserved
 
@@ -179,29 +190,32 @@ class Following:
         """False: nothing comes, or the lead ended without its blocks."""
         if not self._wanted or not await asyncio.shield(self._has_begun):
             return False
-        inner, gate, lead = self._request.work.request_id, self._gate, self._lead
-        num_tokens = self._num_blocks * self._fronts.layout.block_tokens
-        follow: Callable[[], asyncio.Future[bool]] = lambda: self._fronts.engine.call(  # noqa: E731
-            lambda engine: engine.follow(inner, num_tokens, gate)
-        )
-        is_following = await follow()
-        if not is_following and lead is not None:
-            await lead.is_over.wait()
-            is_following = await follow()
+        is_following = await self._fronts.engine.call(self._follow_in)
+        if not is_following and self._lead is not None:
+            await self._lead.is_over.wait()
+            is_following = await self._fronts.engine.call(self._follow_in)
         if is_following:
             self._lacks_nothing = True
             self._hand_on_arrived()
         return is_following
 
+    def _follow_in(self, engine: EnginePort) -> bool:
+        """In the engine's thread."""
+        num_tokens = self._num_blocks * self._fronts.layout.block_tokens
+        return engine.follow(self._request.work.request_id, num_tokens, self._gate)
+
     async def _read_alone(self) -> None:
-        """Once the lead is over: two would compute the same otherwise."""
-        inner = self._request.work.request_id
+        """Once the lead is over: two would compute the same otherwise. Raises `RequestFailed` without room."""
+        work = self._request.work
         if self._lead is not None:
             await self._lead.is_over.wait()
         if self._wanted:
             await self.end()
-        while not await self._fronts.engine.call(lambda engine: engine.read_alone(inner)):  # noqa: ASYNC110 - of memory
-            await asyncio.sleep(self._fronts.room_retry_s)
+        await self._fronts.room.get(
+            lambda engine: engine.read_alone(work.request_id) or None,
+            priority=work.priority,
+            within_s=self._ticket.timeout_s,
+        )
 
     async def _bring(self) -> None:
         fronts, ticket, reason = self._fronts, self._ticket, "it is not wanted any more"

@@ -78,9 +78,10 @@ class PrefillHandler:
             self.leads.remove(request, own)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Nothing waits for it."""
+        self._fronts.room.on_free_blocks(stats.free_blocks)
 
     def num_queued(self) -> int:
+        """None: what waits for room is in the engine."""
         return 0
 
     async def _begin(self, request: Request, message: Prefill, following: Following | None, own: Lead) -> None:
@@ -88,7 +89,7 @@ class PrefillHandler:
             await following.begin()
         else:
             await self._puller.pull(request, message.pull)
-            added = self._engine.call(lambda engine: engine.add(request.work, mode="prefill"))
+            added = self._engine.call(lambda engine: engine.add(request.work, mode="prefill"), then=own.placed)
             own.is_asked.set()
             await added
 

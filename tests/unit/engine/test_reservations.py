@@ -205,7 +205,7 @@ def test_a_part_shares_what_the_part_before_it_computes(
     assert not reservations.share()
     lead = roster.requests[RequestId("p0")]
     assert lead.sequences[0].blocks == [block for _, block in shared.blocks]
-    assert roster.requests[A].order == lead.order
+    assert roster.requests[A].place == lead.place
     roster.end_request(lead)
     reservations.follow(A, 16, 0.0)
     plan = scheduler.schedule(0.0)

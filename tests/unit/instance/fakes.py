@@ -12,7 +12,7 @@ from contracts.layout import KVLayout
 from contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from contracts.sampling import SamplingParams
 from engine.front import Gate
-from engine.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
+from engine.outputs import EngineStats, NamedBlock, Place, Reservation, SequenceOutput, StepResult
 from kvtransfer import Translation
 from services.common.rpc import RouterId
 from services.instance.engine_thread import Turn
@@ -96,14 +96,21 @@ class FakeEngine:
         self.is_closed = False
         self.num_pinned = 2
         self.num_imported = 2
+        self.can_read_alone = True
+        self.places: list[Place | None] = []
+        """That were asked for, of all that were added."""
 
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
 
-    def add(self, work: Work, *, mode: Mode = "generate") -> None:
+    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place:
         self._ask("add", work.request_id, mode)
+        self.places.append(place)
+        return Place(0, len(self.places))
 
-    def reserve(self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None) -> Reservation | None:
+    def reserve(
+        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
+    ) -> Reservation | None:
         if self.free_blocks < self.blocks_per_request:
             return None
         self._ask("reserve", work.request_id)
@@ -128,7 +135,7 @@ class FakeEngine:
 
     def read_alone(self, request_id: RequestId) -> bool:
         self._ask("read_alone", request_id)
-        return True
+        return self.can_read_alone
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         self._ask("cancel", request_id, sequence)

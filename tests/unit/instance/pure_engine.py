@@ -10,11 +10,11 @@ from contracts.messages import Work
 from contracts.naming import block_names
 from engine.followers import Followers
 from engine.front import Gate
-from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from engine.outputs import EngineStats, NamedBlock, Place, Reservation, StepResult
 from engine.reservations import Reservations
 from engine.scheduler import Plan, Scheduler
 from services.instance.ports import Mode
-from tests.unit.engine.work import BLOCK_TOKENS, ROOT, add, made_up_tokens, make_roster
+from tests.unit.engine.work import BLOCK_TOKENS, ROOT, made_up_tokens, make_roster
 from tests.unit.instance.fakes import STATS
 
 
@@ -46,13 +46,16 @@ class PureEngine:
         self._reservations = Reservations(self.roster)
         self._followers = Followers(self.roster, self._reservations, self.gates)
 
-    def add(self, work: Work, *, mode: Mode = "generate") -> None:
-        add(self.roster, work, mode)
+    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place:
+        self.roster.enqueue(trunk := self.roster.enrol(work, mode, 0.0, place))
+        return trunk.request.place
 
-    def reserve(self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None) -> Reservation | None:
+    def reserve(
+        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
+    ) -> Reservation | None:
         if self.scheduler.is_short_of_blocks:
             return None
-        return self._reservations.reserve(work, 0.0, mode, after)
+        return self._reservations.reserve(work, 0.0, mode, after, place)
 
     def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None:
         self._reservations.mark_received(request_id, names)

@@ -14,8 +14,8 @@ from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from services.common.tracing import Span
 from services.decode.admission import Admission, Arrivals
 from services.decode.handler import DecodeHandler
-from services.decode.reservations import Reservations
 from services.instance.first_tokens import FirstToken, encode_first_tokens
+from services.instance.room import Room
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
 
 
@@ -28,7 +28,7 @@ def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) 
             NoPulls(),
             counter=b.transfer,
             fallback=fallback,
-            reservations=Reservations(b.calls, max_waiting=max_waiting),
+            room=Room(b.calls, max_waiting=max_waiting),
         ),
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from contracts.identity import RequestId
 from contracts.messages import Cancel, Front, Prefill, Work
-from engine.outputs import CompletedBlocks, NamedBlock
+from engine.outputs import CompletedBlocks, NamedBlock, Place
 from kvtransfer.errors import PeerLost
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, name, output, run, settle, ticket, work
 from tests.unit.instance.test_prefill_handler import bench
@@ -217,6 +217,67 @@ def test_one_that_nobody_fetches_is_freed_when_its_end_is_cancelled() -> None:
         b.transfer.stopping.set_result(None)
         await settle()
         assert b.engine.asked[-1] == ("release", inner)
+        b.check()
+
+    run(test())
+
+
+async def without_its_front(b: Bench, timeout_s: float = 30.0) -> RequestId:
+    """Read alone, if there is room."""
+    b.engine.can_read_alone = False
+    front = Front(ticket=msgspec.structs.replace(ticket(), timeout_s=timeout_s), num_blocks=0)
+    b.serving.on_message(ROUTER, Prefill(long_work(), None, None, front))
+    await settle()
+    return b.inner()
+
+
+def test_without_room_to_read_alone_the_engine_is_asked_again_when_blocks_are_free() -> None:
+    async def test() -> None:
+        b = bench()
+        inner = await without_its_front(b)
+        for _ in range(3):
+            b.turn()
+            await settle()
+        assert b.engine.verbs().count("read_alone") == 1, "asked again though nothing was freed"
+        b.engine.can_read_alone = True
+        b.engine.free_blocks += 1
+        b.turn()
+        await settle()
+        assert b.engine.asked[1:] == [("read_alone", inner)] * 2
+        await ended(b)
+
+    run(test())
+
+
+def test_one_that_finds_no_room_to_read_alone_in_time_fails() -> None:
+    async def test() -> None:
+        b = bench()
+        await without_its_front(b, timeout_s=0.01)
+        await b.router.has_sent.wait()
+        (failed,) = b.router.answers()
+        assert (failed.code, failed.message) == ("overloaded", "no room for the prompt within 0.01 s")
+        b.check()
+
+    run(test())
+
+
+def test_parts_that_could_not_reserve_early_keep_their_place() -> None:
+    async def test() -> None:
+        b = bench()
+        b.engine.free_blocks = 0
+        parts = [msgspec.structs.replace(long_work(), request_id=RequestId(str(number))) for number in range(3)]
+        b.serving.on_message(ROUTER, Prefill(parts[0]))
+        for part, lead in zip(parts[1:], parts, strict=False):
+            b.serving.on_message(
+                ROUTER, Prefill(part, None, None, Front(ticket=ticket(), num_blocks=1, after=lead.request_id))
+            )
+        b.serving.on_message(ROUTER, Prefill(msgspec.structs.replace(long_work(), request_id=RequestId("later"))))
+        await settle()
+        assert b.engine.places == [None, None]
+        for request_id in ("0", "1", "2", "later"):
+            b.serving.on_message(ROUTER, Cancel(RequestId(request_id)))
+            await settle()
+        assert b.engine.places[2:] == [Place(0, 1), Place(0, 1)], "the first one's"
         b.check()
 
     run(test())

@@ -131,7 +131,7 @@ class Instance:
         self.engine = PureEngine(num_blocks, batched=batched)
         self.transfers = Transfers(self.engine)
         calls, counter = InlineCalls(self.engine), FakeTransfer()
-        fronts = Fronts(calls, self.transfers, layout=self.engine.layout, counter=counter, room_retry_s=0.0)
+        fronts = Fronts(calls, self.transfers, layout=self.engine.layout, counter=counter)
         self.role = PrefillHandler(calls, self.transfers, NoPulls(), fronts, counter=counter, clock=lambda: 1.0)
         self.serving = Serving(
             IDENTITY,

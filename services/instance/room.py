@@ -1,44 +1,51 @@
-"""Requests that wait for blocks: granted strictly by priority, then arrival, so that a large one is never starved.
+"""Those that wait for blocks: granted strictly by priority, then arrival, so that a large one is never starved.
 
 All that wait ask the engine together, in one command, and again whenever more blocks are free than at the last refusal.
 """
 
 import asyncio
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
-from contracts.messages import Work
 from engine.errors import RequestError
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
-from services.instance.ports import EnginePort, Reservation
+from services.instance.ports import EnginePort
+
+T = TypeVar("T")
+
+Ask = Callable[[EnginePort], T | None]
+"""Takes the blocks. None: there are not enough now."""
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
-    work: Work
+class _Waiter(Generic[T]):
+    ask: Ask[T]
+    priority: int
     order: int
-    granted: asyncio.Future[Reservation]
+    granted: "asyncio.Future[T]"
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.work.priority, self.order
+        return self.priority, self.order
 
 
 @dataclass(frozen=True, slots=True)
-class _Grants:
+class _Grants(Generic[T]):
     """Answers to the first of those who asked. If there are fewer than asked, `free_blocks` were not enough."""
 
-    answers: list[Reservation | RequestError]
+    answers: list[T | RequestError]
     free_blocks: int
 
 
-class Reservations:
-    def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
+class Room(Generic[T]):
+    def __init__(self, engine: EngineCalls, *, max_waiting: int | None = None) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
-        self._waiting: list[_Waiter] = []
+        self._waiting: list[_Waiter[T]] = []
         self._num_asked = 0
         self._is_asking = False
         self._refused_at: int | None = None
@@ -46,26 +53,19 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def reserve(self, work: Work) -> Reservation:
-        """Waits for room. Raises `RequestFailed` when too many wait, `RequestError` when it can never fit.
+    async def get(self, ask: Ask[T], *, priority: int, within_s: float) -> T:
+        """What `ask` gets, once there is room. Raises `RequestFailed` when too many wait or the time is over, and what
+        `ask` raises.
 
-        When cancelled, the caller frees what may have been reserved meanwhile.
+        When cancelled or late, the caller frees what may have been taken meanwhile.
         """
-        if self._refused_at is not None and len(self._waiting) >= self._max_waiting:
+        if self._max_waiting is not None and self._refused_at is not None and len(self._waiting) >= self._max_waiting:
             raise RequestFailed("overloaded", f"{len(self._waiting)} handoffs wait for blocks")
-        waiter = _Waiter(work, self._num_asked, asyncio.get_running_loop().create_future())
-        self._num_asked += 1
-        bisect.insort(self._waiting, waiter, key=lambda w: w.key)
-        if self._waiting[0] is waiter:
-            self._refused_at = None
-        self._ask()
         try:
-            return await waiter.granted
-        finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-                self._refused_at = None
-                self._ask()
+            async with asyncio.timeout(within_s):
+                return await self._wait(ask, priority)
+        except TimeoutError:
+            raise RequestFailed("overloaded", f"no room for the prompt within {within_s:g} s") from None
 
     def on_free_blocks(self, free_blocks: int) -> None:
         if self._refused_at is not None:
@@ -75,6 +75,22 @@ class Reservations:
             else:
                 self._refused_at = free_blocks
 
+    async def _wait(self, ask: Ask[T], priority: int) -> T:
+        granted: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(ask, priority, self._num_asked, granted)
+        self._num_asked += 1
+        bisect.insort(self._waiting, waiter, key=lambda w: w.key)
+        if self._waiting[0] is waiter:
+            self._refused_at = None
+        self._ask()
+        try:
+            return await granted
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._refused_at = None
+                self._ask()
+
     def _ask(self) -> None:
         if self._is_asking or not self._waiting or self._refused_at is not None:
             return
@@ -82,20 +98,20 @@ class Reservations:
         asked = list(self._waiting)
         # Before any later numbers: blocks that become free after a refusal may be the last for long.
         answer = self._engine.call(
-            lambda engine: _grant(engine, [waiter.work for waiter in asked]), then=partial(self._answered, asked)
+            lambda engine: _grant(engine, [waiter.ask for waiter in asked]), then=partial(self._answered, asked)
         )
         answer.add_done_callback(partial(self._unanswered, asked))
 
-    def _unanswered(self, asked: list[_Waiter], done: "asyncio.Future[_Grants]") -> None:
+    def _unanswered(self, asked: list[_Waiter[T]], done: "asyncio.Future[_Grants[T]]") -> None:
         """The engine has stopped, or could not say."""
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or error is not None:
             self._is_asking = False
             for waiter in asked:
-                self._settle(waiter, error)
+                self._settle(waiter, error or RequestFailed("internal", "the engine has stopped"))
             self._ask()
 
-    def _answered(self, asked: list[_Waiter], grants: _Grants) -> None:
+    def _answered(self, asked: list[_Waiter[T]], grants: _Grants[T]) -> None:
         self._is_asking = False
         for waiter, answer in zip(asked, grants.answers, strict=False):
             self._settle(waiter, answer)
@@ -104,27 +120,27 @@ class Reservations:
             self._refused_at = grants.free_blocks
         self._ask()
 
-    def _settle(self, waiter: _Waiter, answer: Reservation | BaseException | None) -> None:
+    def _settle(self, waiter: _Waiter[T], answer: T | BaseException) -> None:
         if waiter in self._waiting:
             self._waiting.remove(waiter)
         if waiter.granted.done():
             return  # given up meanwhile: its owner has sent the cancel behind our question
-        if isinstance(answer, Reservation):
-            waiter.granted.set_result(answer)
+        if isinstance(answer, BaseException):
+            waiter.granted.set_exception(answer)
         else:
-            waiter.granted.set_exception(answer or RequestFailed("internal", "the engine has stopped"))
+            waiter.granted.set_result(answer)
 
 
-def _grant(engine: EnginePort, works: list[Work]) -> _Grants:
+def _grant(engine: EnginePort, asks: list[Ask[T]]) -> _Grants[T]:
     """In the engine's thread: one after the other until one finds no room."""
-    answers: list[Reservation | RequestError] = []
-    for work in works:
+    answers: list[T | RequestError] = []
+    for ask in asks:
         try:
-            reservation = engine.reserve(work)
+            answer = ask(engine)
         except RequestError as exc:
             answers.append(exc)
             continue
-        if reservation is None:
+        if answer is None:
             break
-        answers.append(reservation)
+        answers.append(answer)
     return _Grants(answers, engine.stats().free_blocks)
