@@ -64,7 +64,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     relink_timeout_s: Annotated[float, Meta(gt=0, description="answer to a second hello after a connection broke")] = (
         0.3
     )
-    answer_timeout_s: Annotated[float, Meta(gt=0, description="a fetch that nobody acknowledges")] = 10.0
+    answer_timeout_s: Annotated[
+        float, Meta(gt=0, description="a fetch that nobody acknowledges, or whose ticket nobody opens")
+    ] = 10.0
     attach_timeout_s: Annotated[float, Meta(gt=0, description="both ends of a transport must be ready by then")] = 10.0
     lease_s: Annotated[float, Meta(gt=0, description="a silent consumer loses its claim after this")] = 10.0
     tick_s: Annotated[float, Meta(gt=0, description="granularity of all deadlines")] = 0.05

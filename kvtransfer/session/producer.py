@@ -54,6 +54,8 @@ class ProducerSession:
         self._fetch: Fetch | None = None
         self._pulls = False
         self._deadline = now + (ticket.timeout_s if ticket is not None else 0.0)
+        self._open_until = now + limits.answer_timeout_s
+        """PARKED: who is to open the ticket was told of it when the consumer was, or never will be."""
         self._lease_until = now + limits.lease_s
         self._ticked_at = now
         self._published: dict[BlockName, int] = {}
@@ -164,6 +166,8 @@ class ProducerSession:
                 return self._let_go("lost", "the consumer did not come back")
             case State.ENDING if now >= self._lease_until:
                 return self._let_go(self.reason or "expired", self.message)
+            case State.PARKED if now >= self._open_until:
+                return self.give_up("expired", "nobody has opened the ticket here")
             case State.PARKED | State.OPEN | State.STREAMING | State.ORPHANED if now >= self._deadline:
                 return self.give_up("expired", "the ticket's time is over")
             case _:
@@ -192,6 +196,7 @@ class ProducerSession:
         gap, self._ticked_at = now - self._ticked_at, now
         if gap > self._limits.lease_grace_s:
             self._lease_until += gap
+            self._open_until += gap
 
     def _serve_all(self) -> list[ProducerStep]:
         begun = [(name, block, part) for (name, part), block in self._begun.items()]

@@ -33,7 +33,8 @@ class ConsumerTrigger(StrEnum):
 
 class ProducerState(StrEnum):
     PARKED = "parked"
-    """A fetch came before the ticket was opened here. Ends with the fetch's own deadline."""
+    """A fetch came before the ticket was opened here. Ends with `answer_timeout_s`, or the fetch's own
+    deadline."""
     OPEN = "open"
     """Opened, nobody has fetched yet. Ends with the ticket's deadline."""
     STREAMING = "streaming"

@@ -61,6 +61,9 @@ class DecodeHandler:
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Decode | Generate)
 
+    def refused(self, message: Assignment, reason: str) -> None:
+        """Nobody waits for it."""
+
     async def serve(self, request: Request, message: Assignment) -> None:
         if isinstance(message, Decode):
             await self._decode(request, message.ticket)

@@ -23,6 +23,9 @@ class ObservedRole:
     def can_serve(self, message: Assignment) -> bool:
         return self._role.can_serve(message)
 
+    def refused(self, message: Assignment, reason: str) -> None:
+        self._role.refused(message, reason)
+
     async def serve(self, request: Request, message: Assignment) -> None:
         kind = type(message).__name__.lower()
         began_at = time.monotonic()

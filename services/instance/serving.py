@@ -51,6 +51,9 @@ class RoleHandler(Protocol):
 
     def can_serve(self, message: Assignment) -> bool: ...
 
+    def refused(self, message: Assignment, reason: str) -> None:
+        """It is not served. Peers that wait for something of it are told."""
+
     async def serve(self, request: Request, message: Assignment) -> None:
         """The whole life of a request. Whether it returns, raises or is cancelled: when it is over, all is free."""
 
@@ -144,6 +147,7 @@ class Serving(Leaving):
         work = message.work
         refused = self._refused(work.request_id) or _misplaced(message, can_serve=self._role.can_serve(message))
         if refused is not None:
+            self._role.refused(message, refused.message)
             self._router.send(router, refused)
             return
         if (previous := self.table.find(router, work.request_id)) is not None:

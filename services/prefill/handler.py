@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from contracts.messages import Prefill
+from kvtransfer.errors import TransferError
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.parts import Parts
@@ -58,6 +59,16 @@ class PrefillHandler:
 
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Prefill)
+
+    def refused(self, message: Assignment, reason: str) -> None:
+        """Who was to fetch its blocks, decode or the reader of the prompt's next part, need not wait for them."""
+        if isinstance(message, Prefill) and message.ticket is not None:
+            try:
+                self._transfer.open(message.ticket)
+            except TransferError as exc:
+                logger.info("ticket %s: %s", message.ticket.ticket, exc)
+            else:
+                self._transfer.fail(message.ticket.ticket, reason)
 
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Prefill)

@@ -19,6 +19,9 @@ class UnifiedHandler:
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Generate)
 
+    def refused(self, message: Assignment, reason: str) -> None:
+        """Nobody waits for it."""
+
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Generate)
         await generate(self._engine, request, self._puller, message.pull)

@@ -27,6 +27,9 @@ class Breaking:
     def can_serve(self, message: Assignment) -> bool:
         return self._handler.can_serve(message)
 
+    def refused(self, message: Assignment, reason: str) -> None:
+        self._handler.refused(message, reason)
+
     async def serve(self, request: Request, message: Assignment) -> None:
         attempt = int(message.work.request_id.rpartition("~")[2])
         if attempt != ATTEMPTS.get(self._role):

@@ -199,6 +199,18 @@ def test_a_refused_prompt_fails_its_transfer_at_once() -> None:
     run(test())
 
 
+def test_what_comes_while_it_drains_fails_its_transfer_at_once() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.refuse_new()
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        b.serving.on_message(ROUTER, Prefill(work()))
+        assert b.transfer.asked == [("open", "t"), ("fail", "the instance stops")]
+        b.check()
+
+    run(test())
+
+
 def test_without_a_ticket_the_blocks_are_released_with_the_first_token() -> None:
     async def test() -> None:
         b = bench()

@@ -63,12 +63,17 @@ def test_a_fetch_that_comes_first_is_parked_until_the_ticket_is_opened() -> None
     assert one.publish([(name(0), 5)]) == [Serve(1, [(0, 5)])]
 
 
-def test_a_parked_fetch_ends_with_its_own_deadline_or_its_connection() -> None:
+def test_a_parked_fetch_ends_with_its_own_deadline_or_when_nobody_opens_its_ticket_or_with_its_connection() -> None:
     one = ProducerSession(now=0.0, limits=LIMITS)
     one.fetch(fetch(0, timeout_s=2.0), link=1, pulls=True, now=0.0)
     [told] = one.tick(2.0)
     assert isinstance(told, Tell) and isinstance(told.message, Fail) and told.message.code == "expired"
     assert one.is_over()
+    unknown = ProducerSession(now=0.0, limits=LIMITS)
+    unknown.fetch(fetch(0, timeout_s=60.0), link=1, pulls=True, now=0.0)
+    assert ticked(unknown, LIMITS.answer_timeout_s - 0.25) == []
+    [told] = ticked(unknown, LIMITS.answer_timeout_s, since=LIMITS.answer_timeout_s - 0.25)
+    assert isinstance(told, Tell) and isinstance(told.message, Fail) and "opened" in told.message.reason
     lost = ProducerSession(now=0.0, limits=LIMITS)
     lost.fetch(fetch(0), link=1, pulls=True, now=0.0)
     lost.link_lost(dead=False)
