@@ -76,6 +76,8 @@ class SimulatedEngine:
         """Part of a step's time that it waits for the blocks of a front."""
         self._num_steps = 0
         self._chunks: list[tuple[Stream, int]] = []
+        self._batch: list[Stream] = []
+        """Who writes in the steps that run now; of `decoding`, the others have come since."""
         self._num_planned_tokens = 0
 
     @property
@@ -156,6 +158,7 @@ class SimulatedEngine:
             for sequence in [s for s in group if s.request_id == request_id]:
                 group.remove(sequence)
                 self.cache.release(sequence.holding)
+        self._batch = [s for s in self._batch if s.request_id != request_id]
         for sequence in [s for s in self.reserved if s.request_id == request_id]:
             self.reserved.discard(sequence)
             self.cache.release(sequence.holding)
@@ -204,6 +207,7 @@ class SimulatedEngine:
             self._num_steps = min(1, self._num_steps)
         if not self._num_steps:
             return
+        self._batch = list(self.decoding)
         batch = len(self.decoding)
         num_kv_tokens = sum(s.kv_tokens for s in self.decoding)
         self._behind_s = 0.0
@@ -320,8 +324,8 @@ class SimulatedEngine:
         now, num_steps = self._loop.time(), self._num_steps
         self._measure(now - self._started_at)
         finished = []
-        second = [s for s in self.decoding if s.is_fresh and s.mode == "decode" and s.remaining > num_steps]
-        for sequence in self.decoding:
+        second = [s for s in self._batch if s.is_fresh and s.mode == "decode" and s.remaining > num_steps]
+        for sequence in self._batch:
             sequence.written += num_steps
             sequence.remaining -= num_steps
             sequence.last_token_at = now
@@ -350,13 +354,13 @@ class SimulatedEngine:
         else:
             seconds -= self._behind_s
             self.pace.computed(num_prompt_tokens, seconds)
-            if self.decoding:
-                self.pace.mixed(num_prompt_tokens, len(self.decoding), seconds)
-        fresh = [s for s in self.decoding if s.is_fresh]
+            if self._batch:
+                self.pace.mixed(num_prompt_tokens, len(self._batch), seconds)
+        fresh = [s for s in self._batch if s.is_fresh]
         for sequence in fresh:
             before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at
             self._gaps.add(self._started_at + self._first_s - before)
-        weight = len(self.decoding) * self._num_steps - len(fresh)
+        weight = len(self._batch) * self._num_steps - len(fresh)
         if weight:
             self._gaps.add(seconds / self._num_steps, weight)
 

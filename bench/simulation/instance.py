@@ -181,14 +181,14 @@ class SimulatedInstance:
     def on_second_token(self, sequence: Stream) -> None:
         work = self._works[sequence.request_id]
         self._send_tokens(work, 1, position=self._offset(work) + 1, is_last=False)
+        sequence.told = 2
 
     def on_finished(self, sequence: Stream) -> None:
         work = self._works.pop(sequence.request_id, None)
         self._tickets.pop(sequence.request_id, None)
         if work is None:
             return
-        # Sent when they were written: the first, and the second of a sequence that was handed over.
-        sent = self._offset(work) + (2 if sequence.mode == "decode" and sequence.written > 2 else 1)
+        sent = self._offset(work) + sequence.told
         if work.sampling.max_tokens > sent:
             self._send_tokens(work, work.sampling.max_tokens - sent, position=sent, is_last=True)
 

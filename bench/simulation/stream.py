@@ -38,6 +38,8 @@ class Stream:
     """The part of the same prompt that is computed here before."""
     written: int = 0
     """Tokens after `num_tokens`, the one from prefill included."""
+    told: int = 1
+    """Of the tokens of this request that its instances write; the first is told of by who computes the prompt."""
     started_at: float | None = None
     last_token_at: float | None = None
     is_fresh: bool = True

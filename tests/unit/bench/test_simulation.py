@@ -57,11 +57,20 @@ def test_decodes_share_steps() -> None:
     assert result.busy["decode"] < 1
 
 
-def test_a_short_cache_preempts_and_still_answers_all() -> None:
+def test_who_joins_a_batch_has_no_part_in_the_steps_before() -> None:
+    first, second = TraceRequest(0.0, 512, 300, (1,)), TraceRequest(0.1, 1024, 6, (2, 3))
+    [_, joined] = served(alone(first, second))
+    assert joined.tpot_s is not None
+    assert joined.tpot_s > COST.step_s(2, 512 + 1024)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_a_short_cache_preempts_and_still_answers_all(prefill: int) -> None:
     cost = replace(COST, kv_tokens=512 * 5)
     trace = alone(*(TraceRequest(0.0, 1000, 600, (n, n + 10)) for n in range(4)))
-    result = simulate(replace(scenario(trace, prefill=0), cost=cost, num_decode=0, num_unified=1))
-    assert len(result.served) == 4
+    pools = replace(scenario(trace, prefill=prefill, decode=prefill), num_unified=1 - prefill)
+    result = simulate(replace(pools, cost=cost))
+    assert (len(result.served), result.refused) == (4, [])
 
 
 def test_what_can_never_fit_is_refused() -> None:
@@ -118,7 +127,9 @@ def test_steps_with_prompts_take_what_a_table_says(tmp_path: Path) -> None:
 def test_twice_is_the_same(tmp_path: Path) -> None:
     trace = conversations(tmp_path, time_scale=0.2)
     for policy in ("prefix", "random"):
-        first, second = (summarise(simulate(scenario(trace, policy=policy)), Objective(2.0)) for _ in range(2))
+        results = [simulate(scenario(trace, policy=policy)) for _ in range(2)]
+        assert all(len(result.served) == 52 for result in results)
+        first, second = (summarise(result, Objective(2.0)) for result in results)
         assert msgspec.json.encode(first) == msgspec.json.encode(second)
 
 
