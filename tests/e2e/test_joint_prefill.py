@@ -47,23 +47,6 @@ def test_tokens_equal_those_of_one_reader(llama: Path, transport: str) -> None:
     asyncio.run(asyncio.wait_for(test(), 120.0))
 
 
-def test_prompts_that_overlap_in_both_directions_wait_for_nobody_for_ever(llama: Path) -> None:
-    async def test() -> None:
-        async with instances(llama, *FLAGS, own=OWN) as driver:
-            there, back = Joint(driver), Joint(driver)
-            back.readers = there.readers[::-1]
-            prompts = [prompt_of(150 + 9 * number, start=11 * number) for number in range(12)]
-            answers = [
-                (there if number % 2 else back).start(driver.work(prompt, max_tokens=NEW_TOKENS), 1 + number % 8)
-                for number, prompt in enumerate(prompts)
-            ]
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert await there.answer(answer) == expected_tokens(llama, prompt, NEW_TOKENS)
-            await driver.until_idle()
-
-    asyncio.run(asyncio.wait_for(test(), 120.0))
-
-
 @pytest.mark.parametrize("fault", ["killed", "frozen", "never told"])
 def test_a_front_that_is_lost_costs_time_alone(llama: Path, fault: str) -> None:
     async def test() -> None:

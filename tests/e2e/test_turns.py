@@ -47,14 +47,18 @@ def test_tokens_equal_those_of_one_reader(llama: Path, transport: str) -> None:
     asyncio.run(asyncio.wait_for(test(), 120.0))
 
 
-def test_prompts_in_both_directions_wait_for_nobody_for_ever(llama: Path) -> None:
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_prompts_in_both_directions_wait_for_nobody_for_ever(llama: Path, num_parts: int) -> None:
+    def ends(number: int) -> tuple[int, ...]:
+        return (1 + number % 8,) if num_parts == 2 else (2, 3 + number % 3, 8)
+
     async def test() -> None:
         async with instances(llama, *FLAGS, own=OWN) as driver:
             there, back = Joint(driver), Joint(driver)
             back.readers = there.readers[::-1]
             prompts = [prompt_of(150 + 17 * number, start=11 * number) for number in range(10)]
             answers = [
-                (there if number % 2 else back).start(driver.work(prompt, max_tokens=NEW_TOKENS), 2, 3 + number % 3, 8)
+                (there if number % 2 else back).start(driver.work(prompt, max_tokens=NEW_TOKENS), *ends(number))
                 for number, prompt in enumerate(prompts)
             ]
             for prompt, answer in zip(prompts, answers, strict=True):

@@ -8,23 +8,10 @@ from engine.front import FrontLostError, Gate
 from engine.reservations import Reservations
 from engine.scheduler import Scheduler
 from engine.sequence import State
+from tests.unit.engine.gates import Gates
 from tests.unit.engine.work import add, make_roster, make_work, step
 
 A, LEAD = RequestId("a"), RequestId("p0")
-
-
-class Gates:
-    def __init__(self) -> None:
-        self.gates: dict[RequestId, Gate] = {}
-
-    def follow(self, request_id: RequestId, gate: Gate) -> None:
-        self.gates[request_id] = gate
-
-    def forget(self, request_id: RequestId) -> None:
-        self.gates.pop(request_id, None)
-
-    def lost(self) -> list[RequestId]:
-        return [request_id for request_id, gate in self.gates.items() if gate.is_lost]
 
 
 class Setting:

@@ -14,24 +14,9 @@ from engine.outputs import EngineStats, NamedBlock, Place, Reservation, StepResu
 from engine.reservations import Reservations
 from engine.scheduler import Plan, Scheduler
 from services.instance.ports import Mode
+from tests.unit.engine.gates import Gates
 from tests.unit.engine.work import BLOCK_TOKENS, ROOT, made_up_tokens, make_roster
 from tests.unit.instance.fakes import STATS
-
-
-class Gates:
-    """`engine.followers.Gates`."""
-
-    def __init__(self) -> None:
-        self.gates: dict[RequestId, Gate] = {}
-
-    def follow(self, request_id: RequestId, gate: Gate) -> None:
-        self.gates[request_id] = gate
-
-    def forget(self, request_id: RequestId) -> None:
-        self.gates.pop(request_id, None)
-
-    def lost(self) -> list[RequestId]:
-        return [request_id for request_id, gate in self.gates.items() if gate.is_lost]
 
 
 class PureEngine:

@@ -5,7 +5,7 @@ behind."""
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from hypothesis import given
@@ -58,10 +58,11 @@ class Handing:
     is_finished: bool = False
 
 
-class Transfers:
+class Transfers(FakeTransfer):
     """Both ends of all tickets. Arrived blocks hold their content in `engine`."""
 
     def __init__(self, engine: PureEngine) -> None:
+        super().__init__()
         self.engine = engine
         self.fetches: dict[TicketId, Fetching] = {}
         self.handed: dict[TicketId, Handing] = {}
@@ -74,14 +75,8 @@ class Transfers:
         if not handing.released.done():
             handing.blocks.update(blocks)
 
-    def publish_parts(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None: ...
-
     def finish(self, ticket_id: TicketId, payload: bytes) -> None:
         self.handed[ticket_id].is_finished = True
-
-    def fail(self, ticket_id: TicketId, reason: str) -> None: ...
-
-    def cancel(self, ticket_id: TicketId) -> None: ...
 
     async def released(self, ticket_id: TicketId) -> str:
         return await asyncio.shield(self.handed[ticket_id].released)
@@ -93,7 +88,7 @@ class Transfers:
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
         on_parts: Callable[[int, int], None] | None = None,
-        on_end: Callable[[Any], None] | None = None,
+        on_end: Callable[[Fetched], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
     ) -> Fetched:
@@ -130,9 +125,9 @@ class Instance:
     def __init__(self, num_blocks: int, batched: int) -> None:
         self.engine = PureEngine(num_blocks, batched=batched)
         self.transfers = Transfers(self.engine)
-        calls, counter = InlineCalls(self.engine), FakeTransfer()
-        fronts = Fronts(calls, self.transfers, layout=self.engine.layout, counter=counter)
-        self.role = PrefillHandler(calls, self.transfers, NoPulls(), fronts, counter=counter, clock=lambda: 1.0)
+        calls, transfers = InlineCalls(self.engine), self.transfers
+        fronts = Fronts(calls, transfers, layout=self.engine.layout, counter=transfers)
+        self.role = PrefillHandler(calls, transfers, NoPulls(), fronts, counter=transfers, clock=lambda: 1.0)
         self.serving = Serving(
             IDENTITY,
             role=self.role,
@@ -140,7 +135,7 @@ class Instance:
             stats=STATS,
             router=FakeRouterPort(),
             events=FakeEvents(),
-            links=counter,
+            links=transfers,
         )
 
     def send(self, name: str, tokens: list[int], *, front: str | None, num_blocks: int, after: str) -> None:

@@ -40,6 +40,9 @@ from contracts.messages import (
     Work,
 )
 from contracts.pooling import PoolingProfile
+from services.router.attempt import Attempt
+from services.router.front import FrontPart
+from services.router.member import Member
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 
@@ -340,6 +343,28 @@ def handoff_report(work: Work) -> HandoffReport:
         reused_blocks=1,
         transferred_bytes=1000,
     )
+
+
+class FakeFlight:
+    """Owner of an attempt, or of parts of a prompt: it only remembers what it hears, with who said it."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Attempt | FrontPart | InstanceId, Answer | str]] = []
+
+    def on_tokens(self, attempt: Attempt, member: Member, tokens: Tokens, now: float) -> None:
+        self.heard.append((attempt, tokens))
+
+    def on_answer(self, attempt: Attempt, member: Member, answer: Answer) -> None:
+        self.heard.append((attempt, answer))
+
+    def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
+        self.heard.append((attempt, reason))
+
+    def part_read(self, part: FrontPart, report: PrefillReport) -> None:
+        self.heard.append((part, report))
+
+    def part_failed(self, culprit: InstanceId, failed: Failed) -> None:
+        self.heard.append((culprit, failed))
 
 
 class FakeLink:

@@ -22,7 +22,7 @@ from services.router.placement import PlacementPolicy
 from services.router.sequence import TokenSequence
 from services.router.timeline import Timeline
 from tests.unit.router.conftest import Router, Serve, events_of, settle
-from tests.unit.router.fakes import record
+from tests.unit.router.fakes import FakeFlight, record
 from tests.unit.router.test_flight import Asked
 
 ITL_S, GAP_S = 0.010, 0.025
@@ -59,7 +59,7 @@ class Bench:
         )
         sequences = {i: TokenSequence(i) for i in range(num_sequences)}
         self.attempt = Attempt(
-            owner=None,  # type: ignore[arg-type]
+            owner=FakeFlight(),
             request_id=RequestId("r~0"),
             sequences=sequences,
             prefill=Member(record("p0", "prefill")),

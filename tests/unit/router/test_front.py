@@ -25,7 +25,7 @@ from services.router.metrics import RouterMetrics
 from services.router.outbox import Outbox
 from services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve, settle
-from tests.unit.router.fakes import FakeCluster, FakeInstance, handoff_report, prefill_report, record
+from tests.unit.router.fakes import FakeCluster, FakeFlight, FakeInstance, handoff_report, prefill_report, record
 
 PROMPT = [104 + i % 5 for i in range(42)]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6}
@@ -256,7 +256,9 @@ def test_a_front_on_trial_that_was_not_needed_may_be_tried_again() -> None:
         member.circuit.failed(0.0)
     member.circuit.tries(2.0)
     assert not member.circuit.allows(2.0)
-    FrontPart(owner=None, request_id=RequestId("r^0"), member=member, number=0).end(cancel=False)  # type: ignore[arg-type]
+    owner = FakeFlight()
+    FrontPart(owner=owner, request_id=RequestId("r^0"), member=member, number=0).end(cancel=False)
+    assert not owner.heard
     assert member.circuit.allows(2.0)
 
 
