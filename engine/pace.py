@@ -32,6 +32,8 @@ OUTLIER = 1.5
 """One step counts for at most so many times the time that was expected of it."""
 TELLING = 256
 """Tokens of prompts in a step whose speed is believed rather than the warm-up's."""
+TELLING_TOGETHER = 16 * TELLING
+"""In shorter steps, as beside those who write: their mean is then believed."""
 FADING = 0.9998
 """Of what was learned, with each step without prompts: a size that was once too slow is tried again after a while."""
 
@@ -45,6 +47,8 @@ class Pace:
     """So many times as long as a step without prompts may be one beside sequences that were promised nothing."""
     is_guess: bool = False
     """The rate is the warm-up's, which other processes may have slowed down by any factor."""
+    _told: int = 0
+    """Tokens of prompts since the warm-up."""
     _longer_s: dict[int, float] = field(default_factory=dict)
     """By class."""
 
@@ -59,7 +63,8 @@ class Pace:
         if num_prompt_tokens >= 32:
             rate = num_prompt_tokens / max(seconds, 1e-9)
             is_first = self.is_guess and num_prompt_tokens >= TELLING
-            self.is_guess = self.is_guess and not is_first
+            self._told += num_prompt_tokens
+            self.is_guess = self.is_guess and not is_first and self._told < TELLING_TOGETHER
             self.prefill_tokens_per_s = rate if is_first else _blend(self.prefill_tokens_per_s, rate)
 
     def mixed(self, num_prompt_tokens: int, num_writers: int, seconds: float) -> None:

@@ -4,7 +4,7 @@ Pure bookkeeping. Another router's work shows in the instance's reports, this ro
 """
 
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, exp2, inf
 from typing import Literal, Protocol
 
 import msgspec
@@ -20,6 +20,10 @@ from services.router.placement import Candidate
 from services.router.step_times import StepTimes
 
 RECENT_S = 600.0
+DOUBT_S = 120.0
+"""An instance that computes no prompts for so long may be twice as fast as its last ones say: other processes may have
+slowed them down by any factor, and nobody who is taken to be slow gets the chance to show more."""
+MOST_DOUBT = 10.0
 State = Literal["connecting", "ready", "lost"]
 
 
@@ -62,6 +66,8 @@ class Member:
     """The log says that it cannot be reached."""
     shares: dict[RequestId, Share] = field(default_factory=dict)
     reported_at: float = 0.0
+    rate_at: float = inf
+    """When its rate was last seen to change, as it does with each prompt; inf: never."""
     own_tokens: int = 0
     own_sequences: int = 0
     unreported_blocks: int = 0
@@ -110,6 +116,8 @@ class Member:
 
     def report(self, report: LoadReport, now: float) -> None:
         load = report.load
+        if self.rate_at == inf or load.prefill_tokens_per_s != self.record.load.prefill_tokens_per_s:
+            self.rate_at = now
         self.record = msgspec.structs.replace(self.record, load=load, adapters=report.adapters)
         self.links = report.links
         self.link_speeds = {link.peer: link.bytes_per_second for link in report.links}
@@ -130,9 +138,10 @@ class Member:
 
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0, hoped_rate: float = 0.0) -> Candidate:
         """`held_blocks`: of the same prompt, as far as they are known to be there. `hoped_rate`: what it is taken to
-        compute at least as long as it has shown nothing, lest it never get the chance."""
+        compute at least as long as it has shown nothing, or nothing of late, lest it never get the chance."""
         record, load = self.record, self.record.load
         rate = load.prefill_tokens_per_s
+        believed = self._believed(rate, hoped_rate, now) if hoped_rate > rate else rate
         block_tokens = record.layout.block_tokens
         active_sequences = self.own_sequences + self.foreign_sequences
         queued_tokens: float = self.own_tokens
@@ -150,7 +159,7 @@ class Member:
             total_blocks=load.total_blocks,
             active_sequences=active_sequences,
             queued_tokens=queued_tokens,
-            prefill_tokens_per_s=rate if load.prefill_is_measured else max(rate, hoped_rate),
+            prefill_tokens_per_s=believed,
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
@@ -158,11 +167,16 @@ class Member:
             machine=record.host,
             held_tokens=held_blocks * block_tokens,
             link_speeds=self.link_speeds,
-            spare_tokens_per_s=load.spare_tokens_per_s,
+            spare_tokens_per_s=load.spare_tokens_per_s * believed / rate if rate else load.spare_tokens_per_s,
             next_step_s=self.steps.predict(active_sequences + 1),
             step_tokens=record.step_tokens,
             reads_behind=record.reads_behind,
         )
+
+    def _believed(self, rate: float, hoped: float, now: float) -> float:
+        if not self.record.load.prefill_is_measured:
+            return hoped
+        return max(rate, min(hoped, rate * exp2(min((now - self.rate_at) / DOUBT_S, MOST_DOUBT))))
 
     def check_invariants(self) -> None:
         assert self.own_tokens == sum(share.prefill_tokens for share in self.shares.values())

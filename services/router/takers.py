@@ -54,10 +54,9 @@ class Takers:
             held = index.held(wanted) if _differ(matches, members) else {}
             hoped_rate = self._hoped_rates[layout]
             for member in members:
-                instance, reads = member.record.instance, member.record.role != "decode"
+                instance = member.record.instance
                 match, held_blocks = matches.get(instance, _NO_MATCH), held.get(instance, 0)
-                hoped = hoped_rate if reads else 0.0
-                found.append(member.candidate(match, now, held_blocks=held_blocks, hoped_rate=hoped))
+                found.append(member.candidate(match, now, held_blocks=held_blocks, hoped_rate=hoped_rate))
         return found
 
 

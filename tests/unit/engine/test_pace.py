@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from engine.pace import CLASSES, DELIVERY_S, FALLING, HEADROOM, TELLING, Pace, step_within
+from engine.pace import CLASSES, DELIVERY_S, FALLING, HEADROOM, TELLING, TELLING_TOGETHER, Pace, step_within
 
 PREFILL, STEP_S = 40_000.0, 0.006
 """Tokens a second; a step without prompts."""
@@ -129,3 +129,12 @@ def test_the_first_long_prompt_is_believed_rather_than_the_warm_up() -> None:
     assert pace.prefill_tokens_per_s == pytest.approx(10_000)
     pace.computed(TELLING, TELLING / 20_000)
     assert pace.prefill_tokens_per_s == pytest.approx(11_000)
+
+
+def test_many_short_prompts_tell_as_much_as_a_long_one() -> None:
+    pace = Pace(1_000, STEP_S, is_guess=True)
+    for told in range(100, TELLING_TOGETHER + 100, 100):
+        assert pace.is_guess == (told - 100 < TELLING_TOGETHER)
+        pace.computed(100, 0.01)
+    assert not pace.is_guess
+    assert pace.prefill_tokens_per_s == pytest.approx(10_000, rel=0.02)

@@ -4,13 +4,14 @@ import time
 
 import msgspec
 
-from contracts.identity import BlockName
+from contracts.identity import BlockName, Generation
 from contracts.instance import Load, Role
 from contracts.layout import KVLayout
+from contracts.messages import LoadReport
 from services.router.block_index import BlockIndex
 from services.router.circuit import FAILURES
 from services.router.cluster import Cluster
-from services.router.member import Member
+from services.router.member import DOUBT_S, Member
 from services.router.takers import Takers
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, record
@@ -89,21 +90,51 @@ def test_an_open_circuit_leaves_the_work_to_others_of_its_role_if_there_are_any(
     assert names_of(Takers([bad, reader]).sound(now)) == ["bad", "reader"]
 
 
+def member(name: str, role: Role, rate: float, *, is_measured: bool = True, layout: KVLayout = LAYOUT) -> Member:
+    load = Load(
+        free_blocks=50,
+        total_blocks=100,
+        prefill_tokens_per_s=rate,
+        prefill_is_measured=is_measured,
+        spare_tokens_per_s=rate / 2,
+    )
+    return Member(record(name, role, load=load, layout=layout), state="ready")
+
+
 def test_who_has_computed_nothing_is_taken_to_be_as_fast_as_the_others() -> None:
-    """Its warm-up may have run beside theirs. Instances of another layout, and those that write, say nothing of it."""
-
-    def member(name: str, role: Role, rate: float, *, is_measured: bool, layout: KVLayout = LAYOUT) -> Member:
-        load = Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=rate, prefill_is_measured=is_measured)
-        return Member(record(name, role, load=load, layout=layout), state="ready")
-
+    """Its warm-up may have run beside theirs. Instances of another layout say nothing of it, nor those that write."""
     other = msgspec.structs.replace(LAYOUT, fingerprint="another")
     members = [
-        member("proved", "prefill", 900.0, is_measured=True),
-        member("slow", "prefill", 300.0, is_measured=True),
+        member("proved", "prefill", 900.0),
+        member("slow", "prefill", 300.0),
         member("new", "prefill", 100.0, is_measured=False),
         member("quick", "prefill", 2000.0, is_measured=False, layout=other),
         member("writes", "decode", 50.0, is_measured=False),
+        member("wrote", "decode", 1000.0),
     ]
     found = Takers(members).candidates(lambda layout: [], BlockIndex(), 0.0)
     rates = {str(candidate.instance): candidate.prefill_tokens_per_s for candidate in found}
-    assert rates == {"proved": 900.0, "slow": 300.0, "new": 900.0, "quick": 2000.0, "writes": 50.0}
+    fast = {"proved": 900.0, "new": 900.0, "quick": 2000.0, "writes": 900.0, "wrote": 1000.0}
+    assert rates == {"slow": 300.0, **fast}
+    spare = {str(candidate.instance): candidate.spare_tokens_per_s for candidate in found}
+    assert spare == {name: rate / 2 for name, rate in rates.items()}
+
+
+def test_who_has_computed_nothing_of_late_may_be_faster_than_it_was() -> None:
+    slow, fast = member("slow", "decode", 300.0), member("fast", "prefill", 1000.0)
+
+    def rate(now: float) -> float:
+        found = Takers([slow, fast]).candidates(lambda layout: [], BlockIndex(), now)
+        return {str(candidate.instance): candidate.prefill_tokens_per_s for candidate in found}["slow"]
+
+    def report(tokens_per_s: float, now: float) -> None:
+        load = msgspec.structs.replace(slow.record.load, prefill_tokens_per_s=tokens_per_s)
+        slow.report(LoadReport(instance=slow.record.instance, generation=Generation(1), load=load), now)
+
+    report(300.0, 10.0)
+    assert rate(10.0) == 300.0
+    report(300.0, 70.0)  # it says so each second, and has computed nothing
+    assert rate(10.0 + DOUBT_S) == 600.0
+    assert rate(10.0 + 9 * DOUBT_S) == rate(1e6) == 1000.0, "and no faster than the fastest"
+    report(310.0, 500.0)
+    assert rate(500.0) == 310.0, "another prompt has shown that it is slow"
