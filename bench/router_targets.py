@@ -19,6 +19,7 @@ import psutil
 from bench.fake_instances import FakeInstance
 from bench.fake_servers import FakeServer
 from bench.http_load import Connection, HttpError, post
+from bench.listening import num_listening
 from bench.ports import free_port
 from contracts.instance import Role
 from contracts.messages import Work
@@ -77,8 +78,9 @@ async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> 
         try:
             for fake in fakes:
                 await fake.start(registry)
-            await _wait_until_all_are_known(port, workers)
-            yield Target("Baton", port, psutil.Process(process.pid), fakes, arrived)
+            router = psutil.Process(process.pid)
+            await _wait_until_all_are_known(router, port, workers)
+            yield Target("Baton", port, router, fakes, arrived)
         finally:
             for fake in fakes:
                 await fake.close()
@@ -126,22 +128,27 @@ async def _server_apart() -> AsyncIterator[int]:
         await _stop(process)
 
 
-async def _wait_until_all_are_known(port: int, workers: int) -> None:
-    """Each connection meets any of the workers: so many in a row have met all."""
+async def _wait_until_all_are_known(router: psutil.Process, port: int, workers: int) -> None:
+    """Each connection meets any of the workers that listen: once all do, so many in a row have met all."""
     deadline, in_a_row = time.monotonic() + _START_S, 1 if workers == 1 else 16 * workers
-    missing = in_a_row
-    while missing:
-        with contextlib.suppress(OSError, HttpError):
+    while time.monotonic() < deadline:
+        if num_listening(router, port) == workers and await _knows_all(port, in_a_row):
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError(f"the router does not serve within {_START_S:g} s")
+
+
+async def _knows_all(port: int, num_times: int) -> bool:
+    """Whether as many connections in a row meet a worker that knows all instances."""
+    with contextlib.suppress(OSError, HttpError):
+        for _ in range(num_times):
             connection = await Connection.open(port)
             health = json.loads(await connection.ask(b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"))
             connection.close()
-            if len(health["instances"]) == len(ROLES):
-                missing -= 1
-                continue
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the router does not serve within {_START_S:g} s")
-        missing = in_a_row
-        await asyncio.sleep(0.1)
+            if len(health["instances"]) < len(ROLES):
+                return False
+        return True
+    return False
 
 
 async def _wait_until_answered(name: str, port: int, process: asyncio.subprocess.Process) -> None:

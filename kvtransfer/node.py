@@ -225,11 +225,6 @@ class TransferNode:
             if link.is_ready() and link.transport is not None and link.ladder is not None
         ]
 
-    def explain_links(self) -> dict[InstanceId, list[str]]:
-        """Why each peer is reached the way it is: one line per transport tried."""
-        links = self._consuming.connections.current()
-        return {link.name: link.ladder.why() for link in links if link.ladder is not None}
-
     def num_sessions(self) -> int:
         """Transfers in progress, both directions."""
         return self._producing.num_sessions() + self._consuming.num_sessions()

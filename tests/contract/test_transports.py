@@ -539,7 +539,8 @@ def test_without_a_place_for_its_socket_a_node_falls_back_to_zeromq(tmp_path: Pa
         settings = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"), run_dir=str(tmp_path / "missing"))
         async with pair_of(settings) as pair:
             assert await handoff(pair, 3) == "zeromq"
-            assert "not offered" in " ".join(pair.consumer.node.explain_links()[pair.producer.instance])
+            (link,) = pair.consumer.node.links()
+            assert link.peer == pair.producer.instance and "not offered" in link.reason
 
     run(test())
 

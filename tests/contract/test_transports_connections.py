@@ -45,7 +45,7 @@ def test_blocks_take_the_connections_in_turns(is_encrypted: bool) -> None:
     async def test() -> None:
         async with in_use(with_key(THREE) if is_encrypted else THREE) as (pair, proxy):
             assert len(proxy.received) == 3 and not pair.consumer.tally.retries
-            assert "by 3 connections" in str(pair.consumer.node.explain_links())
+            assert "by 3 connections" in pair.consumer.node.links()[0].reason
             before = list(proxy.received)
             for _ in range(3):
                 await moved(pair, proxy)

@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.fake_instances import FakeInstance
+from bench.listening import num_listening
 from bench.ports import free_port
 from contracts.identity import InstanceId
 from services.common.registry import RegistryView, registry_client, registry_view
@@ -67,16 +68,9 @@ class Router:
 
     async def all_serve(self) -> bool:
         """Two workers that listen and know all instances: a connection meets either."""
-        is_crew_whole = sum(self.listens(worker) for worker in self.workers()) == 2
-        return is_crew_whole and all([await self.serves() for _ in range(20)])
-
-    def listens(self, worker: psutil.Process) -> bool:
-        try:
-            connections = worker.net_connections("tcp")
-        except psutil.NoSuchProcess:
-            return False
         port = int(self.url.rpartition(":")[2])
-        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
+        is_crew_whole = num_listening(psutil.Process(self.process.pid), port) == 2
+        return is_crew_whole and all([await self.serves() for _ in range(20)])
 
 
 @asynccontextmanager

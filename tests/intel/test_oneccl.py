@@ -40,7 +40,7 @@ def test_blocks_travel_between_usm_allocations(kind: str, transport: str) -> Non
             result = await here.node.fetch(ticket, wanted(*((i, i) for i in range(NUM_BLOCKS))))
             assert result.transport == transport
             assert all(here.holds(i, seed=i) for i in range(NUM_BLOCKS))
-            (why,) = here.node.explain_links().values()
-            assert ("libccl" in why[-1]) == (transport == "oneccl")
+            (link,) = here.node.links()
+            assert ("libccl" in link.reason.rpartition("; ")[2]) == (transport == "oneccl")
 
     run(test())
