@@ -1,6 +1,7 @@
-"""A transfer node in a process of its own, told what to do by lines of JSON on stdin. It answers each with one line.
+"""A transfer node in a process of its own, told what to do by lines of JSON. It answers each with one line.
 
-`Peer` is the test's handle; `python -m tests.contract.transports_peer` the process.
+`Peer` is the test's handle; `main` the process. Both ways go through one socket, which is the process's standard
+output. It is forked from one that has imported torch, where there is torch.
 """
 
 import asyncio
@@ -8,9 +9,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,64 +28,83 @@ from tests.contract.transports_pair import Blocks, Node, name, running
 
 MARK = b"answer "
 ROOT = Path(__file__).resolve().parents[2]
+MAX_LINE_BYTES = 1 << 20
+_STDERR = 2
 
 
 class Peer:
-    def __init__(self, process: asyncio.subprocess.Process, greeting: dict[str, Any]) -> None:
-        self.process = process
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        send_signal: Callable[[int], None],
+        greeting: dict[str, Any],
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._send_signal = send_signal
         self.address: str = greeting["address"]
         self.instance = InstanceId(greeting["instance"])
         self.generation = Generation(greeting["generation"])
 
     async def ask(self, op: str, **arguments: object) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
-        return await _answer_of(self.process.stdout)
+        self._writer.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+        return await _answer_of(self._reader)
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        self._send_signal(number)
 
 
 @contextlib.asynccontextmanager
 async def peer(
-    instance: str, settings: TransferSettings, generation: int, *, module: str = "tests.contract.transports_peer"
+    instance: str, settings: TransferSettings, generation: int, *, module: str | None = None
 ) -> AsyncIterator[Peer]:
-    """`module` runs `main` below, perhaps with other memory."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        instance,
-        str(generation),
-        msgspec.json.encode(settings).decode(),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        limit=1 << 20,
-    )
-    assert process.stdout is not None
+    """`module`: a program that calls `main` below, with other memory."""
+    argv = [instance, str(generation), msgspec.json.encode(settings).decode()]
+    here, there = socket.socketpair()
+    with there:
+        if module is None and find_spec("torch") is not None:
+            send_signal, wait = _fork(argv, there.fileno())
+        else:
+            send_signal, wait = _program([module or __name__, *argv], there.fileno())
+    reader, writer = await asyncio.open_unix_connection(sock=here, limit=MAX_LINE_BYTES)
     try:
-        yield Peer(process, await _answer_of(process.stdout))
+        yield Peer(reader, writer, send_signal, await _answer_of(reader))
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        send_signal(signal.SIGKILL)
+        await asyncio.to_thread(wait)
+        writer.close()
 
 
-async def _answer_of(stdout: asyncio.StreamReader) -> Any:
+def _fork(argv: list[str], out: int) -> tuple[Callable[[int], None], Callable[[], int]]:
+    """How to send it a signal, and how to wait until it has ended."""
+    from services.local.plan import Process
+    from tests.forking import PEER, forks
+
+    forked = forks()(Process("peer", [PEER, *argv], {}), os.environ, out, _STDERR)
+    return forked.signal, forked.wait
+
+
+def _program(argv: list[str], out: int) -> tuple[Callable[[int], None], Callable[[], int]]:
+    popen = subprocess.Popen([sys.executable, "-m", *argv], stdin=subprocess.DEVNULL, stdout=out, cwd=ROOT)
+    return popen.send_signal, popen.wait
+
+
+async def _answer_of(reader: asyncio.StreamReader) -> Any:
     """The next line of ours: libraries print what they like."""
-    while line := await stdout.readline():
+    while line := await reader.readline():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
     raise EOFError("the peer ended")
 
 
 async def serve(node: Node) -> None:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    greeting = {"address": node.node.address, "instance": node.instance, "generation": node.generation}
-    answer(greeting)
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=os.dup(1)), limit=MAX_LINE_BYTES)
+
+    def answer(value: object) -> None:
+        writer.write(MARK + json.dumps(value).encode() + b"\n")
+
+    answer({"address": node.node.address, "instance": node.instance, "generation": node.generation})
     fetches: dict[str, asyncio.Task[str]] = {}
     while line := await reader.readline():
         command = json.loads(line)
@@ -90,11 +113,6 @@ async def serve(node: Node) -> None:
             answer(None)
         else:
             answer(await obey(node, command, fetches))
-
-
-def answer(value: object) -> None:
-    sys.stdout.write(MARK.decode() + json.dumps(value) + "\n")
-    sys.stdout.flush()
 
 
 async def obey(node: Node, command: dict[str, Any], fetches: dict[str, "asyncio.Task[str]"]) -> object:
@@ -141,13 +159,17 @@ async def _fetch(node: Node, ticket: Ticket, blocks: list[tuple[int, int]]) -> s
     return f"{result.transport}: {'right' if right else 'WRONG'}"
 
 
-async def main(memory: Blocks | None = None) -> None:
-    instance, generation, settings = sys.argv[1:]
-    decoded = msgspec.json.decode(settings, type=TransferSettings)
-    async with running(instance, decoded, generation=int(generation), memory=memory) as node:
-        await serve(node)
+def main(argv: Sequence[str], memory: Blocks | None = None) -> None:
+    instance, generation, settings = argv
+
+    async def run() -> None:
+        decoded = msgspec.json.decode(settings, type=TransferSettings)
+        async with running(instance, decoded, generation=int(generation), memory=memory) as node:
+            await serve(node)
+
+    uvloop.run(run())
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
-    os._exit(0)
+    main(sys.argv[1:])

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.ports import free_port
 from services.local.launches import Launch
 from services.local.plan import Process
-from tests.e2e.forking import forks
+from tests.forking import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0

@@ -38,7 +38,7 @@ from services.common.rpc import InstanceLink
 from services.local.launches import Launched
 from services.local.plan import Process
 from tests.e2e.cluster import environment
-from tests.e2e.forking import forks
+from tests.forking import forks
 
 START_TIMEOUT_S = 180.0
 DEADLINE_S = 30.0

@@ -5,11 +5,10 @@ Intel's OpenCL CPU device all three kinds can be addressed by the host.
 """
 
 import ctypes
-import os
+import sys
 
 import dpctl
 import dpctl.memory
-import uvloop
 
 from tests.contract import transports_peer
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS
@@ -38,5 +37,4 @@ class UsmMemory:
 
 
 if __name__ == "__main__":
-    uvloop.run(transports_peer.main(UsmMemory(NUM_BLOCKS, LAYOUT.block_bytes)))
-    os._exit(0)
+    transports_peer.main(sys.argv[1:], UsmMemory(NUM_BLOCKS, LAYOUT.block_bytes))

@@ -1,18 +1,21 @@
 """The fork server of `baton serve`, once for all tests: what they start has imported torch already.
 
 `module.main(argv)` is what a fork runs. Here it is `baton`, with one difference: where that is `baton serve`, its
-instances are forked by the server that it comes from itself, and it starts none of its own.
+instances are forked by the server that it comes from itself, and it starts none of its own. Or, where `argv` begins
+with the name of a module of tests, that one's `main`.
 """
 
 import multiprocessing.forkserver as stdlib
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 
 from services import cli
 from services.local.launches import Forks, Programs
 from services.local.supervisor import MODULE
 
-PRELOADED = ["services.local.main", "engine.model_loader", "transformers.models.llama.modeling_llama", __name__]
+PEER = "tests.contract.transports_peer"
+PRELOADED = ["services.local.main", "engine.model_loader", "transformers.models.llama.modeling_llama", PEER, __name__]
 
 
 @cache
@@ -23,5 +26,8 @@ def forks() -> Forks:
 
 
 def main(argv: Sequence[str]) -> None:
+    if argv[0] == PEER:
+        import_module(PEER).main(argv[1:])
+        return
     stdlib._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     cli.main(argv)
