@@ -1,5 +1,6 @@
 """LiteLLM against a server: `python bench/clients/with_litellm.py http://127.0.0.1:8000/v1 [embedding URL]`."""
 
+import json
 import sys
 from typing import Any
 
@@ -35,8 +36,8 @@ def main(url: str, embedding_url: str | None) -> None:
     assert text and text == streamed, (text, streamed)
     assert whole.usage.completion_tokens > 0
     called = litellm.completion(**common, tools=[WEATHER], tool_choice="required")
-    # LiteLLM takes `additionalProperties` out of schemas for vLLM, so a small model may ramble on within them.
-    assert called.choices[0].message.tool_calls[0].function.name == "weather", called
+    function = called.choices[0].message.tool_calls[0].function
+    assert (function.name, json.loads(function.arguments)) == ("weather", {"city": "Paris"}), called
     texted = litellm.text_completion(
         model="text-completion-openai/baton-demo", api_base=url, api_key="none", prompt="The red", max_tokens=8
     )

@@ -123,10 +123,8 @@ def _whitespace(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _json(given: _Given) -> Rule:
-    schema = _schema(given.value, given.param)
-    if given.options.get("disable_additional_properties"):
-        schema = _closed(schema)
-    return json_rule(schema, _json_options(given.options))
+    is_open = given.options.get("disable_additional_properties") is False
+    return json_rule(_schema(given.value, given.param), _json_options(given.options), is_open=is_open)
 
 
 def _json_object(given: _Given) -> Rule:
@@ -194,15 +192,3 @@ def _text(given: _Given) -> str:
     if not isinstance(given.value, str) or not given.value:
         raise BadRequestError(f"{given.param}: a text is needed for {given.kind!r}", param=given.param)
     return given.value
-
-
-def _closed(schema: Any) -> Any:
-    """Every object that names properties has no others, unless it says so itself."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), Mapping):
-        closed.setdefault("additionalProperties", False)
-    return closed

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from llguidance import grammar_from, regex_to_lark
 
 from services.router.errors import BadRequestError
-
-Schema = Mapping[str, Any]
+from services.router.structured.closing import Schema, closed
 
 WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
 """Between the parts of JSON unless a request says otherwise: as people and models write it, but never without end."""
@@ -51,9 +50,11 @@ class Lark:
     def choice(self, texts: Sequence[str]) -> str:
         return "(" + " | ".join(self.literal(text) or '""' for text in texts) + ")"
 
-    def json(self, schema: Schema, options: Mapping[str, Any] | None = None) -> str:
-        """`options` are llguidance's for JSON; a schema may bring its own as `x-guidance`."""
+    def json(self, schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> str:
+        """`options` are llguidance's for JSON; a schema may bring its own as `x-guidance`. `is_open`: objects may
+        have properties that are not named, as JSON Schema has it."""
         own = schema.get("x-guidance")
+        schema = schema if is_open else closed(schema)
         stated = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, Mapping) else {}), **(options or {})}
         return "%json " + json.dumps({**schema, "x-guidance": stated}, ensure_ascii=False)
 
@@ -89,8 +90,8 @@ Rule = Callable[[Lark], str]
 """What an answer must be like: an expression, once the vocabulary is known."""
 
 
-def json_rule(schema: Schema, options: Mapping[str, Any] | None = None) -> Rule:
-    return lambda lark: lark.json(schema, options)
+def json_rule(schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> Rule:
+    return lambda lark: lark.json(schema, options, is_open=is_open)
 
 
 def embedded_rule(grammar: str, param: str) -> Rule:

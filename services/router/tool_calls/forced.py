@@ -39,10 +39,11 @@ def named_rule(function: Function) -> Rule:
 
 
 def required_calls(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """What a limit left of a further call, without a name or arguments, is nothing."""
     text.mark()
     char = yield from text.next()
     text.back(char)
-    if char != "[" or not (yield from call_list(text, out)):
+    if (char != "[" or not (yield from call_list(text, out))) and not out.num_calls:
         out.content(text.since_mark())
 
 

@@ -11,6 +11,7 @@ from services.router.message_reader import MessageFormat
 from services.router.openai_schema import ChatCompletionRequest, CompletionRequest
 from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from services.router.structured import Rule, Vocabulary, asked_of
+from services.router.structured.closing import closed
 from services.router.structured.lark import Lark
 from services.router.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve
@@ -24,7 +25,9 @@ PERSON = {
     "additionalProperties": False,
     "$defs": {"name": {"type": "string"}},
 }
+OPEN_PERSON = {key: value for key, value in PERSON.items() if key != "additionalProperties"}
 ANNA = '{"name": "Anna", "age": 41}'
+ANNA_IN_PARIS = '{"name": "Anna", "age": 41, "city": "Paris"}'
 TOOLS = [
     {"type": "function", "function": {"name": "find", "parameters": PERSON}},
     {"type": "function", "function": {"name": "now"}},
@@ -107,6 +110,11 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["{}"],
         [ANNA],
     ),
+    (
+        {"structured_outputs": {"json": OPEN_PERSON, "disable_additional_properties": False}},
+        [ANNA, ANNA_IN_PARIS],
+        ["{}"],
+    ),
     ({"structured_outputs": {"choice": ["a"]}}, ["a"], ["b"]),
     (
         {"response_format": STRUCTURES},
@@ -123,6 +131,45 @@ def test_a_form_allows_what_it_says_and_nothing_else(body: dict[str, Any], good:
     grammar = asked_grammar(**body)
     assert [text for text in good if not follows(grammar, text)] == []
     assert [text for text in bad if follows(grammar, text)] == []
+
+
+FRIENDS = {"type": "object", "properties": {"all": {"type": "array", "items": {"$ref": "#/$defs/person"}}}}
+PARTS = {
+    "$defs": PERSON["$defs"],
+    "allOf": [OPEN_PERSON, {"properties": {"city": {"type": "string"}}, "required": ["city"]}],
+}
+EITHER = {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}, {"required": ["city"]}]}
+DEEP = '{"properties": {"a": ' * 400 + "{}" + "}}" * 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (OPEN_PERSON, [ANNA], [ANNA_IN_PARIS]),
+        (OPEN_PERSON | {"additionalProperties": True}, [ANNA, ANNA_IN_PARIS], []),
+        (OPEN_PERSON | {"additionalProperties": {"const": "Paris"}}, [ANNA_IN_PARIS], []),
+        (
+            FRIENDS | {"$defs": {"person": {"properties": {"name": {}}}}},
+            ['{"all": [{"name": 1}]}'],
+            ['{"all": [{"x": 1}]}'],
+        ),
+        ({"type": "object"}, ["{}", ANNA], []),
+        ({"const": {"properties": {"a": 1}}}, ['{"properties": {"a": 1}}'], []),
+        ({"type": "object", "properties": {"properties": {"const": 1}}}, ['{"properties": 1}'], ['{"a": 1}']),
+        (PARTS, [ANNA_IN_PARIS], [ANNA]),
+    ],
+)
+def test_an_object_has_the_properties_that_its_schema_names(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    grammar = asked_grammar(guided_json=schema)
+    assert [text for text in good if not follows(grammar, text)] == []
+    assert [text for text in bad if follows(grammar, text)] == []
+
+
+def test_schemas_that_are_put_together_or_make_no_sense_are_left_to_the_compiler() -> None:
+    for schema in (PARTS, EITHER, {"allOf": 3}, {"properties": 3}, {"items": [3]}, json.loads(DEEP)):
+        assert closed(schema) == schema
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -352,7 +399,14 @@ def test_forced_calls_that_were_cut_short_break_nothing(serve: Serve) -> None:
                 body: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
                 assert plain(await whole(router, **body)) == plain(await streamed(router, **body))
 
+    async def second(router: Router) -> None:
+        router.fakes.token_of = writes(f'[{{"name": "find", "parameters": {ANNA}}}, {{"name": "fi')
+        message = (await whole(router, tools=TOOLS, tool_choice="required"))["message"]
+        assert message["content"] is None
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == [ANNA]
+
     serve(scenario)
+    serve(second)
 
 
 @pytest.mark.parametrize(
