@@ -36,6 +36,7 @@ from services.router.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
 from services.router.pooling.routes import pooling_endpoints
 from services.router.shell import Asgi, Shell
 from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_routes
+from services.router.tokenizer_info import tokenizer_routes
 from services.router.workers.crew import Crew
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -61,6 +62,7 @@ def create_app(
     app = _Documented(title="Baton", version=VERSION)
     app.include_router(system_routes(frontend, crew))
     app.include_router(model_routes(frontend))
+    app.include_router(tokenizer_routes(frontend))
     for path, endpoint in direct.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     app.add_exception_handler(HTTPException, _http_error)

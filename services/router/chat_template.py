@@ -70,6 +70,11 @@ class ChatTemplates:
             templates[file.stem] = file.read_text()
         return cls(templates, special_tokens)
 
+    @property
+    def source(self) -> str | None:
+        """Of the default template."""
+        return self._templates["default"].source if "default" in self._templates else None
+
     def pick(self, *, has_tools: bool) -> "ChatTemplate":
         """Raises `BadRequestError` when the model has no template."""
         name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
@@ -85,7 +90,7 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         """Raises `jinja2.TemplateError`."""
         environment = _environment()
-        self._source = source
+        self.source = source
         self._template = environment.from_string(source)
         self._template.globals = dict(self._template.globals)  # a ChainMap is copied slowly at each rendering
         self.content_format: ContentFormat = _content_format(environment.parse(source))

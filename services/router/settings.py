@@ -121,6 +121,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="let clients load and unload adapters (/v1/load_lora_adapter, /v1/unload_lora_adapter)"),
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="answer GET /tokenizer_info: the tokenizer's configuration and chat template")
+    ] = False
     return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
 
     max_request_bytes: Annotated[int, Meta(description="greatest body of a request", ge=1)] = 8 * 1024 * 1024

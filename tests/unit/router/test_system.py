@@ -1,8 +1,11 @@
 """Endpoints around the answers: health, models, tokens, metrics, documents."""
 
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.router.conftest import Router, Serve, settle
+from tests.unit.router.tokenizers_for_tests import TEMPLATE, write_folder
 
 
 def test_health_shows_pools_instances_and_links(serve: Serve) -> None:
@@ -82,6 +85,27 @@ def test_tokens_and_text_turn_into_each_other(serve: Serve) -> None:
         assert back.json()["prompt"] == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
     serve(scenario)
+
+
+def test_the_tokenizer_is_told_only_where_that_is_asked_for(serve: Serve, tmp_path: Path) -> None:
+    async def told(router: Router) -> None:
+        info = (await router.http.get("/tokenizer_info")).json()
+        assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+        assert (info["chat_template"], info["tokenizer_class"]) == (TEMPLATE, "PreTrainedTokenizerFast")
+        assert info["added_tokens_decoder"] == {"3": "<x>"} and info["pad_token"] == "<pad>"
+        assert "/tokenizer_info" in (await router.http.get("/openapi.json")).json()["paths"]
+
+    async def overridden(router: Router) -> None:
+        assert (await router.http.get("/tokenizer_info")).json()["chat_template"] == "{{ 1 }}"
+
+    async def untold(router: Router) -> None:
+        assert (await router.http.get("/tokenizer_info")).status_code == 404
+
+    token = {"content": "<x>", "special": True}
+    folder = str(write_folder(tmp_path, added_tokens_decoder={"3": token}, pad_token={**token, "content": "<pad>"}))
+    serve(told, model=folder, enable_tokenizer_info_endpoint=True)
+    serve(overridden, model=folder, enable_tokenizer_info_endpoint=True, chat_template="{{ 1 }}")
+    serve(untold)
 
 
 def test_metrics_count_each_request_once(serve: Serve) -> None:
