@@ -28,7 +28,7 @@ class Radio(BaseModel):
 called: list[str] = []
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def weather(city: Literal["Paris", "Rome"]) -> str:
     """The weather in a city."""
     called.append(city)

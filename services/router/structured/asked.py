@@ -10,7 +10,8 @@ from typing import Any
 
 from services.router.errors import BadRequestError
 from services.router.openai_schema import GenerationRequest
-from services.router.structured.lark import Rule, Schema, embedded_rule, json_rule
+from services.router.structured.closing import Schema
+from services.router.structured.lark import Rule, embedded_rule, json_rule
 from services.router.structured.tags import structural_tag
 
 ANY_OBJECT = {"type": "object"}

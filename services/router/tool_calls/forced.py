@@ -11,7 +11,8 @@ from typing import Any
 from services.router.errors import BadRequestError
 from services.router.scanning.characters import Characters, Scan
 from services.router.scanning.parts import Parts
-from services.router.structured.lark import Lark, Rule, Schema
+from services.router.structured.closing import Schema
+from services.router.structured.lark import Lark, Rule
 from services.router.tool_calls.call_object import call_list
 from services.router.tool_calls.tools import Tools
 

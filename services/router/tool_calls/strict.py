@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.router.structured.lark import Lark, Rule, Schema
+from services.router.structured.closing import Schema
+from services.router.structured.lark import Lark, Rule
 from services.router.tool_calls.deepseek_v3 import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from services.router.tool_calls.forced import Function, name_of, parameters_of
 from services.router.tool_calls.hermes import CLOSE, OPEN
