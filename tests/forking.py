@@ -20,6 +20,8 @@ PRELOADED = ["services.local.main", "engine.model_loader", "transformers.models.
 
 @cache
 def forks() -> Forks:
+    is_first = stdlib._forkserver._forkserver_pid is None  # type: ignore[attr-defined]
+    assert is_first, "a fork server runs that has not imported what this one is for"
     made = Forks(__name__, Programs(MODULE), PRELOADED)
     made.prepare()
     return made

@@ -2,12 +2,13 @@
 
 import asyncio
 import io
+import multiprocessing.forkserver as stdlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ from services.local.supervisor import Supervisor
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PUPPET = "tests.contract.puppet"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_its_own() -> Iterator[None]:
+    """A process has one fork server, which imports what it was told first: the one of all other tests needs more."""
+    server = stdlib.ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in stdlib.__all__:
+            patch.setattr(stdlib, name, getattr(server, name))
+        yield
+        server._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True, params=["programs", "forks"])
