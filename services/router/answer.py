@@ -24,9 +24,15 @@ class Format(Protocol):
     object_name: str
     has_only_text: bool
     """A delta before a choice's last one says nothing but its text."""
+    tells_tokens: bool
+    """Deltas without text say something if tokens came."""
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         """Choices to send before a choice's first piece."""
+        ...
+
+    def beside_opening(self) -> msgspec.Struct | None:
+        """Fields of the chunks that bring an `opening`."""
         ...
 
     def delta(self, choice: int, piece: Piece) -> msgspec.Struct | None:
@@ -53,8 +59,9 @@ class Chunks:
     def __init__(self, head: Head) -> None:
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
 
-    def choice(self, choice: msgspec.Struct, usage: bytes) -> bytes:
-        return b"".join((self._start, _encoder.encode(choice), b"]", usage, b"}\n\n"))
+    def choice(self, choice: msgspec.Struct, usage: bytes, beside: msgspec.Struct | None = None) -> bytes:
+        extra = b"," + _encoder.encode(beside)[1:-1] if beside is not None else b""
+        return b"".join((self._start, _encoder.encode(choice), b"]", extra, usage, b"}\n\n"))
 
     def last(self, usage: Usage, baton: Explanation | list[Explanation] | None) -> bytes:
         extra = b',"baton":' + _encoder.encode(baton) if baton is not None else b""
@@ -139,14 +146,16 @@ class _PieceEncoder:
             return b"%b%b%b" % (before, _encoder.encode(piece.text), after) if piece.text else b""
         usage = self._usage() if self.wants_usage else b""
         opening = b"" if self._opened[choice] else self._opening(choice, usage)
-        if not (piece.text or piece.logprobs or piece.finish_reason is not None):
+        has_news = piece.text or piece.logprobs or (piece.token_ids and self._form.tells_tokens)
+        if not has_news and piece.finish_reason is None:
             return opening
         delta = self._form.delta(choice, piece)
         return opening if delta is None else opening + self._chunks.choice(delta, usage)
 
     def _opening(self, choice: int, usage: bytes) -> bytes:
         self._opened[choice] = True
-        return b"".join([self._chunks.choice(first, usage) for first in self._form.opening(choice)])
+        beside = self._form.beside_opening()
+        return b"".join([self._chunks.choice(first, usage, beside) for first in self._form.opening(choice)])
 
     def _around_text(self, choice: int) -> tuple[bytes, bytes]:
         delta = self._form.delta(choice, Piece("\0", []))

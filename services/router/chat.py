@@ -20,6 +20,7 @@ from services.router.responses import (
     ChatDeltaChoice,
     ChatLogprobs,
     ChatMessageAnswer,
+    PromptTokenIds,
     Usage,
 )
 from services.router.timeline import Explanation
@@ -54,6 +55,7 @@ class ChatShape:
         self.message_format = message_format
         self.role = last.role if continues else role
         self.wants_logprobs = bool(request.logprobs)
+        self.wants_token_ids = bool(request.return_token_ids)
         is_same_role = last.role == self.role and isinstance(last.content, str)
         self.echo = last.content if request.echo and is_same_role and isinstance(last.content, str) else ""
 
@@ -66,7 +68,8 @@ class ChatFormat:
         self._generation = generation
         self._logprobs = logprobs
         self._shape = shape
-        self.has_only_text = shape.message_format.is_plain and not shape.wants_logprobs
+        self.tells_tokens = shape.wants_token_ids
+        self.has_only_text = shape.message_format.is_plain and not (shape.wants_logprobs or self.tells_tokens)
         self._readers: list[MessageReader] | None = None
         if not shape.message_format.is_plain:
             self._readers = [shape.message_format.reader() for _ in range(generation.num_choices)]
@@ -74,13 +77,16 @@ class ChatFormat:
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)
 
+    def beside_opening(self) -> msgspec.Struct | None:
+        return PromptTokenIds(self._generation.flights[0].job.token_ids) if self.tells_tokens else None
+
     def delta(self, choice: int, piece: Piece) -> msgspec.Struct | None:
         is_last = piece.finish_reason is not None
         delta: ChatDelta | None = ChatDelta(content=piece.text)
         if self._readers is not None:
             delta = self._readers[choice].delta(piece.text, is_last=is_last)
         logprobs = self._chat_logprobs(piece)
-        if delta is None and logprobs is None and not is_last:
+        if delta is None and logprobs is None and not is_last and not self.tells_tokens:
             return None
         return ChatDeltaChoice(
             index=choice,
@@ -88,6 +94,7 @@ class ChatFormat:
             logprobs=logprobs,
             finish_reason=self._finish_reason(choice, piece),
             stop_reason=piece.stop_reason if piece.finish_reason is not None else msgspec.UNSET,
+            token_ids=piece.token_ids if self.tells_tokens else msgspec.UNSET,
         )
 
     def whole(
@@ -100,10 +107,12 @@ class ChatFormat:
                 logprobs=self._chat_logprobs(piece),
                 finish_reason=self._finish_reason(i, piece),
                 stop_reason=piece.stop_reason,
+                token_ids=piece.token_ids if self.tells_tokens else msgspec.UNSET,
             )
             for i, piece in enumerate(pieces)
         ]
-        prompt_logprobs = self._generation.flights[0].prompt_logprobs
+        flight = self._generation.flights[0]
+        prompt_logprobs = flight.prompt_logprobs
         return ChatAnswer(
             id=self._head.id,
             created=self._head.created,
@@ -111,6 +120,7 @@ class ChatFormat:
             choices=choices,
             usage=usage,
             prompt_logprobs=None if prompt_logprobs is None else self._logprobs.prompt(prompt_logprobs),
+            prompt_token_ids=flight.job.token_ids if self.tells_tokens else msgspec.UNSET,
             baton=baton,
         )
 

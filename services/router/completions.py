@@ -45,6 +45,8 @@ class CompletionEndpoint:
         generation = frontend.generate(request, head.id, prompts, rules, limits, arrival=arrival)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
+        if request.return_token_ids:  # as in vLLM: the prompt is there as tokens
+            texts = [""] * len(texts)
         form = CompletionFormat(request, head, generation, writer, texts if request.echo else None)
         await answer(request, generation, form, head, context=context, receive=receive, send=send)
 
@@ -66,9 +68,11 @@ class CompletionFormat:
         self._echoed = echoed
         self._is_echo_only = request.echo is True and request.max_tokens == 0
         self._wants_logprobs = request.logprobs is not None
-        self.has_only_text = not (self._wants_logprobs or self._is_echo_only)
+        self.tells_tokens = bool(request.return_token_ids)
+        self.has_only_text = not (self._wants_logprobs or self._is_echo_only or self.tells_tokens)
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._offsets = [0] * generation.num_choices
+        self._has_begun = [False] * generation.num_choices
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         if self._echoed is None:
@@ -76,17 +80,32 @@ class CompletionFormat:
         flight = self._generation.flight(choice)
         text = self._echo_of(choice)
         logprobs = self._completion_logprobs(choice, flight.job.token_ids, flight.prompt_logprobs or [])
-        return (CompletionChoice(index=choice, text=text, logprobs=logprobs),)
+        return (
+            CompletionChoice(
+                index=choice,
+                text=text,
+                logprobs=logprobs,
+                prompt_token_ids=self._prompt_token_ids(choice),
+                token_ids=self._token_ids([]),
+            ),
+        )
+
+    def beside_opening(self) -> None:
+        return None
 
     def delta(self, choice: int, piece: Piece) -> msgspec.Struct:
         if self._is_echo_only:
-            return CompletionChoice(index=choice, text="", finish_reason=piece.finish_reason)
+            return CompletionChoice(
+                index=choice, text="", finish_reason=piece.finish_reason, token_ids=self._token_ids([])
+            )
         return CompletionChoice(
             index=choice,
             text=piece.text,
             logprobs=self._completion_logprobs(choice, piece.token_ids, piece.logprobs or []),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
+            prompt_token_ids=self._prompt_token_ids(choice),
+            token_ids=self._token_ids(piece.token_ids),
         )
 
     def whole(
@@ -118,7 +137,19 @@ class CompletionFormat:
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             prompt_logprobs=self._prompt_logprobs(flight.prompt_logprobs),
+            prompt_token_ids=self._prompt_token_ids(index),
+            token_ids=self._token_ids([] if self._is_echo_only else piece.token_ids),
         )
+
+    def _token_ids(self, written: list[int]) -> list[int] | msgspec.UnsetType:
+        return written if self.tells_tokens else msgspec.UNSET
+
+    def _prompt_token_ids(self, choice: int) -> list[int] | msgspec.UnsetType | None:
+        """With the first that is told of a choice."""
+        if not self.tells_tokens:
+            return msgspec.UNSET
+        is_first, self._has_begun[choice] = not self._has_begun[choice], True
+        return self._generation.flight(choice).job.token_ids if is_first else None
 
     def _echo_of(self, choice: int) -> str:
         assert self._echoed is not None

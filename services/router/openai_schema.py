@@ -75,6 +75,7 @@ class GenerationRequest(_Request):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     echo: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -34,7 +34,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),

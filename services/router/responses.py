@@ -79,6 +79,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +90,16 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     system_fingerprint: str | None = None
     kv_transfer_params: None = None
     baton: Explanation | list[Explanation] | msgspec.UnsetType = msgspec.UNSET
+
+
+class PromptTokenIds(msgspec.Struct, frozen=True):
+    """Beside the choices of a chunk."""
+
+    prompt_token_ids: list[int]
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,6 +128,7 @@ class ChatDeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +140,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -127,6 +127,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     | {
         "echo": Given(True, BEGUN | {"continue_final_message": True}),
         "return_tokens_as_token_ids": Given(True, {"logprobs": True}),
+        "return_token_ids": Given(True),
         "max_completion_tokens": 2,
         "logprobs": True,
         "top_logprobs": Given(1, {"logprobs": True}),
@@ -143,6 +144,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "echo": True,
         "logprobs": 1,
         "return_tokens_as_token_ids": Given(True, {"logprobs": 1}),
+        "return_token_ids": Given(True),
         "add_special_tokens": False,
     },
     "/tokenize": TEMPLATED

@@ -1,0 +1,99 @@
+"""`return_token_ids`: what was read and written as token ids, named and placed as vLLM does."""
+
+from typing import Any
+
+import pytest
+
+from tests.unit.router.conftest import Router, Serve
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def ask(router: Router, path: str, **body: Any) -> dict[str, Any]:
+    answer = await router.http.post(path, json={"seed": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def choices_of(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    return [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+
+
+def test_completions_tell_them_of_each_choice(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"prompt": ["hello", "you there"], "n": 2, "max_tokens": 5, "return_token_ids": True}
+        whole = (await ask(router, COMPLETIONS, **body))["choices"]
+        tokenizer = router.frontend.model.tokenizer
+        prompts = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in body["prompt"]]
+        assert [choice["prompt_token_ids"] for choice in whole] == [prompts[0], prompts[0], prompts[1], prompts[1]]
+        for choice in whole:
+            assert len(choice["token_ids"]) == 5
+            assert router.frontend.model.detokenizer.text(choice["token_ids"]) == choice["text"]
+        chunks = await router.stream(COMPLETIONS, **body)
+        for index, choice in enumerate(whole):
+            first, *rest = choices_of(chunks, index)
+            assert first["prompt_token_ids"] == choice["prompt_token_ids"]
+            assert {one["prompt_token_ids"] for one in rest} == {None}
+            assert [token for one in (first, *rest) for token in one["token_ids"]] == choice["token_ids"]
+
+    serve(scenario)
+
+
+def test_chats_tell_the_prompt_s_once(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"messages": HELLO, "n": 2, "max_tokens": 5, "return_token_ids": True}
+        whole = await ask(router, CHAT, **body)
+        prompt = (await router.http.post("/tokenize", json={"messages": HELLO})).json()["tokens"]
+        assert whole["prompt_token_ids"] == prompt
+        chunks = await router.stream(CHAT, **body)
+        assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt] * 2
+        assert all("prompt_token_ids" in chunk for chunk in chunks if "role" in chunk["choices"][0]["delta"])
+        for choice in whole["choices"]:
+            assert router.frontend.model.detokenizer.text(choice["token_ids"]) == choice["message"]["content"]
+            mine = choices_of(chunks, choice["index"])
+            assert [token for one in mine for token in one.get("token_ids", [])] == choice["token_ids"]
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_they_are_whole_where_text_is_held_back(serve: Serve, path: str) -> None:
+    """Until a stop string cannot come any more, or a parser knows what it is."""
+
+    async def scenario(router: Router) -> None:
+        given: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+        body = {**given, "max_tokens": 9, "stop": ["hovcj!"], "return_token_ids": True}
+        (choice,) = (await ask(router, path, **body))["choices"]
+        assert len(choice["token_ids"]) == 9
+        chunks = await router.stream(path, **body)
+        told = [one["token_ids"] for one in choices_of(chunks, 0) if one.get("token_ids")]
+        assert len(told) > 5, "each as it comes"
+        assert [token for one in told for token in one] == choice["token_ids"]
+
+    serve(scenario, reasoning_parser="deepseek_r1")
+
+
+def test_an_echoed_prompt_is_told_as_tokens_alone(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body = {"prompt": "hello", "echo": True, "max_tokens": 3, "return_token_ids": True}
+        (choice,) = (await ask(router, COMPLETIONS, **body))["choices"]
+        assert router.frontend.model.detokenizer.text(choice["token_ids"]) == choice["text"]
+        assert router.frontend.model.detokenizer.text(choice["prompt_token_ids"]) == "hello"
+        streamed = choices_of(await router.stream(COMPLETIONS, **body), 0)
+        assert "".join(one["text"] for one in streamed) == choice["text"]
+        assert [one["prompt_token_ids"] for one in streamed if one["prompt_token_ids"]] == [choice["prompt_token_ids"]]
+        (choice,) = (await ask(router, COMPLETIONS, **body | {"max_tokens": 0}))["choices"]
+        assert (choice["text"], choice["token_ids"]) == ("", [])
+
+    serve(scenario)
+
+
+def test_who_does_not_ask_is_not_told(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for path, given in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})):
+            whole = await router.http.post(path, json={**given, "max_tokens": 3, "return_token_ids": False})
+            streamed = await router.http.post(path, json={**given, "max_tokens": 3, "stream": True})
+            assert "token_ids" not in whole.text + streamed.text
+
+    serve(scenario)
