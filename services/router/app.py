@@ -18,8 +18,8 @@ from services.router.chat import ChatEndpoint
 from services.router.completions import CompletionEndpoint
 from services.router.dialects.messages_endpoint import CountTokensEndpoint, MessagesEndpoint
 from services.router.dialects.messages_schema import CountTokensRequest, MessagesRequest
-from services.router.dialects.responses_endpoint import ResponsesEndpoint
-from services.router.dialects.responses_schema import ResponsesRequest
+from services.router.dialects.responses_endpoint import InputTokensEndpoint, ResponsesEndpoint
+from services.router.dialects.responses_schema import InputTokensRequest, ResponsesRequest
 from services.router.errors import ErrorBody, ErrorDetail
 from services.router.frontend import Frontend
 from services.router.invocations import InvocationsEndpoint
@@ -52,6 +52,7 @@ def create_app(
         "/tokenize": TokenizeEndpoint(frontend),
         "/detokenize": DetokenizeEndpoint(frontend),
         "/v1/responses": ResponsesEndpoint(frontend),
+        "/v1/responses/input_tokens": InputTokensEndpoint(frontend),
         "/v1/messages": MessagesEndpoint(frontend),
         "/v1/messages/count_tokens": CountTokensEndpoint(frontend),
         **pooling_endpoints(frontend),
@@ -102,6 +103,7 @@ class _Documented(FastAPI):
                 "/tokenize": ("Token ids of a prompt or a chat", TokenizeRequest),
                 "/detokenize": ("Text of token ids", DetokenizeRequest),
                 "/v1/responses": ("Answer a conversation, as OpenAI's Responses API", ResponsesRequest),
+                "/v1/responses/input_tokens": ("Tokens of a conversation, as OpenAI's API", InputTokensRequest),
                 "/v1/messages": ("Answer a conversation, as Anthropic's Messages API", MessagesRequest),
                 "/v1/messages/count_tokens": ("Tokens of a conversation, as Anthropic's API", CountTokensRequest),
                 "/invocations": ("Any of the other requests", ChatCompletionRequest),

@@ -41,3 +41,11 @@ async def begin_chat(
     rules = await frontend.constrained(rules, request, message_format.asked)
     generation = frontend.generate(request, api_id, [token_ids], rules, limits, arrival=arrival)
     return BegunChat(model, message_format, rules, generation)
+
+
+async def count_tokens(frontend: Frontend, request: ChatCompletionRequest) -> int:
+    """Of the prompt that the request would be. Raises `ApiError`."""
+    frontend = frontend.of(request.model)
+    frontend.model_name(request.model)
+    text = await frontend.model.render_chat(request)
+    return len(await frontend.model.tokenize(text, add_special_tokens=False))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
-from services.router.conversation import begin_chat
+from services.router.conversation import begin_chat, count_tokens
 from services.router.dialects.blocks import Block, Change, Closed, Grown, Opened
 from services.router.dialects.messages_answer import (
     AnswerBlock,
@@ -69,13 +69,8 @@ class CountTokensEndpoint:
         self._frontend = frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        frontend = self._frontend
         request = parse(await read_body(scope, receive), CountTokensRequest)
-        frontend = frontend.of(request.model)
-        frontend.model_name(request.model)
-        text = await frontend.model.render_chat(as_chat(request))
-        token_ids = await frontend.model.tokenize(text, add_special_tokens=False)
-        await send_json(send, TokenCount(len(token_ids)))
+        await send_json(send, TokenCount(await count_tokens(self._frontend, as_chat(request))))
 
 
 class Messages:

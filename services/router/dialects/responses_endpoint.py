@@ -1,4 +1,5 @@
-"""`POST /v1/responses`: OpenAI's Responses API without a memory: nothing is stored, the input is the conversation."""
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API without a memory: nothing is stored,
+the input is the conversation."""
 
 import secrets
 from collections.abc import Sequence
@@ -6,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
-from services.router.conversation import begin_chat
+from services.router.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
+from services.router.conversation import begin_chat, count_tokens
 from services.router.dialects.blocks import Block, Change, Closed, Grown, Opened
 from services.router.dialects.responses_answer import (
     CallItem,
@@ -15,6 +16,7 @@ from services.router.dialects.responses_answer import (
     ErrorEvent,
     Incomplete,
     InputDetails,
+    InputTokens,
     Item,
     ItemEvent,
     MessageItem,
@@ -26,8 +28,8 @@ from services.router.dialects.responses_answer import (
     ResponseEvent,
     ResponsesUsage,
 )
-from services.router.dialects.responses_request import as_chat
-from services.router.dialects.responses_schema import ResponsesRequest
+from services.router.dialects.responses_request import as_chat, input_as_chat
+from services.router.dialects.responses_schema import InputTokensRequest, ResponsesRequest
 from services.router.dialects.serving import End, Event, serve
 from services.router.errors import ApiError
 from services.router.frontend import Frontend
@@ -57,6 +59,18 @@ class ResponsesEndpoint:
         begun = await begin_chat(frontend, chat, context, api_id)
         dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
         await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
+
+
+class InputTokensEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = parse(await read_body(scope, receive), InputTokensRequest)
+        num_tokens = await count_tokens(self._frontend, input_as_chat(request))
+        await send_json(send, InputTokens(num_tokens))
 
 
 class Responses:

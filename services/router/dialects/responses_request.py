@@ -3,47 +3,62 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from services.router.dialects.responses_schema import INCLUDED, UNSERVED, InputItem, ResponsesRequest
+from services.router.dialects.responses_schema import (
+    INCLUDED,
+    UNSERVED,
+    InputItem,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from services.router.errors import BadRequestError
 from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Tool, chat_message
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-_COMMON = (
-    "model stream temperature top_p parallel_tool_calls user seed top_k min_p repetition_penalty stop ignore_eos"
-    " min_tokens chat_template_kwargs priority cache_salt request_id"
+_OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()
+_OF_ANSWER = (
+    "stream temperature top_p user seed top_k min_p repetition_penalty stop ignore_eos min_tokens priority cache_salt"
+    " request_id"
 ).split()
 
 
-def check_unserved(request: ResponsesRequest) -> None:
+def check_unserved(request: InputTokensRequest) -> None:
     """Raises `BadRequestError` for what cannot be served."""
     for name, value in (request.model_extra or {}).items():
         if name in UNSERVED and value is not None and value not in UNSERVED[name]:
             why = "answers are not kept here: send the whole conversation as input" if _needs_memory(name) else ""
             message = f"parameter {name!r} is not supported" + (f"; {why}" if why else "")
             raise BadRequestError(message, param=name, code="unsupported_parameter")
-    for wanted in request.include or []:
-        if wanted not in INCLUDED:
-            raise BadRequestError(f"include: {wanted!r} is not supported", param="include")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         raise BadRequestError("text: verbosity is not supported", param="text", code="unsupported_parameter")
 
 
 def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
     """Raises `BadRequestError`."""
+    for wanted in request.include or []:
+        if wanted not in INCLUDED:
+            raise BadRequestError(f"include: {wanted!r} is not supported", param="include")
+    answered = {name: getattr(request, name) for name in _OF_ANSWER}
+    return ChatCompletionRequest(max_completion_tokens=request.max_output_tokens, **answered, **_values(request))
+
+
+def input_as_chat(request: InputTokensRequest) -> ChatCompletionRequest:
+    """Of a request that wants no answer. Raises `BadRequestError`."""
+    return ChatCompletionRequest(**_values(request))
+
+
+def _values(request: InputTokensRequest) -> dict[str, Any]:
     check_unserved(request)
     messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
     messages += [ChatMessage(role="user", content=request.input)] if isinstance(request.input, str) else []
     messages += _merged(_message(item) for item in request.input) if not isinstance(request.input, str) else []
-    values: dict[str, Any] = {name: getattr(request, name) for name in _COMMON}
-    return ChatCompletionRequest(
-        messages=messages,
-        max_completion_tokens=request.max_output_tokens,
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
-        tool_choice=_tool_choice(request.tool_choice),
-        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
-        response_format=_response_format(request),
-        **values,
-    )
+    return {
+        "messages": messages,
+        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
+        "tool_choice": _tool_choice(request.tool_choice),
+        "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
+        "response_format": _response_format(request),
+        **{name: getattr(request, name) for name in _OF_INPUT},
+    }
 
 
 def _needs_memory(name: str) -> bool:
@@ -117,7 +132,7 @@ def _tool_choice(choice: Any) -> Any:
     raise BadRequestError('tool_choice: a named function is {"type": "function", "name": "…"}', param="tool_choice")
 
 
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+def _response_format(request: InputTokensRequest) -> dict[str, Any] | None:
     asked = request.text.format if request.text is not None else None
     if asked is None or asked.get("type") != "json_schema":
         return asked

@@ -37,22 +37,28 @@ class InputItem(_Lenient):
     output: str | list[dict[str, Any]] | None = None
 
 
-class ResponsesRequest(_Lenient):
-    """`POST /v1/responses`."""
+class InputTokensRequest(_Lenient):
+    """`POST /v1/responses/input_tokens`: what the model would read."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ResponsesRequest(InputTokensRequest):
+    """`POST /v1/responses`."""
+
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -65,7 +71,6 @@ class ResponsesRequest(_Lenient):
     stop: StopString | list[StopString] | None = None
     ignore_eos: bool | None = None
     min_tokens: NonNegative | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None

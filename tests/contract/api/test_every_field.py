@@ -170,6 +170,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         "user": "somebody",
         "chat_template_kwargs": {"mark": "!"},
     },
+    "/v1/responses/input_tokens": {
+        "model": "nobody",
+        "input": "other",
+        "instructions": "be brief",
+        "tools": [{"type": "function", **FUNCTION}],
+        "reasoning": {"effort": "high"},
+        "chat_template_kwargs": {"mark": "!"},
+    },
     "/v1/messages": COUNTED
     | {
         "max_tokens": 2,
@@ -203,6 +211,11 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
         "prompt_cache_key": "mine",
         "stream_options": {"include_obfuscation": False},
     },
+    "/v1/responses/input_tokens": {
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "text"}},
+    },
     "/v1/messages": {"metadata": {"user_id": "somebody"}, "service_tier": "standard_only"},
     "/v1/messages/count_tokens": {"tool_choice": {"type": "none"}},
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"), USER),
@@ -212,6 +225,7 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
 
 UNSERVED: dict[str, set[str]] = {
     "/v1/responses": set(responses_schema.UNSERVED),
+    "/v1/responses/input_tokens": set(responses_schema.UNSERVED),
     "/v1/messages": set(messages_schema.UNSERVED),
     "/v1/messages/count_tokens": set(messages_schema.UNSERVED),
 }
@@ -223,6 +237,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"messages": HELLO},
     "/detokenize": {"tokens": [97]},
     "/v1/responses": {"input": "hello", "seed": 0, "max_output_tokens": 5},
+    "/v1/responses/input_tokens": {"input": "hello"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": HELLO},
     **{path: {"input": "hello world"} for path in ("/v1/embeddings", "/pooling", "/classify")},

@@ -5,6 +5,7 @@ import json
 from typing import Any, cast
 
 import openai
+import pytest
 
 from services.router.dialects.responses_request import as_chat
 from services.router.dialects.responses_schema import UNSERVED, ResponsesRequest
@@ -42,6 +43,22 @@ def test_a_text_is_answered(serve: Serve) -> None:
         assert answer.usage is not None
         assert answer.usage.output_tokens == 7 and answer.usage.input_tokens_details.cached_tokens == 4
         assert answer.usage.total_tokens == answer.usage.input_tokens + 7
+
+    serve(scenario)
+
+
+def test_the_tokens_of_an_input_are_counted(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        body: dict[str, Any] = {"model": "tiny", "input": "hello", "instructions": "Be brief."}
+        answer = await client.responses.create(**body, max_output_tokens=3)
+        counted = await client.responses.input_tokens.count(**body)
+        assert answer.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.input_tokens.count(**body, previous_response_id="resp_1")
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.input_tokens.count(model="nobody", input="hello")
 
     serve(scenario)
 
