@@ -33,6 +33,7 @@ from services.router.errors import ModelFolderError
 from services.router.frontend import Frontend
 from services.router.job import FlightRules
 from services.router.metrics import RouterMetrics
+from services.router.middleware import with_middleware
 from services.router.model import ModelNames
 from services.router.models import Models, settings_of_models
 from services.router.placement import PlacementPolicy
@@ -97,8 +98,9 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
     )
     audit = AuditLog(settings.audit_log) if settings.audit_log else None
     crew = crew_of(worker, models.frontends[0], admission.ledger)
+    app = create_app(models.frontends[0], api_keys=keys, audit=audit, crew=crew)
     server = HttpServer(
-        with_cors(create_app(models.frontends[0], api_keys=keys, audit=audit, crew=crew), settings),
+        with_middleware(with_cors(app, settings), settings.middleware),
         host=settings.host,
         port=settings.port,
         ssl_keyfile=settings.ssl_keyfile,

@@ -78,6 +78,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=lambda: ["*"]
     )
     allow_credentials: Annotated[bool, Meta(description="let browsers send cookies from such pages")] = False
+    middleware: Annotated[
+        list[str],
+        Meta(
+            description="ASGI middleware around all requests, by import path: a class, or a coroutine function of a"
+            " request and what calls the next one; the last is the outermost"
+        ),
+    ] = []
     ssl_keyfile: Annotated[str | None, Meta(description="file of the TLS key")] = None
     ssl_certfile: Annotated[str | None, Meta(description="file of the TLS certificate")] = None
     root_path: Annotated[

@@ -91,7 +91,7 @@ def everything_set() -> list[Manifest]:
     engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
     engine |= {"maxCpuLoras": 4, "enableLora": True, "loraModules": "poet=/adapters/poet,clerk=/adapters/clerk"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
-    router |= {"auditLog": "/r/audit", "allowedOrigins": "*"}
+    router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "middleware": "a.B"}
     router |= {"models": {"small": {"model": "/s"}}}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
