@@ -165,6 +165,7 @@ class Dispatcher:
             arrival=arrival,
             owner=self,
         )
+        self._cluster.takers().of(job.model, job.lora).met(self._clock())
         try:
             flight.start()
         except ApiError as exc:

@@ -131,6 +131,10 @@ class Member:
         for share in self.shares.values():
             share.is_reported = True
 
+    def met(self, now: float) -> None:
+        """By a prompt that has come and is not placed yet."""
+        self.busy.found(self.own_tokens > 0 or self.foreign_tokens > 0, now)
+
     def renew(self, record: InstanceRecord) -> None:
         """What the registry says of this generation now. Load and adapters it tells itself, and sooner."""
         if record.draining != self.record.draining:

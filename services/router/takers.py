@@ -36,6 +36,11 @@ class Takers:
             members = [m for m in members if any(adapter.fingerprint == lora for adapter in m.record.adapters)]
         return Takers(members)
 
+    def met(self, now: float) -> None:
+        """By a prompt that has come."""
+        for member in self._members:
+            member.met(now)
+
     def sound(self, now: float) -> "Takers":
         """An instance whose circuit is open is better than none: the others of its role decide."""
         if not any([m.circuit.failures for m in self._members]):

@@ -122,6 +122,12 @@ def test_the_measured_speed_is_not_that_of_waiting_for_a_front() -> None:
     assert second.predicted_ttft_s == pytest.approx(second.ttft_s)
 
 
+def test_prompts_one_after_the_other_do_not_make_the_second_reader_dear() -> None:
+    """Both are busy nearly all of the time, and nobody waits."""
+    result = simulated(*(prompt(4096, at_s=2.7 * number, first=1 + 8 * number) for number in range(60)))
+    assert all(one.front_tokens > 0 for one in result.served)
+
+
 class Pair:
     """Two prefill instances and what they tell, spoken to directly."""
 

@@ -53,4 +53,26 @@ def test_it_is_a_share(seen: list[tuple[bool, float]]) -> None:
     for is_busy, after_s in seen:
         share.observe(is_busy, now)
         now += after_s
+        share.found(is_busy, now)
         assert 0.0 <= share.value(now) <= 1.0 + 1e-9
+
+
+def test_who_comes_when_the_last_one_is_done_finds_nobody_busy() -> None:
+    share, now = BusyShare(), 0.0
+    for _ in range(60):
+        share.found(False, now)
+        share.observe(True, now)
+        now += 5.0
+        share.observe(False, now)
+    assert share.value(now) < 0.2, "busy all the time, but for nobody else"
+
+
+def test_those_who_come_together_do_not_make_it_busier_than_the_time_says() -> None:
+    share = BusyShare()
+    for second in range(0, 1000, 10):
+        share.found(False, float(second))
+        share.observe(True, float(second))
+        for _ in range(9):
+            share.found(True, float(second))
+        share.observe(False, second + 2.0)
+    assert share.value(1000.0) == pytest.approx(0.2, abs=0.03)
