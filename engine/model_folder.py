@@ -16,6 +16,8 @@ HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attribute
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def read_config(folder: Path, config: EngineConfig) -> HfConfig:
     """Raises `ModelError`."""
@@ -71,12 +73,31 @@ def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len ({config.max_model_len}) is more than the model was made for"
-            f" (max_position_embeddings = {longest})"
+            f" (max_position_embeddings = {longest}): lower it, or leave it out"
         )
     return config.max_model_len or int(longest)
 
 
-def broken_file(folder: Path) -> Path | None:
+def weights_error(folder: Path, exc: BaseException) -> ModelError:
+    """Why the weights of a folder could not be loaded, which raised `exc`."""
+    file = _broken_file(folder)
+    reason = first_line(exc)
+    if file is not None and _begins_with(file, _LFS_POINTER):
+        reason = "it is a pointer of Git LFS, not the weights: `git lfs pull` fetches them"
+    elif file is not None:
+        reason += " (cut short, or not safetensors: download it again)"
+    return ModelError(f"the weights in {file or folder} cannot be loaded: {reason}")
+
+
+def _begins_with(file: Path, text: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(text)) == text
+    except OSError:
+        return False
+
+
+def _broken_file(folder: Path) -> Path | None:
     """The first weights file that cannot even be opened: cut short, or something else under that name."""
     for file in sorted(folder.glob("*.safetensors")):
         try:

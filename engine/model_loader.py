@@ -22,7 +22,7 @@ from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.gguf import gguf_file, gguf_layers, gguf_tensors
 from engine.model import LoadedModel, Progress
-from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
+from engine.model_folder import LOAD_ERRORS, HfConfig, first_line, max_model_len_of, read_config, weights_error
 from engine.parallel.shard import WHOLE, Shard, check_shardable
 from engine.parallel.weights import load_shard, make_dummy_shard
 from engine.quantization import loading, stored
@@ -209,7 +209,7 @@ def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:
     try:
         return loading.checkpoint_tensors(folder, files)
     except LOAD_ERRORS as exc:
-        raise ModelError(f"the weights in {broken_file(folder) or folder} cannot be loaded: {first_line(exc)}") from exc
+        raise weights_error(folder, exc) from exc
 
 
 def _read_generation_config(module: nn.Module, folder: Path) -> None:
@@ -258,7 +258,7 @@ def _load_whole(
             return _load_weights(folder, hf_config, config, dtype).to(target)
         fill(pieces, target, lambda fraction: progress("loading weights", fraction))
     except LOAD_ERRORS as exc:
-        raise ModelError(f"the weights in {broken_file(folder) or folder} cannot be loaded: {first_line(exc)}") from exc
+        raise weights_error(folder, exc) from exc
     _read_generation_config(module, folder)
     return module
 
@@ -284,8 +284,7 @@ def _load_weights(
             output_loading_info=True,
         )
     except LOAD_ERRORS as exc:
-        culprit = broken_file(folder) or folder
-        raise ModelError(f"the weights in {culprit} cannot be loaded: {first_line(exc)}") from exc
+        raise weights_error(folder, exc) from exc
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
     if mismatched := sorted(map(str, report["mismatched_keys"])):

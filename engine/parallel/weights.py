@@ -12,7 +12,7 @@ from engine import attention
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model import Progress
-from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line
+from engine.model_folder import LOAD_ERRORS, HfConfig, first_line, weights_error
 from engine.parallel.shard import Shard, cut_of, cuts_head, shard_config
 from engine.weight_files import Piece, fill, map_tensors
 
@@ -35,7 +35,7 @@ def load_shard(
         pieces = _pieces(module, map_tensors(folder), folder, shard)
         fill(pieces, target, lambda fraction: progress("loading weights", fraction))
     except LOAD_ERRORS as exc:
-        raise ModelError(f"the weights in {broken_file(folder) or folder} cannot be loaded: {first_line(exc)}") from exc
+        raise weights_error(folder, exc) from exc
     if (folder / "generation_config.json").is_file():
         cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return module

@@ -21,7 +21,7 @@ from engine.errors import ConfigError, ModelError, UnsupportedModelError
 from engine.fingerprint import dummy_fingerprint, weights_fingerprint
 from engine.gguf import gguf_file
 from engine.model import Progress
-from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, max_model_len_of, read_config
+from engine.model_folder import LOAD_ERRORS, HfConfig, first_line, max_model_len_of, read_config, weights_error
 from engine.pooling.heads import ACTIVATIONS, Activation
 from engine.pooling.kind import Kind, architecture_of
 from engine.pooling.network import EncoderLogits, HiddenStates, LastTokenLogits, Network
@@ -197,8 +197,7 @@ def _load(source: _Source, auto_class: Any) -> Any:
             missing = [key for key in sorted(report["missing_keys"]) if not key.startswith("pooler.")]
             missing += [str(key) for key in sorted(map(str, report["mismatched_keys"]))]
     except LOAD_ERRORS as exc:
-        culprit = broken_file(source.folder) or source.folder
-        raise ModelError(f"the model in {culprit} cannot be loaded: {first_line(exc)}") from exc
+        raise weights_error(source.folder, exc) from exc
     if missing:
         raise ModelError(f"{source.folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
     return module.to(source.target).eval().requires_grad_(False)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -59,7 +60,7 @@ class CommandLine:
         if (instead := advice(flag)) is not None:
             return f"vLLM's {flag} is no flag here: {instead}"
         known = [flag for action in self._parser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(flag, known, n=1)
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         return f"unknown flag {flag} (" + (f"did you mean {near[0]}?" if near else f"see {self._program} --help") + ")"
 
 
@@ -73,8 +74,14 @@ def _sources(options: list[Option], prefix: str) -> str:
     return _SOURCES.format(flag=example.flag, variable=prefix + example.name.upper())
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Not within `x-baton-ttft-ms`, which is to be found and copied."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=34, width=_HELP_WIDTH)
+    return _Formatter(prog, max_help_position=34, width=_HELP_WIDTH)
 
 
 def _add(group: "argparse._ArgumentGroup", option: Option) -> None:

@@ -73,7 +73,8 @@ def load_with(
         given, sections = reader.read(argv, environ, description)
         missing = [option for option in own if option.is_required and option.name not in given]
         if missing:
-            raise ConfigurationError(f"{missing[0].flag} is required ({missing[0].description})")
+            name = missing[0].name.upper() if missing[0].is_positional else missing[0].flag
+            raise ConfigurationError(f"{name} is required ({missing[0].description})")
         settings = _make(cls, {option.name: given[option.name] for option in own if option.name in given})
     except (ConfigurationError, OptionError) as exc:
         stop(program, str(exc))

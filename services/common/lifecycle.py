@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 EXIT_HOPELESS = 2
 _LAST_RESORT_S = 3.0
+SAME_SIGNAL_S = 0.25
+"""`timeout`, systemd and others signal a process and its group: what comes twice within this time was meant once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Lifecycle:
         self._phases: list[_Phase] = []
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._signalled_at: float | None = None
         self._last_resort: threading.Timer | None = None
         self.error: BaseException | None = None
 
@@ -50,19 +53,23 @@ class Lifecycle:
         return self._stopping.is_set()
 
     def request_stop(self, reason: str) -> None:
-        """A second request cuts the deadlines short."""
-        if self.is_stopping:
-            self._hurry.set()
-        else:
+        if not self.is_stopping:
             logger.info("stopping: %s", reason)
             self._stopping.set()
+
+    def signalled(self, name: str, now: float) -> None:
+        """A second signal, later than `SAME_SIGNAL_S`, cuts the deadlines short. `now` in seconds."""
+        if self._signalled_at is not None and now - self._signalled_at > SAME_SIGNAL_S:
+            self._hurry.set()
+        self._signalled_at = self._signalled_at if self._signalled_at is not None else now
+        self.request_stop(name)
 
     def fail(self, error: BaseException) -> None:
         """Stops the process because a part of it has ended that must not."""
         if self.error is None:
             self.error = error
-            logger.error("this process cannot go on: %s", error)
-        self.request_stop(str(error))
+            logger.error("this process cannot go on and stops: %s", error)
+        self._stopping.set()
 
     async def stopping(self) -> None:
         await self._stopping.wait()
@@ -88,7 +95,8 @@ class Lifecycle:
         await asyncio.wait({task, hurry}, timeout=phase.deadline_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not task.done():
-            logger.warning("%s did not stop within its deadline", phase.name)
+            how = "cut short by a second signal" if self._hurry.is_set() else f"not done in {phase.deadline_s:g} s"
+            logger.warning("stopping: %s: %s", phase.name, how)
             task.cancel()
             # Not waited for without end: what ignores its cancellation must not keep the process.
             await asyncio.wait({task}, timeout=0.5)
@@ -122,13 +130,17 @@ async def _live(
 ) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lifecycle.request_stop, signal.Signals(number).name)
+        loop.add_signal_handler(number, _signalled, lifecycle, signal.Signals(number).name)
     status = await _start_and_serve(start, lifecycle, program, expected)
     lifecycle.arm(status)
     await lifecycle.stop_all()
     if status == EXIT_HOPELESS and lifecycle.error is not None:
         tell(program, lifecycle.error)
     return status
+
+
+def _signalled(lifecycle: Lifecycle, name: str) -> None:
+    lifecycle.signalled(name, asyncio.get_running_loop().time())
 
 
 async def _start_and_serve(

@@ -113,9 +113,10 @@ class TextFormatter(logging.Formatter):
             f"{key}={value:.6g}"
             if type(value) is float
             else f"{key}={value}"
-            if value is None or type(value) is int
+            if type(value) is int
             else f"{key}={_text_value(value)}"
             for key, value in _fields(record).items()
+            if value is not None
         ]
         if record.exc_info:
             words.append(f"exception={json.dumps(self.formatException(record.exc_info))}")
@@ -149,7 +150,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 def _text_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    if value is None or isinstance(value, int):
+    if isinstance(value, int):
         return str(value)
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or " " in text or '"' in text or "=" in text else text

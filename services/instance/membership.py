@@ -35,6 +35,7 @@ class Membership:
         self._on_superseded = on_superseded
         self._sleep = sleep
         self._is_away = False
+        self._is_superseded = False
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,14 +62,16 @@ class Membership:
 
     async def _renew(self) -> bool:
         """False: never again."""
+        if self._is_superseded:
+            return False
         try:
             await self._client.register(self._record(), self._ttl_s)
         except RegistryUnavailable as exc:
             if not self._is_away:
                 logger.warning("the registry is away, serving on: %s", exc)
             self._is_away = True
-        except Superseded as exc:
-            logger.error("this instance stops: %s", exc)  # noqa: TRY400 - expected, no traceback
+        except Superseded:
+            self._is_superseded = True
             self._on_superseded()
             return False
         else:

@@ -27,7 +27,7 @@ from services.common.events import EventPublisher
 from services.common.http_server import HttpServer
 from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
-from services.common.registry import registry_client
+from services.common.registry import check_registry_url, registry_client
 from services.common.rpc import InstanceServer, RouterId
 from services.common.tracing import tracing_to
 from services.instance.adapter_changes import AdapterChanges
@@ -94,6 +94,8 @@ class InstanceProcess:
         """Everything in order; how to stop each thing is registered right after it, so it stops in reverse."""
         check_transport(self._settings, self._role)
         check_ports(self._settings)
+        if self._settings.registry:
+            check_registry_url(self._settings.registry)
         self._key = read_cluster_key(self._settings.cluster_key_file)
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
         self._tracing = tracing_to(endpoint, service=service, instance=self._identity.instance)
@@ -225,8 +227,11 @@ class InstanceProcess:
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
         """Returns what renews the record at once."""
         if not self._settings.registry:
+            logger.warning("no --registry is given: no router will find this instance")
             return _nobody_to_tell
-        superseded = InstanceError("a newer process has this instance's name")
+        superseded = InstanceError(
+            f"a newer process has registered as {self._record().instance}; each needs an --instance-id of its own"
+        )
         membership = Membership(
             registry_client(self._settings.registry, self._key),
             record=self._record,

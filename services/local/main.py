@@ -24,6 +24,7 @@ from services.common.options import Option
 from services.common.version import VERSION
 from services.local.accelerators import can_torch_use_accelerators, device_indexes
 from services.local.console import Console
+from services.local.hub_cache import is_hub_name, snapshot
 from services.local.launches import Forks, Programs
 from services.local.lone_gguf import stands_alone, unpacked
 from services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
@@ -98,6 +99,8 @@ def _check_transport(settings: ServeSettings, transport: str) -> None:
 
 def _complete(settings: ServeSettings, given: Given, environ: Mapping[str, str]) -> ServeSettings:
     """With the model's folder, pools that suit it, and the real port. Raises `ConfigurationError`."""
+    if is_hub_name(name := settings.model):
+        settings = msgspec.structs.replace(settings, model=str(_downloaded(name, environ)))
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
     if stands_alone(settings.model):
         settings = msgspec.structs.replace(settings, model=unpacked(Path(settings.model), environ))
@@ -111,6 +114,15 @@ def _complete(settings: ServeSettings, given: Given, environ: Mapping[str, str])
         port = probe.getsockname()[1]
     settings = msgspec.structs.replace(settings, model=settings.model or str(folder), port=port)
     return with_pools(settings, _kind(folder, given))
+
+
+def _downloaded(name: str, environ: Mapping[str, str]) -> Path:
+    if (folder := snapshot(name, environ)) is None:
+        raise ConfigurationError(
+            f"MODEL {name} is no folder, and not in the cache of the Hugging Face hub either. Baton fetches no models:"
+            f" `hf download {name}`, then start again"
+        )
+    return folder
 
 
 def with_pools(settings: ServeSettings, kind: Kind) -> ServeSettings:
@@ -139,7 +151,7 @@ def _names(settings: ServeSettings, given: Given) -> list[str]:
     chosen = given.values.get("served_model_name")
     if isinstance(chosen, list) and chosen:
         return [str(name) for name in chosen]
-    if stands_alone(settings.model):
+    if stands_alone(settings.model) or is_hub_name(settings.model):
         return [settings.model]
     return [] if settings.model else [DEMO_NAME]
 

@@ -15,7 +15,7 @@ from bench.ports import free_port
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord, Load
 from services.common.errors import ConfigurationError, RegistryUnavailable, Superseded
-from services.common.registry import RegistryClient, RegistryView, registry_client, registry_view
+from services.common.registry import RegistryClient, RegistryView, check_registry_url, registry_client, registry_view
 from services.common.registry.memory import MemoryRegistryView
 from services.common.registry.redis_registry import RedisRegistryView
 from tests.contract.redis_server import RedisServer
@@ -323,8 +323,21 @@ def test_instances_fill_a_restarted_router_s_registry_by_renewing() -> None:
     run(body())
 
 
-@pytest.mark.parametrize("url", ["memory://", "memory:///", "memory://host", "http://x:1", "", "memory://h:port"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://",
+        "memory:///",
+        "memory://host",
+        "http://x:1",
+        "",
+        "memory://h:port",
+        "redis:/host",
+        "rediss://",
+        "unix:",
+    ],
+)
 def test_a_url_of_no_registry_is_refused_with_what_is_allowed(url: str) -> None:
-    for make in (registry_client, registry_view):
+    for make in (registry_client, registry_view, check_registry_url):
         with pytest.raises(ConfigurationError, match="allowed: memory://HOST:PORT, redis://"):
             make(url)

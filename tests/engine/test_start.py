@@ -60,7 +60,10 @@ def test_a_folder_without_weights_is_told(folder: Path) -> None:
 def test_truncated_weights_are_told(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"cannot be loaded.*download it again"):
+        make_engine(folder)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(ModelError, match="git lfs pull"):
         make_engine(folder)
 
 

@@ -12,9 +12,15 @@ from services.common.registry.port import RegistryClient, RegistryView
 _REDIS = ("redis", "rediss", "unix")
 
 
+def check_registry_url(url: str) -> None:
+    """Raises `ConfigurationError`."""
+    if not _is_of_redis(url):
+        _zeromq_address(url)
+
+
 def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
     """`key` is that of ZeroMQ; Redis has its own ways. Raises `ConfigurationError`."""
-    if urlsplit(url).scheme in _REDIS:
+    if _is_of_redis(url):
         from services.common.registry.redis_registry import RedisRegistryClient
 
         return RedisRegistryClient(url)
@@ -28,11 +34,17 @@ def hosted_registry(url: str, on_message: Callable[[ToRegistry], None], key: Clu
 
 def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
     """Raises `ConfigurationError`. With `memory://` the view hosts the registry itself."""
-    if urlsplit(url).scheme in _REDIS:
+    if _is_of_redis(url):
         from services.common.registry.redis_registry import RedisRegistryView
 
         return RedisRegistryView(url)
     return MemoryRegistryView(_zeromq_address(url), key=key)
+
+
+def _is_of_redis(url: str) -> bool:
+    """False for what Redis' client would take for this machine, such as `redis:/HOST`."""
+    parts = urlsplit(url)
+    return parts.scheme in _REDIS and bool(parts.path if parts.scheme == "unix" else parts.hostname)
 
 
 def _zeromq_address(url: str) -> str:

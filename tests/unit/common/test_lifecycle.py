@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from services.common.errors import ConfigurationError
-from services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, Lifecycle, run
+from services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, SAME_SIGNAL_S, Lifecycle, run
 
 
 def test_a_signal_stops_what_was_started_in_reverse_order() -> None:
@@ -51,6 +51,7 @@ def test_a_phase_that_hangs_is_cancelled_and_the_others_run() -> None:
 def test_a_second_signal_cuts_the_deadlines_short() -> None:
     async def start(lifecycle: Lifecycle) -> None:
         async def hangs() -> None:
+            await asyncio.sleep(SAME_SIGNAL_S + 0.01)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
 
@@ -58,6 +59,23 @@ def test_a_second_signal_cuts_the_deadlines_short() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     assert run(start, program="p") == 0
+
+
+def test_what_comes_twice_at_once_and_a_second_failure_hurry_nobody() -> None:
+    stopped: list[str] = []
+
+    async def start(lifecycle: Lifecycle) -> None:
+        async def slow() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            lifecycle.fail(RuntimeError("and this"))
+            await asyncio.sleep(0.02)
+            stopped.append("slow")
+
+        lifecycle.on_stop("slow", slow)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run(start, program="p") == 0
+    assert stopped == ["slow"]
 
 
 def test_a_signal_ends_a_start_that_takes_long() -> None:

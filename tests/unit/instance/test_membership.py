@@ -97,6 +97,7 @@ def test_an_instance_whose_name_was_taken_over_is_told() -> None:
         membership = member(registry, clock, superseded)
         membership.start()
         await settle()
+        await membership.announce()
         assert superseded == ["stop"]
         await membership.leave()
         assert registry.registered == [0]
