@@ -99,9 +99,11 @@ class Attempt(msgspec.Struct, eq=False):
             self.decode.first_gaps.observe(now - came_at)
 
     def prefilled(self) -> None:
-        """All of the prompt has been read: parts that are still computed are not needed."""
+        """All of the prompt has been read: parts that are still computed are not needed, nor are blocks of those that
+        have ended. Where all went well they are free, or soon will be."""
+        is_any_kept = any([part.has_failed for part in self.parts])
         for part in self.parts:
-            part.end(cancel=False)
+            part.end(cancel=is_any_kept)
         self.parts = ()
 
     def end(self, *, cancel: bool) -> None:

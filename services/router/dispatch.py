@@ -165,7 +165,8 @@ class Dispatcher:
             arrival=arrival,
             owner=self,
         )
-        self._cluster.takers().of(job.model, job.lora).met(self._clock())
+        if not arrival.continues:
+            self._cluster.takers().of(job.model, job.lora).met(self._clock())
         try:
             flight.start()
         except ApiError as exc:

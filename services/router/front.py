@@ -48,6 +48,8 @@ class FrontPart(msgspec.Struct, eq=False):
     member: Member
     number: int
     is_over: bool = False
+    has_failed: bool = False
+    """It has not fetched what it was to have from the part before, or nobody knows."""
 
     def start(
         self,
@@ -101,10 +103,12 @@ class FrontPart(msgspec.Struct, eq=False):
             case Failed():
                 extra = {"request_id": self.request_id}
                 logger.warning("%s failed: %s: %s", member.record.instance, answer.code, answer.message, extra=extra)
+                self.has_failed = True
                 self._release()
                 self.owner.part_failed(answer.lost if answer.lost is not None else member.record.instance, answer)
 
     def on_lost(self, member: Member, reason: str) -> None:
+        self.has_failed = True
         self._release()
 
     def end(self, *, cancel: bool) -> None:

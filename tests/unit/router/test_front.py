@@ -329,6 +329,34 @@ def decode_writes(scene: Scene) -> None:
     scene.token(scene.decode, 2, ends=True)
 
 
+@pytest.mark.parametrize("fate", ["ends", "fails", "is lost"])
+def test_blocks_that_the_next_part_did_not_fetch_are_freed_when_the_prompt_is_read(fate: str) -> None:
+    """Its instance refused it, or is gone: nobody else would end the earlier part's lease before its deadline."""
+
+    async def scenario() -> None:
+        scene = Scene()
+        await scene.start()
+        for number in (0, 1):
+            scene.reads(number)
+            scene.ends(number)
+        if fate == "is lost":
+            scene.front.die()
+        elif fate == "fails":
+            scene.fails(2)
+        else:
+            scene.ends(2)
+        await settle(3)
+        back_reads(scene)
+        await settle(3)
+        part = Cancel(scene.parts[1][1].request_id)
+        assert (part in scene.back.cancels()) == (fate != "ends")
+        scene.flight.cancel("over")
+        await settle(3)
+        await scene.cluster.close()
+
+    asyncio.run(scenario())
+
+
 EVENTS: dict[str, Callable[[Scene], None]] = {
     "part 0 is read": lambda scene: scene.reads(0),
     "part 0 ends": lambda scene: scene.ends(0),
