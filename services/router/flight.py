@@ -153,7 +153,7 @@ class Flight:
                 attempt.prefilled()
                 self._owner.prefilled(self)
                 if self.timeline.report is None:
-                    self.timeline.report = answer
+                    self.timeline.read(answer, self._clock())
                     self.prompt_logprobs = answer.prompt_logprobs
             case HandoffReport():
                 self.timeline.handoff = answer

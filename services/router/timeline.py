@@ -73,6 +73,8 @@ class Timeline(msgspec.Struct):
     """A first token was held back in the router; the longest, of several sequences."""
     ended_at: float | None = None
     report: PrefillReport | None = None
+    read_at: float = 0.0
+    """When it came."""
     front_report: PrefillReport | None = None
     """Of the first part of a prompt that two read."""
     num_parts: int = 0
@@ -96,6 +98,10 @@ class Timeline(msgspec.Struct):
             self.other_ttft_s = before_s + placement.other_ttft_s if placement.other_ttft_s else 0.0
             self.predicted_itl_s = placement.predicted_itl_s
             self.placed_at = now
+
+    def read(self, report: PrefillReport, now: float) -> None:
+        """The prompt has been read."""
+        self.report, self.read_at = report, now
 
     @property
     def ttft_s(self) -> float | None:
@@ -139,12 +145,12 @@ class Timeline(msgspec.Struct):
 
     @property
     def prefill_s(self) -> float | None:
-        """From the beginning of a prompt's computing to its end; of one that two have read, to its first token here."""
+        """From the beginning of a prompt's computing to its end; of one that two have read, until it is known."""
         if self.report is None or self.beginning is self.report:
             return None if self.report is None else self.report.prefill_s
-        if self.first_token_at is None or self.placed_at is None or self.queue_s is None:
+        if self.placed_at is None or self.queue_s is None:
             return None
-        return max(0.0, self.first_token_at - self.placed_at - self.queue_s)
+        return max(0.0, self.read_at - self.placed_at - self.queue_s)
 
     @property
     def cached_tokens(self) -> dict[Tier, int]:
