@@ -54,6 +54,12 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
     links: list[LinkHealth]
 
 
+class UnreachedInstance(msgspec.Struct, frozen=True):
+    instance: str
+    role: str
+    http_address: str
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     reason: str | None
@@ -63,6 +69,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     """Since this router was started."""
     instances: list[InstanceHealth]
+    unreached: list[UnreachedInstance]
+    """Registered, but not connected: just started, just lost, or out of reach."""
 
 
 def own_metrics(frontend: Frontend) -> str:
@@ -83,9 +91,10 @@ def own_figures(frontend: Frontend) -> Figures:
 
 
 def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
-    """Instances that are ready. `reason` is set when no request could be served. `others` share the port."""
+    """`reason` is set when no request could be served. `others` share the port."""
     cluster = frontend.cluster
     ready = [member for member in cluster.members() if member.state == "ready"]
+    unreached = [member.record for member in cluster.members() if member.state != "ready"]
     pools = {
         role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
     }
@@ -94,8 +103,8 @@ def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
     if not pools["decode"] and not pools["unified"] and not computes_vectors:
         empty = [name for name, size in pools.items() if not size]
         reason = f"no instance can write an answer: empty pools are {', '.join(empty)}"
-        if unreached := [member.record.instance for member in cluster.members() if member.state != "ready"]:
-            reason += f"; registered, but not reached: {', '.join(unreached)}"
+        if unreached:
+            reason += f"; registered, but not reached: {', '.join(record.instance for record in unreached)}"
         if not cluster.is_registry_connected():
             reason += "; the registry does not answer"
     return Health(
@@ -108,6 +117,7 @@ def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings)
         + sum(other.generated_tokens for other in others),
         instances=[_instance_health(member) for member in ready],
+        unreached=[UnreachedInstance(record.instance, record.role, record.http_address) for record in unreached],
     )
 
 

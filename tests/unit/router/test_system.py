@@ -41,6 +41,8 @@ def test_health_follows_the_cluster(serve: Serve) -> None:
         assert answer.status_code == 503
         why = "no instance can write an answer: empty pools are prefill, decode, unified"
         assert answer.json()["reason"] == why + "; registered, but not reached: prefill-0"
+        unreached = {"instance": "prefill-0", "role": "prefill", "http_address": "prefill-0:80"}
+        assert answer.json()["unreached"] == [unreached]
         router.fakes.registry_answers = False
         assert (await router.http.get("/health")).json()["reason"].endswith("; the registry does not answer")
 
