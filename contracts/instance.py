@@ -86,5 +86,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of prompts that one step computes at most; 0: not told."""
     reads_behind: bool = False
     """Takes a `contracts.messages.Front`, and is one."""
+    reads_images: bool = False
+    """Has a vision tower: prompts with images are read by such instances alone."""
     pooling: PoolingProfile | None = None
     """Set where the model answers with vectors; such an instance writes no text and its blocks are empty."""

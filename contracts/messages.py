@@ -12,6 +12,7 @@ from contracts.events import Tier
 from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
 from contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
 from contracts.layout import KVLayout
+from contracts.media import Images, Spans
 from contracts.pooling import PoolingInput, PoolingParams
 from contracts.sampling import SamplingParams
 
@@ -56,6 +57,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """As in vLLM: smaller runs first."""
     lora: str = ""
     """Fingerprint of the adapter that is added to the model; empty: none. `root` mixes it."""
+    media: Spans = []
+    """Images of the prompt, in order: names of blocks mix them. Their bytes go to who reads the prompt alone."""
     timeout_s: float = 600.0
     itl_s: float | None = None
     """The longest time between its tokens that was promised: what is computed beside it keeps it."""
@@ -95,13 +98,15 @@ class Front(msgspec.Struct, frozen=True, kw_only=True):
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the prompt, sample the first token of each sequence and hand the blocks to `ticket.sink`.
 
-    Without a ticket nothing is handed on: the request ends with its first token. `pull` or `front`, not both.
+    Without a ticket nothing is handed on: the request ends with its first token. `pull` or `front`, not both. `images`:
+    each image of `work.media` once, in any order; with images there is no `front`.
     """
 
     work: Work
     ticket: Ticket | None = None
     pull: Pull | None = None
     front: Front | None = None
+    images: Images = []
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -112,10 +117,11 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Do all of it on this instance."""
+    """Do all of it on this instance. `images` as in `Prefill`."""
 
     work: Work
     pull: Pull | None = None
+    images: Images = []
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):

@@ -75,6 +75,8 @@ class EngineConfig:
     max_loras: int = 1
     """Adapters that one step may mix."""
     max_lora_rank: int = 16
+    reads_images: bool = False
+    """Load the model's vision tower, where it has one: prompts may have images. Not with several ranks."""
     max_cpu_loras: int | None = None
     """Adapters kept loaded; here their weights lie on the device. None: 16, or as many as other settings ask for."""
 

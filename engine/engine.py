@@ -23,6 +23,7 @@ from engine.constraints import ConstraintBuilder
 from engine.engine_stats import stats_of
 from engine.errors import UsageError
 from engine.executor import LocalExecutor
+from engine.failing import Failures
 from engine.followers import Followers
 from engine.front import FrontLostError, Gate
 from engine.grammar import Grammars
@@ -41,11 +42,12 @@ from engine.reservations import Reservations
 from engine.roster import Roster
 from engine.runner import Runner
 from engine.sampling import check_work
-from engine.scheduler import Plan, RowFailure, Scheduler
-from engine.sequence import Mode, Request, State
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Mode, State
 from engine.setup import Setup
 from engine.tail import Tell, plan_tail
 from engine.travel import Travel
+from engine.vision.given import NO_PIXELS, Pixels, check_images, give_images
 from engine.warm_up import compile_kernels, exercise, measure
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class Engine:
         report("packing weights", 0.0)
         setup = Setup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
-        self._store = setup.adapters
+        self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: Setup, report: Progress) -> None:
@@ -97,7 +99,9 @@ class Engine:
         self._host = maker.make_host_tier(self.kv)
         self._executor = lead(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
         self._blocks = lead_copies(self.kv, self._ranks)
-        self._runner = Runner(self._executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async)
+        self._runner = Runner(
+            self._executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async, images=self._images
+        )
         report("warming up", 0.0)
         exercise(self._runner, num_blocks, self.limits, 16)
         if not device.is_host(self._device):
@@ -121,6 +125,7 @@ class Engine:
         self._layers = LayerCalls(tail, self.layout, self._device)
         self.tail_parts, self.reads_behind = self._layers.tail_parts, self._layers.reads_behind
         self._followers = Followers(self._roster, self._reservations, self._layers)
+        self._failures = Failures(self._roster, self._scheduler, self._followers, self._travel)
         self._ahead: Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
@@ -130,11 +135,17 @@ class Engine:
         whole is told by `step`. Before the first step."""
         self._layers.tell(tell)
 
-    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place:
+    def add(
+        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
+    ) -> Place:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
-        and keeps the blocks until `release` or, if it fails, `cancel`. Returns its place. Raises `RequestError`."""
+        and keeps the blocks until `release` or, if it fails, `cancel`. Returns its place. `pixels`: of the prompt's
+        images, as `image_reader` reads them. Raises `RequestError`."""
         self._check(work)
-        self._roster.enqueue(trunk := self._roster.enrol(work, mode, time.monotonic(), place))
+        check_images(work, self._images, pixels)
+        trunk = self._roster.enrol(work, mode, time.monotonic(), place)
+        give_images(trunk.request, self._images, pixels)
+        self._roster.enqueue(trunk)
         return trunk.request.place
 
     def reserve(
@@ -240,6 +251,7 @@ class Engine:
             self._finish(current, result)
             if following is not None:
                 self._ahead = self._choose(following, result)
+        self._failures.fail_unreadable(result)
         result.events = self._pool.take_events()
         return result
 
@@ -314,7 +326,7 @@ class Engine:
         result.tokens, result.first = applied.tokens, applied.first
         result.completed, result.held = applied.completed, applied.held
         for row, why in failed:
-            self._fail(row.sequence.request, why, result)
+            self._failures.fail(row.sequence.request, why, result)
         self._copy_blocks()
         done = (block for completed in result.completed for _, block in completed.blocks)
         self.kv.mark(done, after=launched.computed)
@@ -362,24 +374,9 @@ class Engine:
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
         self._host.step_is_over(self._host.end_of_step())
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
-            self._end_failed(request)
+            self._failures.end(request)
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
-
-    def _fail(self, request: Request, why: RowFailure, result: StepResult) -> None:
-        """No token could be chosen for it, so what the step says of it is void."""
-        request_id = request.work.request_id
-        if all(failed.request_id != request_id for failed in result.failed):
-            result.failed.append(FailedRequest(request_id, why.message, why.code))
-        result.tokens = [output for output in result.tokens if output.request_id != request_id]
-        result.held = [held for held in result.held if held != request_id]
-        result.completed = [done for done in result.completed if done.request_id != request_id]
-        self._end_failed(request)
-
-    def _end_failed(self, request: Request) -> None:
-        self._followers.forget(request.work.request_id)
-        if self._roster.fail_request(request):
-            self._travel.end(request.work.request_id)
 
     def _check(self, work: Work, num_checked: int = 0) -> None:
         check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs, num_checked=num_checked)

@@ -1,6 +1,6 @@
 """From a step's inputs to logits: through transformers' own forward, or through fused layers where they fit."""
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from engine.adapters.products import adapt_modules
 from engine.adapters.store import AdapterStore
 from engine.attention import PagedAttention, StepHolder
 from engine.errors import UnsupportedModelError
-from engine.inputs import StepInputs
+from engine.inputs import StepInputs, embedded
 from engine.kernels import AttentionBackend, LayerKernels
 from engine.kernels.cpu_layers import CpuLayers
 from engine.model import LoadedModel
@@ -70,10 +70,16 @@ class TransformersForward:
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         if self._adapters is not None and self._step_adapters is not None:
             self._step_adapters.rows = self._adapters.rows(inputs.adapters)
+        module = self._model.module
+        if inputs.images:
+            embed = cast(Any, module).get_input_embeddings()
+            read: dict[str, Tensor] = {"inputs_embeds": embedded(embed, inputs)[None]}
+        else:
+            read = {"input_ids": inputs.input_ids[None]}
         output = self._step.run(
-            self._model.module,
+            module,
             PagedAttention(self._backend, layers, self._model.specs, inputs.meta, inputs.after_layer),
-            input_ids=inputs.input_ids[None],
+            **read,
             position_ids=inputs.position_ids[None],
             logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,
         )

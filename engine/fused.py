@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.inputs import StepInputs
+from engine.inputs import StepInputs, embedded
 from engine.kernels import Activations, AttentionBackend, LayerKernels, Linear, NewHeads, Norm, Weight, row_kernel
 from engine.mixture import Mixture, pack_mixture
 from engine.model import LoadedModel
@@ -108,7 +108,7 @@ class FusedForward:
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """This rank's columns of the logits."""
-        residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
+        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
         rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
         if self._compute_row(residual, rotation, layers, inputs):
             hidden = self._kernels.norm_for(residual, self._final_norm, self._head.weight)

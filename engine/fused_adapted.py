@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.adapters.products import Part, add_products, parts_of
 from engine.adapters.store import AdapterRows, AdapterStore
 from engine.fused import FusedForward, Layer
-from engine.inputs import StepInputs
+from engine.inputs import StepInputs, embedded
 from engine.kernels import AttentionBackend, LayerKernels
 from engine.kernels.metadata import Linear, Norm
 from engine.model import LoadedModel
@@ -54,7 +54,7 @@ class AdaptedForward(FusedForward):
         step = self._store.rows(inputs.adapters)
         if not step:
             return super().__call__(inputs, layers)
-        residual = self._embed(inputs.input_ids)  # [num_tokens, hidden]
+        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
         rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
         hidden = self._norm(residual, self._layers[0].input_norm)
         for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import fused
-from engine.inputs import StepInputs
+from engine.inputs import StepInputs, embedded
 from engine.kernels import AttentionSpec
 from engine.kernels.cpu_decoder import CpuDecoder, DecoderLayer
 from engine.kernels.cpu_layers import CpuLayers
@@ -67,8 +67,8 @@ class CpuForward:
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         cos, sin = self._rotary(self._like, inputs.position_ids[None])
-        embedded, rotation = self._embed(inputs.input_ids), (cos[0], sin[0])
-        return self._decoder(embedded, rotation, layers, inputs.meta, inputs.logit_rows, inputs.after_layer)
+        hidden, rotation = embedded(self._embed, inputs), (cos[0], sin[0])
+        return self._decoder(hidden, rotation, layers, inputs.meta, inputs.logit_rows, inputs.after_layer)
 
 
 def _take(library: ctypes.CDLL, layer: Any, spec: AttentionSpec) -> DecoderLayer:

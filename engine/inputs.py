@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,13 @@ from engine.kernels import AttentionMetadata
 from engine.scheduler import Chunk, Plan
 
 
+class ImageRows(NamedTuple):
+    """The step's rows from `first` on are these embeddings, not those of their tokens."""
+
+    first: int
+    features: Tensor  # [count, hidden]
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     input_ids: Tensor  # int64 [num_tokens]
@@ -22,8 +30,17 @@ class StepInputs:
     meta: AttentionMetadata
     adapters: Sequence[tuple[str, Tensor | None]] = ()
     """By fingerprint: rows that an adapter changes, int64 [count]; None: all of them."""
+    images: Sequence[ImageRows] = ()
     after_layer: Callable[[int], None] | None = None
     """Called once the device has been given all that writes a layer's KV; not by all models."""
+
+
+def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
+    """[num_tokens, hidden]: of the tokens, and of images where tokens stand for them."""
+    hidden = embed(inputs.input_ids)
+    for first, features in inputs.images:
+        hidden[first : first + len(features)] = features.to(hidden.dtype)
+    return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,8 @@ class StepArrays:
     pending: NDArray[np.int64] | None  # [2, count]: which tokens only the device knows, and whose slot's last they are
     adapters: Sequence[tuple[str, NDArray[np.int64] | None]] = ()
     """By fingerprint: rows that an adapter changes; None: all of them."""
+    images: Sequence[ImageRows] = ()
+    """On the device already, and only of an engine of one rank."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
         """`last_tokens`: each slot's, on the device."""
@@ -57,7 +76,7 @@ class StepArrays:
         )
         rows = None if self.logit_rows is None else _sent(self.logit_rows, device)
         adapters = [(one, None if where is None else _sent(where, device)) for one, where in self.adapters]
-        return StepInputs(tokens, _sent(self.positions, device), rows, meta, adapters)
+        return StepInputs(tokens, _sent(self.positions, device), rows, meta, adapters, self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +93,7 @@ class InputBuilder:
         self._tables = tables
         self._block_tokens = block_tokens
 
-    def describe(self, plan: Plan) -> Described:
+    def describe(self, plan: Plan, images: Sequence[ImageRows] = ()) -> Described:
         chunks = plan.chunks
         for chunk in chunks:
             self._tables.update(chunk.sequence)
@@ -105,6 +124,7 @@ class InputBuilder:
             logit_rows=None if len(logit_rows) == query_starts[-1] else np.array(logit_rows),
             pending=_pending(plan, query_starts),
             adapters=_adapter_rows(plan, query_starts),
+            images=images,
         )
         return Described(arrays, sample_at, prompt_at)
 

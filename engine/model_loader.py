@@ -30,6 +30,7 @@ from engine.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from engine.quantization.checkpoints.gguf import Gguf
 from engine.quantization.formats import scheme
 from engine.quantization.online import Plan
+from engine.vision.decoder import decoder_config, reads_images
 from engine.weight_files import fill, map_tensors, stored_pieces
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 def load_model(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
     """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
-    hf_config = read_config(folder, config)
+    hf_config = decoder_config(read_config(folder, config))
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
     _refuse_unsupported(name, hf_config, text_config)
@@ -272,6 +273,8 @@ def _load_weights(
 ) -> nn.Module:
     """`state`: the checkpoint's weights, where its files hold them in another form."""
     try:
+        if state is None and reads_images(folder):
+            state = map_tensors(folder)
         module, report = _class_of(hf_config, state).from_pretrained(
             folder if state is None else None,
             config=hf_config,
@@ -290,6 +293,8 @@ def _load_weights(
     if mismatched := sorted(map(str, report["mismatched_keys"])):
         raise ModelError(f"{len(mismatched)} weights in {folder} do not fit its config, such as {mismatched[0]}")
     loaded: nn.Module = module
+    if state is not None:
+        _read_generation_config(loaded, folder)
     return loaded
 
 

@@ -59,9 +59,9 @@ def variants(limits: Limits) -> list[tuple[Kind, int]]:
 
 
 def kind_for(arrays: StepArrays) -> Kind | None:
-    """None: steps of single tokens, with adapters, with many sequences or many rows of logits."""
+    """None: steps of single tokens, with adapters, with images, with many sequences or many rows of logits."""
     lengths = np.diff(arrays.query_starts)
-    if arrays.adapters or arrays.logit_rows is None or lengths.max() == 1:
+    if arrays.adapters or arrays.images or arrays.logit_rows is None or lengths.max() == 1:
         return None
     count, has_singles = max(len(lengths), len(arrays.logit_rows)), bool((lengths == 1).any())
     return next((kind for kind in KINDS if count <= kind.num_seqs and kind.has_singles >= has_singles), None)

@@ -217,7 +217,8 @@ def _names_of(work: Work, block_tokens: int, lead: Request | None) -> list[Block
     """Of all its blocks: those that its lead has need not be computed again."""
     known = list(lead.sequences[0].names) if lead is not None and lead.sequences else []
     tokens = work.token_ids[len(known) * block_tokens :]
-    return known + block_names(work.root, tokens, block_tokens, parent=known[-1] if known else None)
+    parent, start = known[-1] if known else None, len(known) * block_tokens
+    return known + block_names(work.root, tokens, block_tokens, parent=parent, media=work.media, start=start)
 
 
 def _ends(numbers: range) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from engine.block_tables import BlockTables
 from engine.constraints import Constraints
 from engine.executor import AfterLayer, Executor
 from engine.graphs import describe, fits
-from engine.inputs import Described, InputBuilder
+from engine.inputs import Described, ImageRows, InputBuilder
 from engine.logprobs import token_logprobs
 from engine.masks import Masking
 from engine.roster import Limits
@@ -50,6 +51,12 @@ class Chosen:
     vocab_size: int = 0
 
 
+class Images(Protocol):
+    """`engine.vision.prompt.PromptImages`."""
+
+    def rows(self, plan: Plan) -> list[ImageRows]: ...
+
+
 class Runner:
     """A step is `start`, `choose`, `wait`. The next step may start before this one was waited for, but not before its
     tokens were chosen; it must not be chosen for before what this one brought is in the sequences.
@@ -57,9 +64,18 @@ class Runner:
     Its thread and memory are free after `close`."""
 
     def __init__(
-        self, executor: Executor, limits: Limits, device: torch.device, masking: Masking, *, keeps_tokens: bool = True
+        self,
+        executor: Executor,
+        limits: Limits,
+        device: torch.device,
+        masking: Masking,
+        *,
+        keeps_tokens: bool = True,
+        images: Images | None = None,
     ) -> None:
-        """`keeps_tokens`: steps may start before the host knows the tokens of the one before."""
+        """`keeps_tokens`: steps may start before the host knows the tokens of the one before. `images`: of the prompts
+        that are read, where there is a vision tower."""
+        self._images = images
         self._executor = executor
         self._keeps_tokens = keeps_tokens
         self._limits = limits
@@ -84,10 +100,11 @@ class Runner:
             return Started(plan, None, None, None)
         # What tokens may follow depends on those before them.
         constraints = None if ahead else self._masking.begin(plan.rows)
-        if self._executor.has_graphs and not is_gated and fits(plan):
+        images = [] if self._images is None else self._images.rows(plan)
+        if self._executor.has_graphs and not is_gated and not images and fits(plan):
             result = self._executor.replay(describe(plan, self._tables, self._limits))
             return Started(plan, None, result.greedy, None, constraints, result.vocab_size)
-        inputs = self._inputs.describe(plan)
+        inputs = self._inputs.describe(plan, images)
         logits = self._executor.compute(inputs.arrays, after_layer, is_gated=is_gated)
         return Started(plan, logits, None, inputs, constraints, logits.shape[1])
 

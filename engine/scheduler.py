@@ -89,6 +89,9 @@ class Scheduler:
         self.num_prefix_hit_tokens = 0
         """In the device tier."""
         self.num_host_hit_tokens = 0
+        self.unreadable: list[Request] = []
+        """Those in no queue any more whose images are elsewhere, and whose blocks are not here either: whoever runs the
+        plans ends them."""
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -254,6 +257,10 @@ class Scheduler:
         # At least the last token is computed: its logits are needed.
         reusable = [] if request.wants_prompt_logprobs else sequence.names[: (num_tokens - 1) // block_tokens]
         prefix = pool.find(reusable)
+        if len(prefix) * block_tokens < request.num_unreadable:
+            roster.pop_head()
+            self.unreadable.append(request)
+            return False
         needed = roster.num_blocks_for(num_tokens) - len(prefix)
         reserve = pool.num_total // 100 if roster.running else 0
         if pool.num_free - pool.num_taken(prefix) - needed < reserve:
@@ -315,7 +322,8 @@ class Scheduler:
         if num_computed == len(sequence.token_ids) and num_computed % block_tokens:
             parent = sequence.names[full - 1] if full else None
             tail = sequence.token_ids[full * block_tokens :]
-            names = names + block_names(request.work.root, tail, block_tokens, parent=parent)
+            work, at = request.work, full * block_tokens
+            names = names + block_names(work.root, tail, block_tokens, parent=parent, media=work.media, start=at)
         blocks = sequence.blocks[request.num_published : request.num_published + len(names)]
         named = [NamedBlock(name, block) for name, block in zip(names, blocks, strict=True)]
         return CompletedBlocks(request.work.request_id, named)

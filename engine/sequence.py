@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 from contracts.identity import BlockName
+from contracts.media import end_of
 from contracts.messages import FinishReason, TokenLogprobs, Work
 from contracts.naming import block_names
 from engine.outputs import Place
@@ -42,7 +43,7 @@ class SortKey(NamedTuple):
     sequence: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     work: Work
     mode: Mode
@@ -62,6 +63,7 @@ class Request:
     num_published: int = 0  # leading blocks already reported as completed
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    has_images: bool = False  # those of the prompt are here: all of it can be computed
 
     def come_after(self, lead: "Request") -> None:
         """In its place among the others."""
@@ -71,6 +73,11 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.work.sampling.prompt_logprobs is not None and not self.is_first_reported
+
+    @property
+    def num_unreadable(self) -> int:
+        """Leading tokens that cannot be computed here: their images are elsewhere."""
+        return 0 if self.has_images else end_of(self.work.media)
 
     @property
     def must_start_first(self) -> bool:
@@ -132,4 +139,5 @@ class Sequence:
         if start < num_full:
             tokens = self.token_ids[start * block_tokens : num_full * block_tokens]
             parent = self.names[-1] if self.names else None
-            self.names += block_names(self.request.work.root, tokens, block_tokens, parent=parent)
+            work, at = self.request.work, start * block_tokens
+            self.names += block_names(work.root, tokens, block_tokens, parent=parent, media=work.media, start=at)

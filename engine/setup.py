@@ -12,6 +12,8 @@ from engine.kernels import attention_backend, layer_kernels
 from engine.model import LoadedModel
 from engine.parallel.collectives import Collectives
 from engine.roster import Limits
+from engine.vision import load_images
+from engine.vision.given import ImageReader, PromptImages
 
 
 class Setup:
@@ -49,6 +51,9 @@ class Setup:
                 dtype=model.dtype,
                 device=device,
             )
+        self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
+        self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
+        """For any thread. None: prompts with images are not read here."""
         self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
         for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
             assert self.adapters is not None  # `check` saw to it

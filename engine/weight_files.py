@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine import device as devices
+from engine.vision.decoder import decoder_tensors
 
 INDEX = "model.safetensors.index.json"
 PIECE_BYTES = 16 << 20
@@ -54,8 +55,8 @@ class Piece:
 
 
 def map_tensors(folder: Path) -> dict[str, Tensor]:
-    """By name, views of the files, which stay mapped as long as one of them lives. Raises what safetensors, the
-    system and json raise."""
+    """By name, views of the files, which stay mapped as long as one of them lives; of a model that reads images, its
+    decoder's. Raises what safetensors, the system and json raise."""
     paths = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX
     if index.is_file():
@@ -63,7 +64,7 @@ def map_tensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path in paths:
         found |= _map_file(path)
-    return found
+    return decoder_tensors(found)
 
 
 def stored_pieces(module: nn.Module, stored: dict[str, Tensor]) -> list[Piece] | None:

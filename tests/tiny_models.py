@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPImageProcessorPil,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipImageProcessorPil,
+)
 
 from tests import families
 from tests.families import EOS_ID, MAX_POSITIONS
@@ -21,6 +29,16 @@ IM_END_ID = 258
 MERGES = ["t h", "th e", "Ġ the", "i n", "a n", "an d", "Ġ and", "e r", "o u", "in g", "Ġ a", "r e"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+IMAGE_ID = 271
+IMAGE_SIZE, PATCH_SIZE = 16, 4
+IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
+VISION_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -38,6 +56,41 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, IM_END_ID], bos_token_id=EOS_ID)
     model.save_pretrained(folder)
     write_tokenizer(folder)
+    return folder
+
+
+def write_tiny_llava(folder: Path, text: str = "llama", tower: str = "clip", *, seed: int = 0) -> Path:
+    """As `write_tiny_model`: LLaVA with a tower of `clip` or `siglip`. An image is `IMAGE_TOKENS` tokens."""
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = {**sizes, "model_type": f"{tower}_vision_model", "image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE}
+    config = LlavaConfig(
+        vision_config={**vision, "initializer_range": 0.15},
+        text_config=FAMILIES[text],
+        image_token_index=IMAGE_ID,
+        image_seq_length=IMAGE_TOKENS,
+        vision_feature_select_strategy="default" if tower == "clip" else "full",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
+        _widen(model.named_parameters)
+        with torch.no_grad():  # else all images are much alike to the decoder
+            for parameter in model.model.vision_tower.parameters():
+                parameter.mul_(1.5)
+            for parameter in model.model.multi_modal_projector.parameters():
+                parameter.normal_(0.0, 0.5)
+    model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, IM_END_ID], bos_token_id=EOS_ID)
+    model.save_pretrained(folder)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=size)
+    (processor if tower == "clip" else SiglipImageProcessorPil(size=size)).save_pretrained(folder)
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    assert tokenizer.token_to_id("<image>") == IMAGE_ID
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": VISION_TEMPLATE}))
     return folder
 
 

@@ -20,6 +20,7 @@ from engine.errors import UnsupportedModelError
 from engine.quantization.experts import WEIGHTS, check_experts, expert_names, quantize_experts
 from engine.quantization.modules import QuantizedLinear
 from engine.quantization.online import Plan, linear_names, quantize_layer, share_head, tied_embedding
+from engine.vision.decoder import decoder_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +104,12 @@ def made_up(module: nn.Module, target: torch.device, dtype: torch.dtype, std: fl
 
 
 def checkpoint_tensors(folder: Path, stack: ExitStack) -> Tensors:
-    """Of all files of a folder, which stay open as long as `stack`."""
+    """Of all files of a folder, which stay open as long as `stack`; of a model that reads images, its decoder's."""
     tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         tensors.update(_readers(file))
-    return tensors
+    return decoder_tensors(tensors)
 
 
 def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:

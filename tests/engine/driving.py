@@ -12,6 +12,7 @@ from contracts.messages import Work
 from contracts.naming import root_name
 from contracts.sampling import SamplingParams
 from engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
+from engine.vision.given import NO_PIXELS, Pixels
 
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
 """Equality holds on every device; where there is one, run these tests on it too."""
@@ -76,7 +77,7 @@ def outputs_of(engine: Engine) -> list[SequenceOutput]:
     return found
 
 
-def hand_over(source: Engine, sink: Engine, work: Work) -> Answers:
+def hand_over(source: Engine, sink: Engine, work: Work, pixels: Pixels = NO_PIXELS) -> Answers:
     """Prefill on `source`, copy the bytes of the missing blocks, decode on `sink`: all tokens of the answer."""
     reservation = sink.reserve(work)
     assert reservation is not None
@@ -87,7 +88,7 @@ def hand_over(source: Engine, sink: Engine, work: Work) -> Answers:
         completed.extend(block for done in result.completed for block in done.blocks)
         held.extend(result.held)
 
-    source.add(work, mode="prefill")
+    source.add(work, mode="prefill", pixels=pixels)
     answers = run(source, see)
     assert held == [work.request_id]
     assert [block.name for block in completed] == reservation.names

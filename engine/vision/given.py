@@ -1,0 +1,48 @@
+"""What the engine is given of images, and what it needs of who reads them. Imports neither Pillow nor transformers."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
+
+from contracts.messages import Work
+from engine.errors import RequestError
+from engine.inputs import ImageRows
+from engine.scheduler import Plan
+from engine.sequence import Request
+
+Pixels = Mapping[bytes, Tensor]
+"""Of images, by digest: [channels, height, width], float32, in host memory."""
+NO_PIXELS: Pixels = MappingProxyType({})
+
+
+class ImageReader(Protocol):
+    def read(self, images: Iterable[bytes]) -> Pixels:
+        """Of files. Raises `RequestError` for one that is no image."""
+        ...
+
+
+class PromptImages(Protocol):
+    """`engine.vision.prompt.PromptImages`."""
+
+    @property
+    def reader(self) -> ImageReader: ...
+    def check(self, work: Work, pixels: Pixels) -> None: ...
+    def give(self, request: Request, pixels: Pixels) -> None: ...
+    def rows(self, plan: Plan) -> list[ImageRows]: ...
+
+
+def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> None:
+    """Raises `RequestError`."""
+    if not work.media:
+        return
+    if images is None:
+        raise RequestError("invalid", "prompts with images are not read here: this instance has no vision tower")
+    images.check(work, pixels)
+
+
+def give_images(request: Request, images: PromptImages | None, pixels: Pixels) -> None:
+    """Those that `check_images` has found right."""
+    if images is not None and request.work.media:
+        images.give(request, pixels)

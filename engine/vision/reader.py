@@ -1,0 +1,53 @@
+"""Files of images to what a vision tower takes, by the model's own processor. Called from any thread."""
+
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from contracts.media import digest_of
+from engine.errors import ModelError, RequestError
+from engine.model_folder import LOAD_ERRORS, first_line
+from engine.vision.given import Pixels
+
+MAX_PIXELS = 1 << 27
+"""Of an image before it is resized. The router's own limit is lower; this one is against what did not come from it."""
+_DECODE_ERRORS = (OSError, ValueError, SyntaxError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError)
+
+
+class ImageReader:
+    def __init__(self, folder: Path) -> None:
+        """Raises `ModelError`."""
+        self._processor = _processor_of(folder)
+
+    def read(self, images: Iterable[bytes]) -> Pixels:
+        """Raises `RequestError` for a file that is no image."""
+        return {digest_of(image): self._read(image) for image in images}
+
+    def _read(self, data: bytes) -> Tensor:
+        try:
+            with Image.open(BytesIO(data)) as opened:
+                if opened.width * opened.height > MAX_PIXELS:
+                    raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MAX_PIXELS}")
+                return self.pixels_of(ImageOps.exif_transpose(opened).convert("RGB"))
+        except _DECODE_ERRORS as exc:
+            raise RequestError("invalid", f"an image cannot be read: {first_line(exc)}") from exc
+
+    def pixels_of(self, image: Image.Image) -> Tensor:
+        pixels: Tensor = self._processor(images=image, return_tensors="pt")["pixel_values"][0]
+        return pixels.to(torch.float32)
+
+
+def _processor_of(folder: Path) -> Any:
+    import transformers  # seconds that only models with a tower should cost
+
+    # With Pillow: the other kind is torchvision's, and rounds otherwise. Older versions call it slow.
+    kind = {"backend": "pil"} if hasattr(transformers, "CLIPImageProcessorPil") else {"use_fast": False}
+    try:
+        return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, **kind)
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{folder} has no image processor that can be used: {first_line(exc)}") from exc

@@ -1,0 +1,223 @@
+"""Images in prompts: greedy tokens equal those of transformers' own LLaVA in float32, whatever way the KV came to be."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts.messages import Work
+from engine import Engine
+from engine.errors import ModelError, RequestError
+from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
+from tests.images import Piece, Reference, picture, prompt_of
+from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava
+
+pytestmark = pytest.mark.slow
+
+COUNT = 10
+TEXT = [7 + (31 * i + i * i) % 200 for i in range(60)]
+ONE = [*TEXT[:10], picture(1), *TEXT[20:35]]
+OTHER = [*TEXT[:10], picture(2), *TEXT[20:35]]
+TWO = [*TEXT[:21], picture(3), picture(4), *TEXT[30:37], picture(3), 9]
+FIRST = [picture(5), *TEXT[:5]]
+LAST = [*TEXT[:40], picture(6)]
+PROMPTS: list[Sequence[Piece]] = [ONE, OTHER, TWO, FIRST, LAST, TEXT]
+
+
+class Llava:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        reference = Reference(folder)
+        self.answers = [reference.answer(prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["llama/clip", "qwen2/siglip"])
+def llava(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Llava]:
+    text, _, tower = str(request.param).partition("/")
+    yield Llava(write_tiny_llava(tmp_path_factory.mktemp("llava"), text, tower))
+
+
+def reader(folder: Path, **settings: Any) -> Engine:
+    return make_engine(folder, reads_images=True, **settings)
+
+
+def work_of(engine: Engine, name: str, pieces: Sequence[Piece], **more: Any) -> Work:
+    tokens, spans = prompt_of(pieces)
+    generated = more.pop("generated", [])
+    values = {"max_tokens": COUNT, "ignore_eos": True, "num_prompt_tokens": len(tokens), **more}
+    return msgspec.structs.replace(make_work(engine, name, tokens + generated, **values), media=spans)
+
+
+def add(engine: Engine, work: Work, pieces: Sequence[Piece], **how: Any) -> None:
+    assert engine.image_reader is not None
+    images = [piece for piece in pieces if isinstance(piece, bytes)]
+    engine.add(work, pixels=engine.image_reader.read(images), **how)
+
+
+def ask_all(engine: Engine) -> list[list[int]]:
+    for number, prompt in enumerate(PROMPTS):
+        add(engine, work_of(engine, str(number), prompt), prompt)
+    answers = run(engine)
+    return [answers[str(number), 0] for number in range(len(PROMPTS))]
+
+
+def test_the_reference_sees_the_images(llava: Llava) -> None:
+    """Or all that follows would hold of an engine that does not look at them."""
+    assert llava.answers[0] != llava.answers[1]
+
+
+def test_in_one_batch_and_again_from_the_prefix_cache(llava: Llava) -> None:
+    with reader(llava.folder) as engine:
+        assert ask_all(engine) == llava.answers
+        first = engine.stats().prefix_hit_tokens
+        assert ask_all(engine) == llava.answers
+        assert engine.stats().prefix_hit_tokens > first + 100
+
+
+@pytest.mark.parametrize("step", [5, 16, 24])
+def test_with_chunks_that_end_within_an_image(llava: Llava, step: int) -> None:
+    with reader(llava.folder, max_num_batched_tokens=step, max_num_seqs=4) as engine:
+        assert ask_all(engine) == llava.answers
+
+
+def test_with_blocks_that_end_within_an_image_and_begin_it_again(llava: Llava) -> None:
+    """With blocks of eight tokens, each image lies in several, and a prompt's cached prefix ends within one."""
+    with reader(llava.folder, block_size=8) as engine:
+        short = ONE[:11]  # its last block ends within the image
+        add(engine, work_of(engine, "short", short, max_tokens=1), short)
+        run(engine)
+        for _ in range(2):
+            assert ask_all(engine) == llava.answers
+        assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_another_image_shares_the_text_before_it_alone(llava: Llava) -> None:
+    with reader(llava.folder, block_size=4) as engine:
+        for name, prompt, hits in (("a", ONE, 0), ("b", OTHER, 8), ("c", ONE, 40)):
+            before = engine.stats().prefix_hit_tokens
+            add(engine, work_of(engine, name, prompt), prompt)
+            assert run(engine)[name, 0] == llava.answers[prompt is OTHER]
+            assert engine.stats().prefix_hit_tokens - before == hits
+
+
+def test_by_handoff_to_an_engine_without_a_tower(llava: Llava) -> None:
+    with reader(llava.folder, max_num_batched_tokens=24) as source, make_engine(llava.folder) as sink:
+        assert sink.image_reader is None
+        assert source.layout == sink.layout
+        for attempt in range(2):
+            for number, prompt in enumerate(PROMPTS):
+                work = work_of(source, f"{attempt}-{number}", prompt)
+                assert hand_over_images(source, sink, work, prompt)[work.request_id, 0] == llava.answers[number]
+        assert source.stats().prefix_hit_tokens > 0
+        assert sink.stats().free_blocks == sink.stats().total_blocks
+
+
+def hand_over_images(source: Engine, sink: Engine, work: Work, prompt: Sequence[Piece]) -> Answers:
+    assert source.image_reader is not None
+    pixels = source.image_reader.read([piece for piece in prompt if isinstance(piece, bytes)])
+    return hand_over(source, sink, work, pixels=pixels)
+
+
+def test_by_replay_after_some_tokens(llava: Llava) -> None:
+    with reader(llava.folder) as engine:
+        for number, (prompt, answer) in enumerate(zip(PROMPTS, llava.answers, strict=True)):
+            work = work_of(engine, str(number), prompt, generated=answer[:4])
+            add(engine, work, prompt)
+        answers = run(engine)
+        assert [answers[str(n), 0] for n in range(len(PROMPTS))] == [answer[4:] for answer in llava.answers]
+
+
+def test_with_preemption_where_images_are_read(llava: Llava) -> None:
+    with reader(llava.folder, num_gpu_blocks_override=23, max_model_len=80, block_size=4) as engine:
+        for name, prompt in (("one", ONE), ("other", OTHER)):
+            add(engine, work_of(engine, name, prompt), prompt)
+        assert run(engine) == {("one", 0): llava.answers[0], ("other", 0): llava.answers[1]}
+        assert engine.stats().preemptions > 0
+
+
+def test_where_they_are_not_a_prompt_goes_on_from_blocks_that_are_there_or_is_given_back(llava: Llava) -> None:
+    with (
+        reader(llava.folder, block_size=4) as source,
+        make_engine(llava.folder, block_size=4, num_gpu_blocks_override=23, max_model_len=80) as sink,
+    ):
+        work, gone = work_of(source, "here", ONE), work_of(source, "gone", OTHER)
+        hand_over_images(source, sink, work, ONE)  # its blocks stay in the cache
+        assert sink.reserve(work) is not None
+        sink.admit_locally(work.request_id)
+        assert run(sink)[work.request_id, 0] == llava.answers[0]
+        assert sink.reserve(gone) is not None  # and none of it comes
+        sink.admit_locally(gone.request_id)
+        failed: list[tuple[str, str]] = []
+        assert run(sink, lambda result: failed.extend((f.request_id, f.code) for f in result.failed)) == {}
+        assert failed == [("gone", "overloaded")]
+        assert sink.stats().free_blocks == sink.stats().total_blocks
+
+
+def test_preempted_where_they_are_not_no_answer_is_wrong(llava: Llava) -> None:
+    with (
+        reader(llava.folder, block_size=4) as source,
+        make_engine(llava.folder, block_size=4, num_gpu_blocks_override=23, max_model_len=80) as sink,
+    ):
+        answers: Answers = {}
+        failed: list[str] = []
+        for name, prompt in (("one", ONE), ("other", OTHER)):
+            work = work_of(source, name, prompt)
+            answers |= begin(source, sink, work, prompt)
+        rest = run(sink, lambda result: failed.extend(f.request_id for f in result.failed))
+        assert sink.stats().preemptions > 0
+        for number, name in enumerate(("one", "other")):
+            told = answers[name, 0] + rest.get((name, 0), [])
+            assert told == llava.answers[number][: len(told)]
+            assert len(told) == COUNT or name in failed
+        assert sink.stats().free_blocks == sink.stats().total_blocks
+
+
+def begin(source: Engine, sink: Engine, work: Work, prompt: Sequence[Piece]) -> Answers:
+    """A handoff up to the first step of `sink`."""
+    reservation = sink.reserve(work)
+    assert reservation is not None and source.image_reader is not None
+    where: dict[bytes, int] = {}
+    pixels = source.image_reader.read([piece for piece in prompt if isinstance(piece, bytes)])
+    source.add(work, mode="prefill", pixels=pixels)
+    answers = run(source, lambda result: where.update(b for done in result.completed for b in done.blocks))
+    for name, block in reservation.missing:
+        copy_block(source, where[name], sink, block)
+    sink.mark_received(work.request_id, [name for name, _ in reservation.missing])
+    source.release(work.request_id)
+    sink.admit(work.request_id, {0: answers[work.request_id, 0][0]})
+    return answers
+
+
+def test_an_engine_without_a_tower_reads_text_alone(llava: Llava) -> None:
+    with make_engine(llava.folder) as engine:
+        engine.add(work_of(engine, "text", TEXT))
+        assert run(engine)["text", 0] == llava.answers[-1]
+        with pytest.raises(RequestError, match="no vision tower"):
+            engine.add(work_of(engine, "image", ONE))
+
+
+@pytest.mark.parametrize("moved", [1, -1])
+def test_places_that_are_not_those_of_images_are_refused(llava: Llava, moved: int) -> None:
+    with reader(llava.folder) as engine:
+        work = work_of(engine, "moved", ONE)
+        span = msgspec.structs.replace(work.media[0], start=work.media[0].start + moved)
+        with pytest.raises(RequestError, match="places of its images"):
+            add(engine, msgspec.structs.replace(work, media=[span]), ONE)
+        with pytest.raises(RequestError, match="did not come"):
+            add(engine, work, OTHER)
+        assert engine.image_reader is not None
+        with pytest.raises(RequestError, match="cannot be read"):
+            engine.image_reader.read([b"no image", picture(1)])
+        assert not engine.has_work()
+
+
+def test_a_processor_that_does_not_fit_the_tower_is_found_at_the_start(tmp_path: Path) -> None:
+    write_tiny_llava(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    settings = msgspec.json.decode(file.read_bytes())
+    file.write_bytes(msgspec.json.encode({**settings, "crop_size": {"height": 12, "width": 12}}))
+    with pytest.raises(ModelError, match="does not fit"):
+        reader(tmp_path)
+    assert IMAGE_TOKENS == 16

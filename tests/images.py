@@ -1,0 +1,66 @@
+"""Made-up pictures and prompts with them, and what transformers answers: the reference of all tests with images."""
+
+import base64
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from contracts.media import MediaSpan, digest_of
+from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
+
+Piece = int | bytes
+"""Of a prompt: a token, or a picture."""
+
+
+def picture(number: int, *, kind: str = "PNG", size: tuple[int, int] = (24, 18)) -> bytes:
+    """A file; each number's is another one."""
+    width, height = size
+    image = Image.new("RGB", size)
+    for x in range(width):
+        for y in range(height):
+            image.putpixel((x, y), ((37 * number + 11 * x) % 256, (91 * number + 7 * y) % 256, (13 * x * y) % 256))
+    out = BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
+def data_url(image: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def prompt_of(pieces: Sequence[Piece]) -> tuple[list[int], list[MediaSpan]]:
+    tokens: list[int] = []
+    spans: list[MediaSpan] = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            tokens.append(piece)
+        else:
+            spans.append(MediaSpan(len(tokens), IMAGE_TOKENS, digest_of(piece)))
+            tokens += [IMAGE_ID] * IMAGE_TOKENS
+    return tokens, spans
+
+
+class Reference:
+    """transformers' own model and processor, in float32. No token ends an answer."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoImageProcessor, LlavaForConditionalGeneration
+
+        torch.set_num_threads(1)
+        self._model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self._model.generation_config.eos_token_id = None
+        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def answer(self, pieces: Sequence[Piece], count: int) -> list[int]:
+        """Greedy."""
+        tokens, _ = prompt_of(pieces)
+        images = [Image.open(BytesIO(piece)).convert("RGB") for piece in pieces if isinstance(piece, bytes)]
+        read = self._processor(images=images, return_tensors="pt") if images else {}
+        ids = torch.tensor([tokens])
+        limits = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        generated = self._model.generate(ids, attention_mask=torch.ones_like(ids), **read, **limits)
+        return [int(token) for token in generated[0, len(tokens) :]]
