@@ -14,6 +14,10 @@ from msgspec import Meta
 DIGEST_BYTES = 32
 MAX_IMAGE_BYTES = 32 * 1024 * 1024
 MAX_IMAGES = 1024
+MAX_PROMPT_BYTES = 48 * 1024 * 1024
+"""Of all images of a prompt, which travel in one message."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""As Pillow calls them; of moving ones the first picture. No other decoder of Pillow's sees what a client sent."""
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from contracts.media import digest_of
+from contracts.media import FORMATS, digest_of
 from engine.errors import ModelError, RequestError
 from engine.model_folder import LOAD_ERRORS, first_line
 from engine.vision.given import Pixels
@@ -30,7 +30,7 @@ class ImageReader:
 
     def _read(self, data: bytes) -> Tensor:
         try:
-            with Image.open(BytesIO(data)) as opened:
+            with Image.open(BytesIO(data), formats=FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MAX_PIXELS}")
                 return self.pixels_of(ImageOps.exif_transpose(opened).convert("RGB"))

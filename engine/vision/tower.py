@@ -14,7 +14,7 @@ from contracts.model_path import model_folder
 from contracts.vision import VisionProfile
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model_folder import LOAD_ERRORS, HfConfig, broken_file, first_line, read_config
+from engine.model_folder import LOAD_ERRORS, HfConfig, first_line, read_config, weights_error
 from engine.vision.decoder import profile_of
 from engine.vision.reader import ImageReader
 
@@ -76,8 +76,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
                     output_loading_info=True,
                 )
     except LOAD_ERRORS as exc:
-        culprit = broken_file(folder) or folder
-        raise ModelError(f"the vision tower in {culprit} cannot be loaded: {first_line(exc)}") from exc
+        raise weights_error(folder, exc) from exc
     if missing := [*report["missing_keys"], *map(str, report["mismatched_keys"])]:
         raise ModelError(f"{folder} lacks {len(missing)} weights of its vision tower, such as {sorted(missing)[0]}")
     cast(Any, module).language_model = None

@@ -38,7 +38,7 @@ _ADVICE = (
     ("give more instances: --prefill, --decode, --unified", "--data-parallel-size -dp"),
     ("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb"),
     ("there is no speculative decoding", "--speculative-model --num-speculative-tokens --speculative-config"),
-    ("models read text alone", "--limit-mm-per-prompt --mm-processor-kwargs"),
+    ("images are read as the model's own processor says: leave it out", "--mm-processor-kwargs"),
     (
         "there are no prompt adapters; --enable-lora serves low-rank ones",
         "--enable-prompt-adapter --prompt-adapters --max-prompt-adapters --max-prompt-adapter-token",

@@ -69,7 +69,7 @@ class DecodeHandler:
             await self._decode(request, message.ticket)
         else:
             assert isinstance(message, Generate)
-            await generate(self._engine, request, self._puller, message.pull)
+            await generate(self._engine, request, self._puller, message)
 
     def on_stats(self, stats: EngineStats) -> None:
         self._room.on_free_blocks(stats.free_blocks)
@@ -139,7 +139,7 @@ def translation_of(ticket: Ticket, work: Work, reservation: Reservation) -> Tran
     layout = ticket.source_layout
     if layout is None:
         return None
-    names = block_names(ticket.source_root, work.token_ids, layout.block_tokens)
+    names = block_names(ticket.source_root, work.token_ids, layout.block_tokens, media=work.media)
     return Translation(layout, names, first_block=reservation.reused, num_tokens=len(work.token_ids))
 
 

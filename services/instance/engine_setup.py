@@ -62,6 +62,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
         max_cpu_loras=settings.max_cpu_loras,
+        reads_images=role != "decode",
     )
 
 

@@ -3,10 +3,12 @@
 import asyncio
 import time
 
-from contracts.messages import ErrorCode, Pull
+from contracts.messages import ErrorCode, Generate
 from engine.outputs import CompletedBlocks, SequenceOutput
+from engine.vision.given import ImageReader
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
+from services.instance.images import pixels_of
 from services.instance.pulling import PullPort
 from services.instance.requests import Request
 
@@ -46,15 +48,19 @@ class Writing:
         return await self._end
 
 
-async def generate(engine: EngineCalls, request: Request, puller: PullPort, pull: Pull | None) -> None:
-    """Computes the prompt and writes the answer. Raises `engine.errors.RequestError` when it never can."""
+async def generate(
+    engine: EngineCalls, request: Request, puller: PullPort, message: Generate, reader: ImageReader | None = None
+) -> None:
+    """Computes the prompt, whose images `reader` reads, and writes the answer. Raises `engine.errors.RequestError` when
+    it never can."""
     work = request.work
-    await puller.pull(request, pull)
+    await puller.pull(request, message.pull)
+    pixels = await pixels_of(message.images, reader)
     writing = Writing()
     request.progress = writing
     request.is_admitted = True
     try:
-        await engine.call(lambda e: e.add(work))
+        await engine.call(lambda e: e.add(work, pixels=pixels))
         await writing.wait()
     finally:
         if not writing.is_over:

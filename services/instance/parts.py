@@ -8,6 +8,7 @@ from contracts.instance import Load
 from contracts.layout import KVLayout
 from contracts.messages import ToInstance
 from engine import Engine, EngineStats
+from engine.vision.given import ImageReader
 from kvtransfer import TransferNode
 from services.common.rpc import InstanceServer, RouterId
 from services.instance.engine_thread import EngineThread, Turn
@@ -28,6 +29,8 @@ class Parts:
     layout: KVLayout
     reads_behind: bool
     """The engine may go the same way as another one, layer by layer."""
+    image_reader: ImageReader | None
+    """None: prompts with images are not read here."""
 
 
 MakeHandler = Callable[[Parts], RoleHandler]

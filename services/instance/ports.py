@@ -14,6 +14,7 @@ from contracts.messages import Ticket, ToRouter, Work
 from contracts.pooling import PoolingInput, PoolingParams
 from engine.front import Gate
 from engine.outputs import EngineStats, NamedBlock, Place, Reservation, StepResult
+from engine.vision.given import NO_PIXELS, Pixels
 from kvtransfer import Translation
 from services.common.rpc import RouterId
 
@@ -45,7 +46,9 @@ class PoolingPort(SteppingPort, Protocol):
 class EnginePort(SteppingPort, Protocol):
     """`engine.Engine`."""
 
-    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place: ...
+    def add(
+        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
+    ) -> Place: ...
     def reserve(
         self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
     ) -> Reservation | None: ...

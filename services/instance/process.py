@@ -160,7 +160,8 @@ class InstanceProcess:
             max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
         )
         lifecycle.on_stop("adoptions", self._handover.close)
-        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.layout, engine.reads_behind)
+        reads_behind, reader = engine.reads_behind, engine.image_reader
+        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.layout, reads_behind, reader)
         serving = Serving(
             identity,
             role=ObservedRole(self._make_handler(parts), self._tracing),
@@ -280,6 +281,7 @@ class InstanceProcess:
             adapters=engine.adapters.records() if isinstance(engine, Engine) else [],
             step_tokens=engine.limits.max_num_batched_tokens if isinstance(engine, Engine) else 0,
             reads_behind=self._reads_behind(),
+            reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
 

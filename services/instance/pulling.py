@@ -49,7 +49,7 @@ class Puller:
             return
         work, size, began = request.work, self._block_tokens, self._clock()
         num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // size)
-        names = block_names(work.root, work.token_ids[: num_full * size], size)
+        names = block_names(work.root, work.token_ids[: num_full * size], size, media=work.media)
         arrived = await self.adopt(pull.ticket, names, span=request.span)
         request.pulled = Pulled(pull.ticket.source, arrived * size, self._clock() - began)
 

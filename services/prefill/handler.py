@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 from contracts.messages import Prefill
+from engine.vision.given import ImageReader
 from kvtransfer.errors import TransferError
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
+from services.instance.images import pixels_of
 from services.instance.parts import Parts
 from services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from services.instance.pulling import PullPort
@@ -32,7 +34,13 @@ def prefill_handler(parts: Parts) -> "PrefillHandler":
         parts.engine, parts.transfer, layout=parts.layout, counter=parts.counter, hands_on=parts.reads_behind
     )
     return PrefillHandler(
-        parts.engine, parts.transfer, parts.puller, fronts, counter=parts.counter, clock=time.monotonic
+        parts.engine,
+        parts.transfer,
+        parts.puller,
+        fronts,
+        counter=parts.counter,
+        clock=time.monotonic,
+        reader=parts.image_reader,
     )
 
 
@@ -48,7 +56,9 @@ class PrefillHandler:
         *,
         counter: HandoffCounter,
         clock: Callable[[], float],
+        reader: ImageReader | None = None,
     ) -> None:
+        self._reader = reader
         self._engine = engine
         self._transfer = transfer
         self._puller = puller
@@ -100,7 +110,10 @@ class PrefillHandler:
             await following.begin()
         else:
             await self._puller.pull(request, message.pull)
-            added = self._engine.call(lambda engine: engine.add(request.work, mode="prefill"), then=own.placed)
+            pixels = await pixels_of(message.images, self._reader)
+            added = self._engine.call(
+                lambda engine: engine.add(request.work, mode="prefill", pixels=pixels), then=own.placed
+            )
             own.is_asked.set()
             await added
 

@@ -56,9 +56,10 @@ class Attempt(msgspec.Struct, eq=False):
         *,
         handoff_timeout_s: float,
         pull_from: Member | None = None,
+        images: Sequence[bytes] = (),
     ) -> None:
         """Tells all instances at once; each gets the root of its own names. `pull_from` is the source of what the
-        placement's reader fetches first."""
+        placement's reader fetches first, which also gets the `images`."""
         self._assign(placement, len(work.token_ids))
         pull, front = _pull(self.request_id, placement, pull_from, self._beginning(), naming), None
         if self.parts and self.prefill is not None:
@@ -74,12 +75,12 @@ class Attempt(msgspec.Struct, eq=False):
             pull = None
         if self.prefill is None:
             assert self.decode is not None
-            self.decode.send(Generate(_named(work, naming, self.decode), pull))
+            self.decode.send(Generate(_named(work, naming, self.decode), pull, list(images)))
         elif self.decode is None:
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull, front))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull, front, list(images)))
         else:
             ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull, front))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull, front, list(images)))
             self.decode.send(Decode(_named(work, naming, self.decode), ticket))
 
     def members(self) -> list[Member]:

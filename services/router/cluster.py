@@ -161,16 +161,19 @@ class Cluster:
         return lambda: self._listeners.discard(on_change)
 
     def view(
-        self, names: Callable[[KVLayout], Sequence[BlockName]], model: frozenset[str] | None = None, lora: str = ""
+        self,
+        names: Callable[[KVLayout], Sequence[BlockName]],
+        model: frozenset[str] | None = None,
+        lora: str = "",
+        *,
+        has_images: bool = False,
     ) -> ClusterView:
-        """All that write text and take work, with their cached prefix of the prompt that `names` names.
-
-        With `model`, the names of one, its instances alone; with `lora`, those that have loaded this adapter.
-        """
+        """All that write text and take work, with their cached prefix of the prompt that `names` names. The rest is
+        said to `Takers.of`."""
         now = self._clock()
         self.index.expire(now)
         self._turn += 1
-        takers = self.takers().of(model, lora).sound(now)
+        takers = self.takers().of(model, lora, has_images=has_images).sound(now)
         return ClusterView(takers.candidates(names, self.index, now), self._turn)
 
     def _refresh(self) -> None:

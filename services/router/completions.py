@@ -10,6 +10,7 @@ from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
 from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
 from services.router.generation import Answering
+from services.router.images.places import Prompt
 from services.router.logprobs import LogprobWriter
 from services.router.openai_schema import CompletionRequest
 from services.router.parameters import Limits, check_prompt, check_token_ids, text_rules, truncated
@@ -42,7 +43,9 @@ class CompletionEndpoint:
             request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
         )
         rules = await frontend.constrained(rules, request, asked_of(request))
-        generation = frontend.generate(request, head.id, prompts, rules, limits, arrival=arrival)
+        generation = frontend.generate(
+            request, head.id, [Prompt(ids) for ids in prompts], rules, limits, arrival=arrival
+        )
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
         texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
         if request.return_token_ids:  # as in vLLM: the prompt is there as tokens

@@ -3,11 +3,15 @@
 import msgspec
 
 from services.router.asgi import RequestContext
+from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
 from services.router.generation import Answering
+from services.router.images.parts import urls_of
+from services.router.images.places import Prompt
+from services.router.images.shown import placed, shown
 from services.router.message_reader import MessageFormat
 from services.router.openai_schema import ChatCompletionRequest
-from services.router.parameters import TextRules, chat_logprobs, check_prompt, text_rules, truncated
+from services.router.parameters import Limits, TextRules, chat_logprobs, check_prompt, text_rules, truncated
 
 
 class BegunChat(msgspec.Struct, frozen=True):
@@ -27,19 +31,22 @@ async def begin_chat(
     limits = frontend.limits()
     logprobs = chat_logprobs(request)
     tokenizing_at = frontend.clock()
-    text = await frontend.model.render_chat(request)
+    urls = urls_of(request.messages)
+    text = await frontend.model.render_chat(request, shows_images=True)
     message_format = frontend.message_formats.of(request, text)
     token_ids = await frontend.tokenize(
         text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
     )
-    token_ids = truncated(token_ids, request.truncate_prompt_tokens, limits)
+    prompt = Prompt(truncated(token_ids, request.truncate_prompt_tokens, limits))
+    if urls:
+        prompt = await _shown(frontend, request, urls, token_ids, limits)
     arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
-    check_prompt(token_ids, limits, param="messages")
+    check_prompt(prompt.token_ids, limits, param="messages")
     rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
     if message_format.needs_special_tokens:
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)
     rules = await frontend.constrained(rules, request, message_format.asked)
-    generation = frontend.generate(request, api_id, [token_ids], rules, limits, arrival=arrival)
+    generation = frontend.generate(request, api_id, [prompt], rules, limits, arrival=arrival)
     return BegunChat(model, message_format, rules, generation)
 
 
@@ -47,5 +54,19 @@ async def count_tokens(frontend: Frontend, request: ChatCompletionRequest) -> in
     """Of the prompt that the request would be. Raises `ApiError`."""
     frontend = frontend.of(request.model)
     frontend.model_name(request.model)
-    text = await frontend.model.render_chat(request)
-    return len(await frontend.model.tokenize(text, add_special_tokens=False))
+    text = await frontend.model.render_chat(request, shows_images=True)
+    token_ids = await frontend.model.tokenize(text, add_special_tokens=False)
+    return len(placed(token_ids, urls_of(request.messages), frontend.model.vision, frontend.image_limits))
+
+
+async def _shown(
+    frontend: Frontend, request: ChatCompletionRequest, urls: list[str], token_ids: list[int], limits: Limits
+) -> Prompt:
+    if request.truncate_prompt_tokens is not None:
+        raise BadRequestError(
+            "truncate_prompt_tokens could cut an image in two: leave it out where there are images",
+            param="truncate_prompt_tokens",
+        )
+    profile = frontend.model.vision
+    assert profile is not None, "rendering has refused images"
+    return await shown(token_ids, urls, profile, frontend.image_limits, limits)

@@ -77,7 +77,7 @@ class Flight:
         self._num_attempts = 0
         self._avoid: frozenset[InstanceId] = frozenset()
         self._keep_decode: InstanceId | None = None
-        self._naming = PromptNames(job.token_ids, job.cache_salt, job.lora)
+        self._naming = PromptNames(job.token_ids, job.cache_salt, job.lora, job.media)
         self._patience: Patience | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -202,8 +202,7 @@ class Flight:
             self._replay(attempt, failure(failed), delay_s=0.0, is_counted=False)
             return
         self.blame(culprit, failed)
-        may_retry = failed.code not in ("overloaded", "internal") or self._owner.allows_retry()
-        if not may_retry:
+        if failed.code in ("overloaded", "internal") and not self._owner.allows_retry():
             self._end_attempt(attempt, cancel=True)
             self.fail(failure(failed))
             return
@@ -273,7 +272,7 @@ class Flight:
         """Places sequences that have the same tokens so far: one of them, or several that have none."""
         token_ids = self.job.token_ids + sequences[0].token_ids
         num_written = len(sequences[0].token_ids)
-        naming = PromptNames(token_ids, self.job.cache_salt, self.job.lora) if num_written else self._naming
+        naming = self._naming.longer(token_ids) if num_written else self._naming
         demand = Demand(
             num_tokens=len(token_ids),
             num_sequences=len(sequences),
@@ -283,8 +282,10 @@ class Flight:
             itl_s=self.arrival.slo.itl_s,
             ttft_s=self.arrival.ttft_left_s(self._clock()),
             needs_one_reader=self.job.sampling.prompt_logprobs is not None and self.prompt_logprobs is None,
+            has_images=bool(self.job.media),
         )
-        placement = place(demand, self._cluster.view(naming.names, self.job.model, self.job.lora), self._rules.policy)
+        view = self._cluster.view(naming.names, self.job.model, self.job.lora, has_images=demand.has_images)
+        placement = place(demand, view, self._rules.policy)
         if isinstance(placement, NoCapacity):
             return placement
         if not self._num_attempts and not self._owner.admits(self, placement):
@@ -294,12 +295,11 @@ class Flight:
         work = self._work(attempt, token_ids, indexes(sequences), naming.root(placement.computing.layout))
         timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.beginning.pull
         source = self._cluster.member(plan.source) if plan is not None else None
-        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source)
+        attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source, images=self.job.images)
         for member in attempt.members():
             self._expect(member, naming.names(member.record.layout))
         if attempt.parts:
-            front = attempt.parts[0].member
-            layout = front.record.layout
+            front, layout = attempt.parts[0].member, attempt.parts[0].member.record.layout
             self._expect(front, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
         return None
 
@@ -312,8 +312,7 @@ class Flight:
         self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, replays: int
     ) -> Attempt:
         request_id = RequestId(f"{self.job.request_id}~{self._num_attempts}")
-        front = self._member_of(placement.front)
-        prefill = self._member_of(placement.prefill)
+        front, prefill = self._member_of(placement.front), self._member_of(placement.prefill)
         attempt = Attempt(
             owner=self,
             request_id=request_id,
@@ -347,6 +346,7 @@ class Flight:
             sequences=sequences,
             priority=self.job.priority,
             lora=self.job.lora,
+            media=list(self.job.media),
             timeout_s=max(0.1, self.deadline - self._clock()),
             itl_s=self.arrival.slo.itl_s,
             trace_headers=dict(self.job.trace_headers),

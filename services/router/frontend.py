@@ -19,6 +19,7 @@ from services.router.cluster import Cluster
 from services.router.dispatch import Dispatcher
 from services.router.errors import BadRequestError, ModelNotFoundError, UnavailableError
 from services.router.generation import Answering, Generation
+from services.router.images.places import Prompt
 from services.router.job import Arrival, Job
 from services.router.member import Member
 from services.router.message_reader import MessageFormats
@@ -65,6 +66,7 @@ class Frontend:
         self.metrics = metrics
         self.clock = clock
         self.message_formats = MessageFormats(settings)
+        self.image_limits = settings.image_limits
         self.started_at = self.now()
         self._names = ModelNames(settings)
         self._names_of = -1
@@ -243,7 +245,7 @@ class Frontend:
         self,
         request: GenerationRequest,
         api_id: str,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         rules: TextRules,
         limits: Limits,
         *,
@@ -268,7 +270,7 @@ class Frontend:
         self,
         request: GenerationRequest,
         api_id: str,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         rules: TextRules,
         limits: Limits,
         size: Breadth,
@@ -278,9 +280,11 @@ class Frontend:
         jobs = [
             Job(
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
-                token_ids=token_ids,
+                token_ids=prompt.token_ids,
+                media=prompt.media,
+                images=prompt.images,
                 sampling=ranked(
-                    sampling_params(request, num_prompt_tokens=len(token_ids), rules=rules, limits=limits), size
+                    sampling_params(request, num_prompt_tokens=len(prompt.token_ids), rules=rules, limits=limits), size
                 ),
                 num_sequences=size.width,
                 first_choice=i * size.width,
@@ -289,7 +293,7 @@ class Frontend:
                 model=self.only_names(),
                 lora=self._lora_of(request.model),
             )
-            for i, token_ids in enumerate(prompts)
+            for i, prompt in enumerate(prompts)
         ]
         if self.settings.enable_log_requests:
             self._log(jobs)

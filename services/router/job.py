@@ -1,6 +1,6 @@
 """What a flight is given: a prompt with all that decides its answer, rules, and the names of its blocks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,6 +8,7 @@ import msgspec
 
 from contracts.identity import BlockName
 from contracts.layout import KVLayout
+from contracts.media import MediaSpan
 from contracts.naming import block_names, root_name
 from contracts.sampling import SamplingParams
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
@@ -48,6 +49,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the model, where the router serves several."""
     lora: str = ""
     """Fingerprint of the adapter; empty: none."""
+    media: Sequence[MediaSpan] = ()
+    images: Sequence[bytes] = ()
+    """The files of the prompt's images, each once; `media` says where they are."""
     first_choice: int = 0
     """Index in the API call's answer of this prompt's first sequence."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -72,7 +76,12 @@ class PromptNames(msgspec.Struct):
     token_ids: list[int]
     cache_salt: str
     lora: str = ""
+    media: Sequence[MediaSpan] = ()
     _names: dict[KVLayout, list[BlockName]] = {}
+
+    def longer(self, token_ids: list[int]) -> "PromptNames":
+        """Of these tokens, which begin with its own."""
+        return PromptNames(token_ids, self.cache_salt, self.lora, self.media)
 
     def root(self, layout: KVLayout) -> BlockName:
         return _root(layout, self.cache_salt, self.lora)
@@ -81,7 +90,8 @@ class PromptNames(msgspec.Struct):
         known = self._names.get(layout)
         if known is None:
             full = len(self.token_ids) // layout.block_tokens * layout.block_tokens
-            known = block_names(self.root(layout), self.token_ids[:full], layout.block_tokens) if full else []
+            root, tokens = self.root(layout), self.token_ids[:full]
+            known = block_names(root, tokens, layout.block_tokens, media=self.media) if full else []
             self._names[layout] = known
         return known
 

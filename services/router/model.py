@@ -10,10 +10,12 @@ import jinja2
 import msgspec
 
 from contracts.model_path import model_folder
+from contracts.vision import VisionProfile, vision_profile
 from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Message
 from services.router.detokenizer import Detokenizer
 from services.router.errors import BadRequestError, ModelFolderError
-from services.router.openai_schema import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
+from services.router.images.parts import KIND
+from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, TokenizeRequest, Tool
 from services.router.parameters import SamplingDefaults
 from services.router.settings import RouterSettings
 from services.router.structured import Asked, Vocabulary
@@ -56,10 +58,17 @@ class ServedModel:
         """Texts are embedded in lower case."""
         self.eos_ids: frozenset[int] = frozenset()
         self.sampling_defaults = SamplingDefaults()
+        self.vision: VisionProfile | None = None
+        """How images are read; None: they are not."""
         self._templates = templates
         self._content_format = settings.chat_template_content_format
         self._has_short_ids = settings.tool_call_parser == "mistral"
         self._trusts_requests = settings.trust_request_chat_template
+
+    @property
+    def image_token(self) -> str | None:
+        """What a chat template writes for an image."""
+        return self.tokenizer.token(self.vision.image_token_id) if self.vision is not None else None
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
@@ -80,6 +89,7 @@ class ServedModel:
         # Embeddings may have more rows than the tokenizer has tokens, or fewer.
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
+        model.vision = vision_profile(read_json(model_folder(settings.model) / "config.json", dict[str, object]))
         model.vocabulary.read()
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model
@@ -112,8 +122,8 @@ class ServedModel:
                 found.append(later)
         return found
 
-    async def render_chat(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """The prompt's text. Raises `BadRequestError`."""
+    async def render_chat(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool = False) -> str:
+        """The prompt's text, with the token that stands for an image where one is shown. Raises `BadRequestError`."""
         continues = bool(request.continue_final_message)
         generates = request.add_generation_prompt
         if continues and generates:
@@ -122,7 +132,8 @@ class ServedModel:
             )
         messages = request.messages or []
         template = self._template(request)
-        chat = [self._message(message, template) for message in messages]
+        image = self.image_token if shows_images else None
+        chat = [self._message(message, template, image) for message in messages]
         tools = [_json(tool) for tool in request.tools] if request.tools else None
         kwargs = request.chat_template_kwargs or {}
         extra: dict[str, Json] = {name: value for name, value in kwargs.items() if name not in _OURS}
@@ -157,17 +168,18 @@ class ServedModel:
         except jinja2.TemplateError as exc:
             raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
 
-    def _message(self, message: ChatMessage, template: ChatTemplate) -> Message:
+    def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> Message:
         plain: Message = {"role": message.role, **(message.model_extra or {})}
         if isinstance(message.content, str) or message.content is None:
             plain["content"] = message.content
         else:
-            texts = [_text_of(part.type, part.text) for part in message.content]
+            shown = [image for part in message.content if part.type == KIND] if image is not None else []
+            texts = [part for part in message.content if not shown or part.type != KIND]
             wanted = template.content_format if self._content_format == "auto" else self._content_format
             if wanted == "openai":
-                plain["content"] = [{"type": "text", "text": text} for text in texts]
-            else:
-                plain["content"] = "\n".join(texts)
+                plain["content"] = [_part(part, shown) for part in message.content]
+            else:  # images come first, as vLLM has it
+                plain["content"] = "\n".join([*shown, *(_text_of(part.type, part.text) for part in texts)])
         return self._with_calls(plain)
 
     def _with_calls(self, message: Message) -> Message:
@@ -217,6 +229,12 @@ def _text_of(kind: str, text: str | None) -> str:
     if kind not in ("text", "input_text", "output_text", "refusal") or text is None:
         raise BadRequestError(f"messages: content of type {kind!r} is not supported by this model", param="messages")
     return text
+
+
+def _part(part: Part, shown: Sequence[str]) -> Json:
+    if shown and part.type == KIND:
+        return {"type": "image"}
+    return {"type": "text", "text": _text_of(part.type, part.text)}
 
 
 def _json(tool: Tool) -> Json:

@@ -95,6 +95,7 @@ class GenerationRequest(_Request):
 class Part(_Request):
     type: str
     text: str | None = None
+    image_url: dict[str, Any] | str | None = None
 
 
 class ChatMessage(_Request):

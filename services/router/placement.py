@@ -20,6 +20,7 @@ from contracts.instance import Role
 from contracts.layout import KVLayout, obstacle
 from services.router.joint import plan_joint
 from services.router.pulls import PullPlan, PullPolicy, best_holders, plan_pull
+from services.router.spread import spread
 
 Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
 Reason = Literal["empty_pool", "never_fits"]
@@ -54,6 +55,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What is left of the time to the first token that was promised."""
     needs_one_reader: bool = False
     """Logprobs of the prompt are wanted: one instance must compute all of it."""
+    has_images: bool = False
+    """Likewise, and it is no decode instance: those have no vision tower."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +217,7 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
         option = _place_in_group(demand, group, policy, cluster.turn)
         if option is not None and (best is None or option.predicted_ttft_s < best.predicted_ttft_s):
             best = option
-    return best or NoCapacity("empty_pool", _missing(candidates))
+    return best or NoCapacity("empty_pool", _missing(candidates, demand))
 
 
 def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:
@@ -256,9 +259,10 @@ def _split(
 ) -> Placement | None:
     if prefill is not None and demand.max_new_tokens == 1:
         return _read_by("prefill_only", prefill, None, demand, policy, pools)
-    if decode is None:
+    if decode is None or (prefill is None and demand.has_images):
         return None
-    if prefill is None or decode.uncached(demand.num_tokens) < policy.disaggregation_min_tokens:
+    few = 0 if demand.has_images else policy.disaggregation_min_tokens
+    if prefill is None or decode.uncached(demand.num_tokens) < few:
         return _alone("decode_only", decode, demand, pools)
     apart = _read_by("disaggregated", prefill, decode, demand, policy, pools)
     beside_s = _beside_s(decode, demand)
@@ -272,7 +276,7 @@ def _split(
 def _beside_s(decode: Candidate, demand: Demand) -> float:
     """Time to the first token where the prompt is computed beside the answers that are written there, in chunks that
     keep what their requests were promised; inf: where nothing was promised, answers are not slowed down."""
-    if demand.itl_s is None or not decode.spare_tokens_per_s:
+    if demand.itl_s is None or demand.has_images or not decode.spare_tokens_per_s:
         return inf
     return (decode.queued_tokens + decode.uncached(demand.num_tokens)) / decode.spare_tokens_per_s
 
@@ -302,7 +306,7 @@ def _read_by(
         shortest_queue_s=min([c.queue_s for c in pools["prefill"]]),
     )
     least = policy.joint_prefill_min_tokens
-    if not least or policy.name != "prefix" or demand.needs_one_reader:
+    if not least or policy.name != "prefix" or demand.needs_one_reader or demand.has_images:
         return alone
     num_tokens, avoid = demand.num_tokens, demand.avoid
     plan = plan_joint(prefill, pools["prefill"], num_tokens=num_tokens, min_tokens=least, avoid=avoid)
@@ -370,16 +374,7 @@ def _next_in_turn(demand: Demand, candidates: Sequence[Candidate], turn: int) ->
 def _at_random(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
     # A hash of the turn instead of a generator: `place` stays pure. Prefill and decode are drawn independently.
     is_decode = bool(candidates) and candidates[0].role == "decode"
-    return _next_in_turn(demand, candidates, _mixed(turn * 2 + is_decode) * len(candidates) >> 64)
-
-
-def _mixed(number: int) -> int:
-    """64 well-spread bits (the finaliser of SplitMix64, Steele, Lea and Flood 2014)."""
-    mask = (1 << 64) - 1
-    mixed = (number * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-    return mixed ^ (mixed >> 31)
+    return _next_in_turn(demand, candidates, spread(turn * 2 + is_decode) * len(candidates) >> 64)
 
 
 _Pick = Callable[[Demand, Sequence[Candidate], int], Candidate | None]
@@ -392,8 +387,10 @@ _PICKS: dict[PolicyName, tuple[_Pick, _Pick]] = {
 """Who reads the prompt, and who writes the answer, of instances with one role and layout."""
 
 
-def _missing(candidates: Sequence[Candidate]) -> str:
+def _missing(candidates: Sequence[Candidate], demand: Demand) -> str:
     roles = {c.role for c in candidates}
     if not roles:
         return "no instance is ready: the prefill, decode and unified pools are empty"
+    if demand.has_images and not roles - {"decode"}:
+        return "no instance is ready that reads images: prefill and unified instances of such a model do"
     return "no instance can write an answer: the decode and unified pools are empty"

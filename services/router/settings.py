@@ -3,11 +3,13 @@
 Read once in `main` by `services.common.configuration`; nobody changes them afterwards.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from services.router.images.limits import ImageLimits, images_per_prompt
 from services.router.placement import PolicyName
 from services.router.pulls import PullPolicy
 
@@ -133,6 +135,27 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
 
+    limit_mm_per_prompt: Annotated[
+        str, Meta(description='most images of a prompt: image=4, or {"image": 4}; 0: none (default: image=999)')
+    ] = ""
+    allowed_media_domains: Annotated[
+        list[str],
+        Meta(
+            description="hosts that images are fetched from, whatever their address; * for all with a public one "
+            "(default: none; data: URLs need none)"
+        ),
+    ] = []
+    allowed_local_media_path: Annotated[
+        str | None, Meta(description="folder whose files clients may name as images (file: URLs)")
+    ] = None
+    image_fetch_timeout_s: Annotated[float, Meta(description="time for an image to be fetched", gt=0)] = 5.0
+    max_image_bytes: Annotated[int, Meta(description="greatest file of an image", ge=1, le=32 * 1024 * 1024)] = (
+        16 * 1024 * 1024
+    )
+    max_image_pixels: Annotated[
+        int, Meta(description="greatest size of an image: width times height", ge=1, le=128 * 1024 * 1024)
+    ] = 32 * 1024 * 1024
+
     max_request_bytes: Annotated[int, Meta(description="greatest body of a request", ge=1)] = 8 * 1024 * 1024
     max_header_bytes: Annotated[
         int, Meta(description="greatest head of a request: its first line and headers", ge=1024)
@@ -246,3 +269,17 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="collector of traces (OTLP over HTTP): http://HOST:4318/v1/traces; needs baton-serve[otel]"),
     ] = None
+
+    def __post_init__(self) -> None:
+        images_per_prompt(self.limit_mm_per_prompt)
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        return ImageLimits(
+            per_prompt=images_per_prompt(self.limit_mm_per_prompt),
+            domains=frozenset(domain.lower() for domain in self.allowed_media_domains),
+            local_path=Path(self.allowed_local_media_path) if self.allowed_local_media_path else None,
+            fetch_timeout_s=self.image_fetch_timeout_s,
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+        )

@@ -12,6 +12,8 @@ from services.common.version import VERSION
 from services.router.asgi import Receive, Scope, Send, read_body, send_json
 from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
+from services.router.images.parts import urls_of
+from services.router.images.shown import placed
 from services.router.member import Member
 from services.router.openai_schema import DetokenizeRequest, TokenizeRequest
 from services.router.parsing import parse
@@ -194,10 +196,12 @@ class TokenizeEndpoint:
         if (request.prompt is None) == (request.messages is None):
             raise BadRequestError("give either prompt or messages", param="prompt")
         if request.prompt is None:
-            text, add_special_tokens = await frontend.model.render_chat(request), bool(request.add_special_tokens)
+            text = await frontend.model.render_chat(request, shows_images=True)
+            add_special_tokens = bool(request.add_special_tokens)
         else:
             text, add_special_tokens = request.prompt, request.add_special_tokens is not False
         tokens = await frontend.model.tokenize(text, add_special_tokens=add_special_tokens)
+        tokens = placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
         strings = (
             [frontend.model.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
         )

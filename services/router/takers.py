@@ -25,15 +25,18 @@ class Takers:
         """Of all that read prompts."""
         self._hoped_rates = {layout: _fastest(found) for layout, found in self._by_layout.items()}
 
-    def of(self, model: frozenset[str] | None, lora: str) -> "Takers":
-        """With `model`, the names of one, its instances alone; with `lora`, those that have loaded this adapter."""
-        if model is None and not lora:
+    def of(self, model: frozenset[str] | None, lora: str, *, has_images: bool = False) -> "Takers":
+        """With `model`, the names of one, its instances alone; with `lora`, those that have loaded this adapter; with
+        images, those that read them or only write after what others have read."""
+        if model is None and not lora and not has_images:
             return self
         members: Iterable[Member] = self._members
         if model is not None:
             members = [m for m in members if serves(m.record, model)]
         if lora:
             members = [m for m in members if any(adapter.fingerprint == lora for adapter in m.record.adapters)]
+        if has_images:
+            members = [m for m in members if m.record.reads_images or m.record.role == "decode"]
         return Takers(members)
 
     def met(self, now: float) -> None:

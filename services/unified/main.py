@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     status = run_instance(
         settings,
         "unified",
-        lambda parts: UnifiedHandler(parts.engine, parts.puller),
+        lambda parts: UnifiedHandler(parts.engine, parts.puller, parts.image_reader),
     )
     sys.exit(status)
 

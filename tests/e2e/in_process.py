@@ -48,7 +48,7 @@ def _decode(parts: Parts) -> RoleHandler:
 
 
 def _unified(parts: Parts) -> RoleHandler:
-    return UnifiedHandler(parts.engine, parts.puller)
+    return UnifiedHandler(parts.engine, parts.puller, parts.image_reader)
 
 
 _HANDLERS: dict[Role, Callable[[Parts], RoleHandler]] = {

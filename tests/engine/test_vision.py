@@ -1,4 +1,4 @@
-"""Images in prompts: greedy tokens equal those of transformers' own LLaVA in float32, whatever way the KV came to be."""
+"""Images in prompts: greedy tokens equal those of transformers' own LLaVA in float32, however the KV came to be."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.slow
 
 COUNT = 10
 TEXT = [7 + (31 * i + i * i) % 200 for i in range(60)]
-ONE = [*TEXT[:10], picture(1), *TEXT[20:35]]
-OTHER = [*TEXT[:10], picture(2), *TEXT[20:35]]
-TWO = [*TEXT[:21], picture(3), picture(4), *TEXT[30:37], picture(3), 9]
-FIRST = [picture(5), *TEXT[:5]]
-LAST = [*TEXT[:40], picture(6)]
-PROMPTS: list[Sequence[Piece]] = [ONE, OTHER, TWO, FIRST, LAST, TEXT]
+ONE: list[Piece] = [*TEXT[:10], picture(1), *TEXT[20:35]]
+OTHER: list[Piece] = [*TEXT[:10], picture(2), *TEXT[20:35]]
+TWO: list[Piece] = [*TEXT[:21], picture(3), picture(4), *TEXT[30:37], picture(3), 9]
+FIRST: list[Piece] = [picture(5), *TEXT[:5]]
+LAST: list[Piece] = [*TEXT[:40], picture(6)]
+PROMPTS: list[list[Piece]] = [ONE, OTHER, TWO, FIRST, LAST, [*TEXT]]
 
 
 class Llava:

@@ -1,7 +1,7 @@
 """A request to Anthropic's Messages API, said as a chat."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.router.dialects.messages_schema import (
@@ -14,7 +14,8 @@ from services.router.dialects.messages_schema import (
     ToolChoice,
 )
 from services.router.errors import BadRequestError
-from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Tool, chat_message
+from services.router.images.parts import image_part
+from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, Tool, chat_message
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -69,9 +70,28 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
     if thoughts:
         extra["reasoning_content"] = "\n".join(thoughts)
     if texts or extra or not found:
-        text = _text(texts, "messages")
-        found.append(chat_message(message.role, text or (None if calls else ""), **extra))
+        found.append(chat_message(message.role, _content(texts) or (None if calls else ""), **extra))
     return found
+
+
+def _content(blocks: Sequence[ContentBlock]) -> str | list[Part]:
+    """A text, unless images are among the blocks."""
+    if all(block.type != "image" for block in blocks):
+        return _text(blocks, "messages")
+    return [
+        image_part(_url(block.source or {}))
+        if block.type == "image"
+        else Part(type="text", text=_text([block], "messages"))
+        for block in blocks
+    ]
+
+
+def _url(source: Mapping[str, Any]) -> str:
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type') or ''};base64,{source.get('data') or ''}"
+    if source.get("type") == "url" and isinstance(url := source.get("url"), str):
+        return url
+    raise BadRequestError("messages: the source of an image is of type base64 or url", param="messages")
 
 
 def _call(block: ContentBlock) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class ContentBlock(_Lenient):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    source: dict[str, Any] | None = None
     content: "str | list[ContentBlock] | None" = None
 
 

@@ -11,7 +11,8 @@ from services.router.dialects.responses_schema import (
     ResponsesRequest,
 )
 from services.router.errors import BadRequestError
-from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Tool, chat_message
+from services.router.images.parts import image_part
+from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, Tool, chat_message
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()
@@ -69,7 +70,7 @@ def _message(item: InputItem) -> ChatMessage:
     match item.type or "message":
         case "message":
             role = "system" if item.role == "developer" else item.role or "user"
-            return ChatMessage(role=role, content=_text(item.content))
+            return ChatMessage(role=role, content=_content(item.content))
         case "function_call":
             function = {"name": item.name or "", "arguments": item.arguments or "{}"}
             call = {"id": item.call_id or "", "type": "function", "function": function}
@@ -101,6 +102,22 @@ def _continues(last: ChatMessage, message: ChatMessage) -> bool:
     """The one has no text where the other has some, and no call is followed by text."""
     has_calls = "tool_calls" in (last.model_extra or {})
     return not (last.content and message.content) and not (has_calls and message.content)
+
+
+def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[Part]:
+    """A text, unless images are among its parts."""
+    if content is None or isinstance(content, str) or all(part.get("type") != "input_image" for part in content):
+        return _text(content)
+    return [
+        image_part(_url(part)) if part.get("type") == "input_image" else Part(type="text", text=_text([part]))
+        for part in content
+    ]
+
+
+def _url(part: dict[str, Any]) -> str:
+    if isinstance(url := part.get("image_url"), str):
+        return url
+    raise BadRequestError("input: an image is given by its image_url; files are not kept here", param="input")
 
 
 def _text(content: str | Sequence[dict[str, Any]] | None) -> str:

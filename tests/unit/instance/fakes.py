@@ -13,6 +13,7 @@ from contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from contracts.sampling import SamplingParams
 from engine.front import Gate
 from engine.outputs import EngineStats, NamedBlock, Place, Reservation, SequenceOutput, StepResult
+from engine.vision.given import NO_PIXELS, Pixels
 from kvtransfer import Translation
 from services.common.rpc import RouterId
 from services.instance.engine_thread import Turn
@@ -103,7 +104,9 @@ class FakeEngine:
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
 
-    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place:
+    def add(
+        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
+    ) -> Place:
         self._ask("add", work.request_id, mode)
         self.places.append(place)
         return Place(0, len(self.places))

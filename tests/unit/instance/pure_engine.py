@@ -13,6 +13,7 @@ from engine.front import Gate
 from engine.outputs import EngineStats, NamedBlock, Place, Reservation, StepResult
 from engine.reservations import Reservations
 from engine.scheduler import Plan, Scheduler
+from engine.vision.given import NO_PIXELS, Pixels
 from services.instance.ports import Mode
 from tests.unit.engine.gates import Gates
 from tests.unit.engine.work import BLOCK_TOKENS, ROOT, made_up_tokens, make_roster
@@ -31,7 +32,9 @@ class PureEngine:
         self._reservations = Reservations(self.roster)
         self._followers = Followers(self.roster, self._reservations, self.gates)
 
-    def add(self, work: Work, *, mode: Mode = "generate", place: Place | None = None) -> Place:
+    def add(
+        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
+    ) -> Place:
         self.roster.enqueue(trunk := self.roster.enrol(work, mode, 0.0, place))
         return trunk.request.place
 

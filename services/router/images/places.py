@@ -1,0 +1,44 @@
+"""Where images stand in a prompt: the one token that a chat template writes for each becomes as many as the image is to
+the decoder. Pure."""
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import msgspec
+
+from contracts.media import MediaSpan
+from contracts.vision import VisionProfile
+from services.router.images.limits import refused
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """Tokens, and the files of what some of them stand for, each once."""
+
+    token_ids: list[int]
+    media: Sequence[MediaSpan] = ()
+    images: Sequence[bytes] = ()
+
+
+def expanded(token_ids: Sequence[int], num_images: int, profile: VisionProfile) -> list[int]:
+    """Raises `BadRequestError` unless the template has written a token for each image, and no text has."""
+    image_id, count = profile.image_token_id, token_ids.count(profile.image_token_id)
+    if count != num_images:
+        raise refused(
+            f"{num_images} images were given, and the chat template has written {count} places for images: text must"
+            " not contain the token that stands for one, and the template must write it for each"
+        )
+    found: list[int] = []
+    for token_id in token_ids:
+        found += repeat(image_id, profile.tokens_per_image) if token_id == image_id else (token_id,)
+    return found
+
+
+def spans_of(token_ids: Sequence[int], digests: Sequence[bytes], profile: VisionProfile) -> list[MediaSpan]:
+    """Of an expanded prompt."""
+    spans: list[MediaSpan] = []
+    at = 0
+    for digest in digests:
+        at = token_ids.index(profile.image_token_id, at)
+        spans.append(MediaSpan(at, profile.tokens_per_image, digest))
+        at += profile.tokens_per_image
+    return spans

@@ -1,0 +1,136 @@
+"""Images in chats through router, prefill, transfer and decode: greedy tokens equal transformers' own LLaVA."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.cluster import Cluster
+from tests.e2e.in_process import served
+from tests.e2e.test_families import until_ready
+from tests.images import Piece, Reference, data_url, picture
+from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS, write_tiny_llava
+
+pytestmark = pytest.mark.slow
+
+NEW_TOKENS = 10
+Content = list[str | bytes]
+"""Of one message: texts and pictures."""
+
+CHATS: dict[str, Content] = {
+    "one image": [picture(1), "What is it, and where does the river end?"],
+    "the same text and another image": [picture(2), "What is it, and where does the river end?"],
+    "two images": ["Compare ", picture(3), " with the other one, ", picture(4), " please."],
+    "the first again": [picture(1), "What is it, and where does the river end?"],
+    "text alone": ["What is it, and where does the river end?"],
+}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
+
+
+def parts_of(content: Content) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in content
+    ]
+
+
+def body_of(content: Content, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": parts_of(content)}], "max_tokens": NEW_TOKENS, "temperature": 0}
+    return body | {"ignore_eos": True, "logprobs": True, "return_tokens_as_token_ids": True, **more}
+
+
+def pieces_of(folder: Path, content: Content) -> list[Piece]:
+    """What the template makes of it."""
+    text = "".join("<image>" if isinstance(part, bytes) else part for part in content)
+    prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    images = iter(part for part in content if isinstance(part, bytes))
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(prompt, add_special_tokens=False).ids
+    return [next(images) if token == IMAGE_ID else token for token in tokens]
+
+
+def expected(folder: Path, contents: Sequence[Content], count: int = NEW_TOKENS) -> list[list[int]]:
+    reference = Reference(folder)
+    return [reference.answer(pieces_of(folder, content), count) for content in contents]
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    return [int(one["token"].removeprefix("token_id:")) for one in answer["choices"][0]["logprobs"]["content"]]
+
+
+async def chat(client: httpx.AsyncClient, content: Content) -> dict[str, Any]:
+    answer = await client.post("/v1/chat/completions", json=body_of(content), headers={"x-baton-explain": "1"})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@pytest.mark.parametrize("transport", ["usm", "zeromq"])
+def test_tokens_equal_transformers(llava: Path, transport: str) -> None:
+    async def ask() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60), served(llava, transport=transport) as client:
+            await until_ready(client)
+            return [await chat(client, content) for content in CHATS.values()]
+
+    answers = asyncio.run(ask())
+    assert [tokens_of(answer) for answer in answers] == expected(llava, list(CHATS.values()))
+    assert {answer["baton"]["decision"] for answer in answers} == {"disaggregated"}
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[1] < IMAGE_TOKENS < cached[3]
+    sizes = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert sizes[0] == sizes[1] == sizes[4] + IMAGE_TOKENS
+
+
+def test_by_one_instance_that_does_all(llava: Path) -> None:
+    async def ask() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60), served(llava, transport="usm", roles=("unified",)) as client:
+            await until_ready(client, 1)
+            return [await chat(client, content) for content in CHATS.values()]
+
+    assert [tokens_of(answer) for answer in asyncio.run(ask())] == expected(llava, list(CHATS.values()))
+
+
+def test_a_broken_image_is_the_clients_fault(llava: Path) -> None:
+    """Its head is right, so that only who decodes it can tell."""
+
+    async def ask() -> httpx.Response:
+        async with asyncio.timeout(60), served(llava, transport="usm") as client:
+            await until_ready(client)
+            cut = picture(1, size=(64, 64))[:300]
+            answer = await client.post("/v1/chat/completions", json=body_of([cut, "What is it?"]))
+            await chat(client, CHATS["one image"])
+            return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 400
+    assert "an image cannot be read" in answer.json()["error"]["message"]
+
+
+def test_a_stream_goes_on_when_its_decode_instance_dies(llava: Path) -> None:
+    """Real processes: the prompt is read again, with its images, by the prefill instance."""
+    content, count = CHATS["two images"], 400
+    (answer,) = expected(llava, [content], count)
+    flags = ("--dtype", "float32", "--disaggregation-min-tokens", "0")
+    with Cluster(llava, prefill=1, decode=2, args=flags) as cluster:
+        pids = {one["instance"]: cluster.pid("decode", n) for n, one in enumerate(cluster.instances("decode"))}
+        tokens: list[int] = []
+        for event in cluster.stream("/v1/chat/completions", body_of(content, max_tokens=count)):
+            before = len(tokens)
+            for choice in event["choices"]:
+                logprobs = (choice.get("logprobs") or {}).get("content") or []
+                tokens += [int(one["token"].removeprefix("token_id:")) for one in logprobs]
+            if before < 5 <= len(tokens):
+                os.kill(pids["decode-0"], signal.SIGKILL)  # of two idle ones, the first is taken
+        assert tokens == answer
+        assert cluster.metrics()["baton:replays_total"] == 1
+        cluster.wait_idle()
