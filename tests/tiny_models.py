@@ -59,14 +59,17 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     return folder
 
 
-def write_tiny_llava(folder: Path, text: str = "llama", tower: str = "clip", *, seed: int = 0) -> Path:
-    """As `write_tiny_model`: LLaVA with a tower of `clip` or `siglip`. An image is `IMAGE_TOKENS` tokens."""
+def write_tiny_llava(
+    folder: Path, text: str = "llama", tower: str = "clip", *, seed: int = 0, **overrides: Any
+) -> Path:
+    """As `write_tiny_model`: LLaVA with a tower of `clip` or `siglip`. An image is `IMAGE_TOKENS` tokens. `overrides`
+    are of the decoder's config."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
     vision = {**sizes, "model_type": f"{tower}_vision_model", "image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE}
     config = LlavaConfig(
         vision_config={**vision, "initializer_range": 0.15},
-        text_config=FAMILIES[text],
+        text_config={**FAMILIES[text], **overrides},
         image_token_index=IMAGE_ID,
         image_seq_length=IMAGE_TOKENS,
         vision_feature_select_strategy="default" if tower == "clip" else "full",

@@ -36,6 +36,24 @@ whose greedy tokens equal those of `transformers.generate` in float32 (transform
 """
 
 TAIL = """
+## Models that read images
+
+| Models | Class | Tower | Decoder |
+|---|---|---|---|
+| LLaVA 1.5, LLaVA-Interleave | `LlavaForConditionalGeneration` | CLIP, SigLIP | Llama, Mistral, Qwen 2, Qwen 3 |
+
+In transformers' format (`llava-hf/…`, `model_type` `llava`).
+Compared with transformers in `tests/engine/test_vision.py` (chunks and blocks that end within an image, cached
+prefixes, several images, handoff to an engine without a tower, preemption, replay) and `tests/e2e/test_images.py`
+(through router, prefill, transfer and decode, and after a decode instance was killed). Prefill and unified instances of
+one rank load the tower; decode instances load the decoder alone, and so do instances of several ranks, which read text.
+Each image is the same number of tokens (576 for LLaVA 1.5), whatever its size: what a processor cuts it to.
+[Why so](adr/0013-images.md).
+
+LLaVA-NeXT, LLaVA-OneVision, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, MiniCPM-V, Phi-3-vision, Pixtral and others are
+not served with images: they cut images into tiles, or give them positions in two dimensions. A request that shows an
+image to a model that is not in this table is refused with a 400.
+
 ## Not served
 
 | Models | `model_type` | |

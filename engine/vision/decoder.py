@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
-from contracts.vision import SERVED, VisionProfile, vision_profile
+from contracts.vision import SERVED, TEXT_TYPES, VisionProfile, vision_profile
 from engine.errors import UnsupportedModelError
 from engine.model_folder import HfConfig
 
 T = TypeVar("T")
+
+_CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in TEXT_TYPES}
 
 _DECODER = re.compile(r"^(model\.)?language_model\.(model\.)?(?=layers\.|embed_tokens\.|norm\.)")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
@@ -35,6 +37,7 @@ def decoder_config(hf_config: HfConfig) -> HfConfig:
         tower, text = hf_config.vision_config.model_type, hf_config.text_config.model_type
         raise UnsupportedModelError(f"LLaVA with a tower of type {tower} before {text} cannot be served; {SERVED}")
     text = hf_config.text_config
+    text.architectures = [_CLASSES[text.model_type]]
     if getattr(text, "dtype", None) is None:
         text.dtype = getattr(hf_config, "dtype", None)
     text.tie_word_embeddings = bool(text.tie_word_embeddings or hf_config.tie_word_embeddings)

@@ -41,9 +41,9 @@ class VisionTower:
 
 
 def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> VisionTower | None:
-    """None: the model has none, or only other instances are to read images. Raises `ModelError`."""
+    """None: the model has none. Raises `ModelError`."""
     folder = model_folder(config.model)
-    profile = profile_of(folder) if config.reads_images and config.tensor_parallel_size == 1 else None
+    profile = profile_of(folder)
     if profile is None:
         return None
     reader = ImageReader(folder)

@@ -18,6 +18,7 @@ def ended_line(flight: Flight) -> dict[str, object]:
         "front_tokens": timeline.front_tokens if timeline.front is not None else None,
         "finish_reasons": timeline.finish_reasons,
         "prompt_tokens": len(flight.job.token_ids),
+        "images": len(flight.job.media) or None,
         "generated_tokens": flight.num_generated,
         "cached_tokens": sum(timeline.cached_tokens.values()),
         "pulled_tokens": beginning.pulled_tokens if beginning is not None else None,

@@ -91,6 +91,7 @@ class RouterMetrics:
             "baton:joint_prefill_requests", "Requests whose prompt two prefill instances have read by turns."
         )
         self._joint_parts = self._counter("baton:joint_prefill_parts", "Parts that these prompts were read in.")
+        self._images = self._counter("baton:prompt_images", "Images of all prompts.")
         self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
         self._success = self._labelled("vllm:request_success", "Sequences by how they ended.", "finished_reason")
         self._placements = self._labelled("baton:placements", "Requests by who serves them.", "decision")
@@ -128,6 +129,7 @@ class RouterMetrics:
 
     def started(self, flight: Flight) -> None:
         self._prompt_tokens.value += len(flight.job.token_ids)
+        self._images.value += len(flight.job.media)
 
     def pooled(self, lengths: Sequence[int], seconds: float) -> None:
         """A call to a model that answers with vectors; `lengths` of its inputs in tokens."""

@@ -1,15 +1,17 @@
 """Images in prompts: greedy tokens equal those of transformers' own LLaVA in float32, however the KV came to be."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from contracts.messages import Work
 from engine import Engine
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, UnsupportedModelError
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
 from tests.images import Piece, Reference, picture, prompt_of
 from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava
@@ -211,6 +213,65 @@ def test_places_that_are_not_those_of_images_are_refused(llava: Llava, moved: in
         with pytest.raises(RequestError, match="cannot be read"):
             engine.image_reader.read([b"no image", picture(1)])
         assert not engine.has_work()
+
+
+def answer(engine: Engine, prompt: Sequence[Piece]) -> list[int]:
+    add(engine, work_of(engine, "x", prompt), prompt)
+    return run(engine)["x", 0]
+
+
+def test_layers_of_transformers_own_read_them_too(tmp_path: Path) -> None:
+    """Those that are not fused: here for another activation."""
+    write_tiny_llava(tmp_path, "mistral", hidden_act="gelu")
+    with reader(tmp_path) as engine:
+        assert answer(engine, TWO) == Reference(tmp_path).answer(TWO, COUNT)
+
+
+def test_adapters_lie_beside_them(llava: Llava) -> None:
+    with reader(llava.folder, enable_lora=True) as engine:
+        assert answer(engine, TWO) == llava.answers[2]
+
+
+def test_weights_in_few_bits_and_random_ones_are_the_decoders_alone(llava: Llava) -> None:
+    for settings in ({"quantization": "int8"}, {"load_format": "dummy"}):
+        with reader(llava.folder, **settings) as source, make_engine(llava.folder, **settings) as sink:
+            whole = answer(source, TWO)
+            assert whole != answer(source, [*TWO[:21], picture(9), *TWO[22:]])
+            work = work_of(source, "y", TWO)
+            assert hand_over_images(source, sink, work, TWO)["y", 0] == whole
+
+
+def test_checkpoints_name_the_decoder_in_several_ways(llava: Llava, tmp_path: Path) -> None:
+    shutil.copytree(llava.folder, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    newer = {newer_name(name): tensor for name, tensor in stored.items()}
+    assert set(newer) != set(stored)
+    save_file(newer, tmp_path / "model.safetensors", {"format": "pt"})
+    with reader(tmp_path) as engine:
+        assert answer(engine, TWO) == llava.answers[2]
+
+
+def newer_name(name: str) -> str:
+    """As transformers 4.52 to 4.57 wrote them."""
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    return "model." + name.replace("language_model.model.", "language_model.")
+
+
+def test_several_ranks_read_text(tmp_path: Path) -> None:
+    write_tiny_llava(tmp_path)
+    with reader(tmp_path, tensor_parallel_size=2) as engine:
+        assert engine.image_reader is None
+        engine.add(work_of(engine, "text", TEXT))
+        assert run(engine)["text", 0] == Reference(tmp_path).answer(TEXT, COUNT)
+
+
+@pytest.mark.parametrize(("text", "tower"), [("gemma2", "clip_vision_model"), ("llama", "pixtral")])
+def test_other_kinds_are_refused_at_the_start_by_name(text: str, tower: str, tmp_path: Path) -> None:
+    config = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {"model_type": tower}}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    with pytest.raises(UnsupportedModelError, match=f"{tower} before {text}"):
+        reader(tmp_path, load_format="dummy")
 
 
 def test_a_processor_that_does_not_fit_the_tower_is_found_at_the_start(tmp_path: Path) -> None:

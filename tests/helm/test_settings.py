@@ -92,6 +92,7 @@ def everything_set() -> list[Manifest]:
     engine |= {"maxCpuLoras": 4, "enableLora": True, "loraModules": "poet=/adapters/poet,clerk=/adapters/clerk"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "middleware": "a.B"}
+    router |= {"limitMmPerPrompt": "image=2", "allowedMediaDomains": "*", "allowedLocalMediaPath": "/pictures"}
     router |= {"models": {"small": {"model": "/s"}}}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}

@@ -200,7 +200,7 @@ def test_what_needs_a_memory_or_is_not_served_is_refused_by_name(serve: Serve) -
         wrong: list[dict[str, Any]] = [{name: {"asks": "something"}} for name in UNSERVED]
         wrong += [{"include": ["file_search_call.results"]}, {"tools": [{"type": "web_search"}]}, {"input": []}]
         wrong += [{"input": [{"type": "item_reference", "id": "x"}]}, {"text": {"verbosity": "low"}}]
-        wrong += [{"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}]
+        wrong += [{"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}]
         wrong += [{"tool_choice": {"type": "web_search"}, "tools": TOOLS}]
         for body in wrong:
             answer = await router.http.post("/v1/responses", json={"input": "x", **body})

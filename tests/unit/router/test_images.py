@@ -1,0 +1,443 @@
+"""Images in chats: where clients may have them from, what is refused, and who gets them."""
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts.media import MediaSpan, digest_of
+from contracts.messages import Decode, Generate, Prefill
+from contracts.naming import block_names, root_name
+from contracts.vision import VisionProfile, vision_profile
+from services.common.configuration import load
+from services.router.errors import BadRequestError
+from services.router.images import web
+from services.router.images.files import load as load_images
+from services.router.images.limits import ImageLimits, images_per_prompt
+from services.router.images.places import expanded, spans_of
+from services.router.model import ServedModel
+from services.router.openai_schema import ChatCompletionRequest
+from services.router.settings import RouterSettings
+from tests.images import data_url, picture
+from tests.unit.router.conftest import Router, Serve
+from tests.unit.router.fakes import record
+from tests.unit.router.tokenizers_for_tests import write_folder
+
+PATH = "/v1/chat/completions"
+IMAGE = "<tool call>"
+"""A token that the tokenizer has; here it stands for an image."""
+TOKENS = 6
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message['content'] %}{% if part.type == 'image' %}" + IMAGE + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+A, B = picture(1), picture(2)
+
+
+def shown(*content: str | bytes, **more: Any) -> dict[str, Any]:
+    parts = [
+        {"type": "text", "text": one}
+        if isinstance(one, str)
+        else {"type": "image_url", "image_url": {"url": data_url(one)}}
+        for one in content
+    ]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "seed": 0, **more}
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    folder = write_folder(tmp_path_factory.mktemp("router") / "vision")
+    return with_vision(ServedModel.from_settings(RouterSettings(model=str(folder), chat_template=TEMPLATE)))
+
+
+def with_vision(model: ServedModel) -> ServedModel:
+    image_id = model.tokenizer.backend.token_to_id(IMAGE)
+    assert image_id is not None
+    model.vision = VisionProfile(image_token_id=image_id, tokens_per_image=TOKENS)
+    return model
+
+
+@pytest.fixture
+def see(serve: Serve, vision_model: ServedModel) -> Callable[..., None]:
+    """`serve` with a model that reads images, and prefill and unified instances that have its tower."""
+
+    def run(test: Callable[[Router], Awaitable[None]], **settings: Any) -> None:
+        async def scenario(router: Router) -> None:
+            router.frontend.model = vision_model
+            for instance in list(router.fakes.instances.values()):
+                if instance.record.role != "decode":
+                    instance.record = msgspec.structs.replace(instance.record, reads_images=True)
+            for member in router.cluster.members():
+                member.record = msgspec.structs.replace(member.record, reads_images=member.record.role != "decode")
+            await test(router)
+
+        serve(scenario, **settings)
+
+    return run
+
+
+async def error_of(router: Router, body: dict[str, Any], status: int = 400) -> str:
+    answer = await router.http.post(PATH, json=body)
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def test_the_reader_gets_the_files_and_the_writer_their_places(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.post(PATH, json=shown("ab", A, "c", B, A))
+        assert answer.status_code == 200, answer.text
+        (prefill,), (decode,) = (router.fakes[name].assignments() for name in ("prefill-0", "decode-0"))
+        assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
+        assert sorted(prefill.images) == sorted([A, B])
+        places = [(span.start, span.length, span.digest) for span in prefill.work.media]
+        assert places == [(2, TOKENS, digest_of(A)), (9, TOKENS, digest_of(B)), (15, TOKENS, digest_of(A))]
+        assert decode.work.media == prefill.work.media
+        assert answer.json()["usage"]["prompt_tokens"] == 3 + 3 * TOKENS == len(prefill.work.token_ids)
+        assert "baton:prompt_images_total{" in (await router.http.get("/metrics")).text
+
+    see(scenario)
+
+
+def test_a_short_prompt_with_an_image_is_not_read_by_decode(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        await router.http.post(PATH, json=shown("ab", A))
+        await router.http.post(PATH, json=shown("ab"))
+        assert [type(m) for m in router.fakes["decode-0"].assignments()] == [Decode, Generate]
+
+    see(scenario, disaggregation_min_tokens=100)
+
+
+def test_with_two_readers_one_reads_a_prompt_with_images(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        for content in (("x" * 60, A), ("y" * 66,)):
+            answer = await router.http.post(PATH, json=shown(*content))
+            assert answer.status_code == 200, answer.text
+        messages = [m for name in ("prefill-0", "prefill-1") for m in router.fakes[name].assignments()]
+        of_image = [m for m in messages if m.work.media]
+        assert len(of_image) == 1 and len(messages) > 2, "the text alone is read by turns"
+
+    see(scenario, prefill=2, joint_prefill_min_tokens=16)
+
+
+def test_a_unified_instance_does_all_of_it(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        await router.http.post(PATH, json=shown("ab", A))
+        (message,) = router.fakes["unified-0"].assignments()
+        assert isinstance(message, Generate) and message.images == [A]
+
+    see(scenario, prefill=0, decode=0, unified=1)
+
+
+def test_without_an_instance_that_reads_images_text_is_served_and_images_wait(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        assert "reads images" in await error_of(router, shown("ab", A), 503)
+        assert (await router.http.post(PATH, json=shown("ab"))).status_code == 200
+
+    see(scenario, prefill=0)
+
+
+def test_a_replay_brings_the_images_to_a_reader_again(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes["decode-0"].hold = 2
+        asking = asyncio.ensure_future(router.http.post(PATH, json=shown("ab", A, "c", max_tokens=8)))
+        while not any(job.sent.get(0) for job in router.fakes["decode-0"].jobs.values()):  # noqa: ASYNC110 - a fake's
+            await asyncio.sleep(0)
+        router.fakes.add(record("decode-1", "decode"))
+        await asyncio.sleep(0.01)
+        router.fakes["decode-0"].die()
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        first, second = router.fakes["prefill-0"].assignments()
+        assert isinstance(first, Prefill) and isinstance(second, Prefill)
+        assert second.images == first.images == [A]
+        assert second.work.media == first.work.media
+        assert len(second.work.token_ids) > second.work.num_prompt_tokens == first.work.num_prompt_tokens
+
+    see(scenario)
+
+
+def test_places_must_be_as_many_as_images(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        assert "1 images were given" in await error_of(router, shown("ab" + IMAGE, A))
+        assert "cut an image" in await error_of(router, shown(A, truncate_prompt_tokens=3))
+        assert "context" in await error_of(router, shown(*[A] * 50))
+        assert "at most 60" in await error_of(router, shown(*[A] * 61))
+
+    see(scenario, limit_mm_per_prompt="image=60")
+
+
+def test_text_that_names_the_token_is_text_where_there_are_no_images(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.post(PATH, json=shown("ab" + IMAGE))
+        assert answer.json()["usage"]["prompt_tokens"] == 3
+
+    see(scenario)
+
+
+def test_tokens_of_a_chat_with_images_are_counted_without_a_look_at_them(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        body = shown("ab", A)
+        body["messages"][0]["content"][1]["image_url"]["url"] = "https://example.org/a.png"
+        answer = await router.http.post("/tokenize", json={"messages": body["messages"]})
+        assert answer.json()["count"] == 2 + TOKENS
+        source = {"type": "url", "url": "https://example.org/a.png"}
+        blocks = [{"type": "text", "text": "ab"}, {"type": "image", "source": source}]
+        counted = await router.http.post(
+            "/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": blocks}]}
+        )
+        assert counted.json()["input_tokens"] == 2 + TOKENS
+
+    see(scenario)
+
+
+def test_images_in_the_words_of_other_apis(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        part = {"type": "input_image", "image_url": data_url(A)}
+        item = {"role": "user", "content": [{"type": "input_text", "text": "ab"}, part]}
+        answer = await router.http.post("/v1/responses", json={"input": [item], "max_output_tokens": 3})
+        assert answer.status_code == 200, answer.text
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(B).decode()}
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": "ab"}]
+        body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 3}
+        answer = await router.http.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        first, second = router.fakes["prefill-0"].assignments()
+        assert isinstance(first, Prefill) and isinstance(second, Prefill)
+        assert (first.images, second.images) == ([A], [B])
+        assert (first.work.media[0].start, second.work.media[0].start) == (2, 0)
+        bad = {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}
+        assert (await router.http.post("/v1/messages", json={**bad, "max_tokens": 3})).status_code == 400
+
+    see(scenario)
+
+
+def test_a_template_that_takes_strings_gets_places_before_the_text(vision_model: ServedModel) -> None:
+    folder = str(vision_model.path)
+    model = with_vision(
+        ServedModel.from_settings(RouterSettings(model=folder, chat_template="{{ messages[0].content }}"))
+    )
+
+    request = ChatCompletionRequest.model_validate({"messages": shown("ab", A, "c")["messages"]})
+    assert asyncio.run(model.render_chat(request, shows_images=True)) == f"{IMAGE}\nab\nc"
+    with pytest.raises(BadRequestError, match="not supported"):
+        asyncio.run(model.render_chat(request))
+
+
+def one(url: str, **limits: Any) -> bytes:
+    (found,) = asyncio.run(load_images([url], ImageLimits(**limits)))
+    assert found.digest == digest_of(found.data)
+    return found.data
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_files_of_images_within_urls(kind: str) -> None:
+    image = picture(1, kind=kind)
+    assert one(data_url(image, kind.lower())) == image
+    large = picture(2, kind="BMP", size=(200, 200))  # in a thread
+    assert one(data_url(large)) == large
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("data:image/png,abc", "base64"),
+        ("data:text/html;base64,aGk=", "base64"),
+        ("data:image/png;base64,@@@@", "no base64"),
+        (f"data:image/png;base64,{base64.b64encode(b'nothing').decode()}", "none of PNG"),
+        (f"data:image/svg+xml;base64,{base64.b64encode(b'<svg/>').decode()}", "none of PNG"),
+        (data_url(picture(1, size=(40, 30))), "1200 pixels"),
+        (data_url(picture(1, kind="BMP", size=(30, 30))), "more than 2000 bytes"),
+        ("ftp://example.org/a.png", "begins with data:"),
+        ("file:/etc/hostname", "--allowed-local-media-path"),
+        ("https://example.org/a.png", "--allowed-media-domains"),
+        ("http://127.0.0.1/a.png", "--allowed-media-domains"),
+        ("http:///a.png", "name a host"),
+        ("http://user@example.org/a.png", "no user"),
+        ("http://example.org:x/a.png", "is none"),
+    ],
+)
+def test_what_is_refused_says_why(url: str, why: str) -> None:
+    with pytest.raises(BadRequestError, match=why):
+        one(url, max_pixels=1000, max_bytes=2000)
+
+
+def test_local_files_lie_below_the_folder_that_is_allowed(tmp_path: Path) -> None:
+    folder = tmp_path / "allowed"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(A)
+    (tmp_path / "secret.png").write_bytes(B)
+    (folder / "way-out.png").symlink_to(tmp_path / "secret.png")
+    limits = {"local_path": folder}
+    assert one(f"file:{folder}/a%20b.png", **limits) == one(f"file://{folder}/a b.png", **limits) == A
+    for path in (f"{folder}/../secret.png", f"{folder}/way-out.png", f"{folder}/none.png", str(folder), "/etc/hosts"):
+        with pytest.raises(BadRequestError, match="no file below"):
+            one(f"file:{path}", **limits)
+    with pytest.raises(BadRequestError, match="own machine"):
+        one(f"file://elsewhere{folder}/a b.png", **limits)
+    with pytest.raises(BadRequestError, match="more than 10 bytes"):
+        one(f"file:{folder}/a%20b.png", local_path=folder, max_bytes=10)
+
+
+class Site:
+    """Answers every request with the same bytes; `asked` are the heads of requests."""
+
+    def __init__(self, answer: bytes, *, is_slow: bool = False) -> None:
+        self.asked: list[str] = []
+        self._serving: list[asyncio.Task[Any]] = []
+        self._answer = answer
+        self._is_slow = is_slow
+
+    async def fetch(self, host: str = "127.0.0.1", **limits: Any) -> bytes:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            try:
+                return await web.fetch(f"http://{host}:{port}/a.png?size=1#x", ImageLimits(**limits))
+            finally:
+                await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.append(task)
+        try:
+            self.asked.append((await reader.readuntil(b"\r\n\r\n")).decode())
+            if self._is_slow:
+                await reader.read()
+            writer.write(self._answer)
+            await writer.drain()
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+
+def http(body: bytes, status: str = "200 OK", head: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{head}\r\n".encode() + body
+
+
+NAMED: dict[str, Any] = {"domains": frozenset({"127.0.0.1"})}
+
+
+def test_images_are_fetched_from_hosts_that_are_named() -> None:
+    site = Site(http(A))
+    assert asyncio.run(site.fetch(**NAMED)) == A
+    (head,) = site.asked
+    assert head.startswith("GET /a.png?size=1 HTTP/1.1\r\n") and "accept-encoding: identity" in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (http(b"", "302 Found", "location: http://169.254.169.254/\r\n"), "redirects are not followed"),
+        (http(b"gone", "404 Not Found"), "status 404"),
+        (http(b"x" * 2001), "more than 2000 bytes"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx", "cannot be fetched"),
+        (b"no http", "cannot be fetched"),
+    ],
+)
+def test_what_hosts_may_not_answer(answer: bytes, why: str) -> None:
+    with pytest.raises(BadRequestError, match=why):
+        asyncio.run(Site(answer).fetch(**NAMED, max_bytes=2000))
+
+
+def test_a_host_that_is_slow_is_given_up() -> None:
+    with pytest.raises(BadRequestError, match=r"within 0\.05 s"):
+        asyncio.run(Site(http(A), is_slow=True).fetch(**NAMED, fetch_timeout_s=0.05))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_any_host_is_any_with_a_public_address(host: str) -> None:
+    site = Site(http(A))
+    with pytest.raises(BadRequestError, match="no public address"):
+        asyncio.run(site.fetch(host, domains=frozenset({"*"})))
+    assert not site.asked
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may have another one a moment later."""
+
+    async def resolved(host: str, port: int) -> str:
+        assert host == "pictures.example"
+        return "127.0.0.1"
+
+    monkeypatch.setattr(web, "_public_address", resolved)
+    site = Site(http(A))
+    assert asyncio.run(site.fetch("pictures.example", domains=frozenset({"*"}))) == A
+    assert "host: pictures.example:" in site.asked[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("stated", "count"), [("", 999), ("image=2", 2), ("video=1, image=3", 3), ('{"image": 4}', 4), ("video=1", 999)]
+)
+def test_the_limit_of_images_as_vllm_writes_it(stated: str, count: int) -> None:
+    assert images_per_prompt(stated) == count
+
+
+@pytest.mark.parametrize("stated", ["image", "image=x", "image=-1", "picture=1", '{"image": {"count": 1}}', "{"])
+def test_a_limit_that_cannot_be_stops_the_process(stated: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", "m", f"--limit-mm-per-prompt={stated}"]
+    with pytest.raises(SystemExit):
+        load(RouterSettings, argv, {}, prefix="BATON__ROUTER__", program="baton router", description="")
+    assert "--limit-mm-per-prompt" in capsys.readouterr().err
+
+
+PROFILE = VisionProfile(image_token_id=9, tokens_per_image=3)
+
+
+def test_places_of_images() -> None:
+    tokens = expanded([1, 9, 2, 9, 9], 3, PROFILE)
+    assert tokens == [1, 9, 9, 9, 2, 9, 9, 9, 9, 9, 9]
+    spans = spans_of(tokens, [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE)
+    assert [(span.start, span.length, span.digest[:1]) for span in spans] == [(1, 3, b"a"), (5, 3, b"b"), (8, 3, b"a")]
+
+
+def names_of(tokens: list[int], *spans: tuple[int, int, bytes]) -> list[bytes]:
+    root = root_name(fingerprint="x", kv_dtype="float32", block_tokens=4)
+    media = [MediaSpan(start, length, digest * 32) for start, length, digest in spans]
+    whole = block_names(root, tokens, 4, media=media)
+    for cut in range(0, len(tokens), 4):  # whoever goes on from some block names the rest alike
+        parent = whole[cut // 4 - 1] if cut else None
+        assert block_names(root, tokens[cut:], 4, parent=parent, media=media, start=cut) == whole[cut // 4 :]
+    return [bytes(name) for name in whole]
+
+
+def test_blocks_of_images_have_names_of_their_own() -> None:
+    tokens = [1, 2, 3, 4, 5, 9, 9, 9, 9, 9, 9, 9, 9, 6, 7, 8, 1, 2]
+    plain, a, b = names_of(tokens), names_of(tokens, (5, 8, b"a")), names_of(tokens, (5, 8, b"b"))
+    assert plain[0] == a[0] == b[0], "the text before an image is the same for all"
+    assert not {*plain[1:]} & {*a[1:]} and not {*a[1:]} & {*b[1:]}
+    two = names_of(tokens, (5, 4, b"a"), (9, 4, b"b"))
+    other = names_of(tokens, (5, 5, b"a"), (10, 3, b"b"))
+    assert two[:2] == other[:2] == a[:2], "as far as only the first is seen"
+    assert not {*two[2:]} & {*other[2:]}, "where one ends and the next begins counts"
+
+
+LLAVA = {
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "text_config": {"model_type": "llama"},
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
+}
+
+
+def test_how_many_tokens_an_image_is() -> None:
+    assert vision_profile(LLAVA) == VisionProfile(image_token_id=32000, tokens_per_image=576)
+    assert vision_profile({**LLAVA, "vision_feature_select_strategy": "full"}) == VisionProfile(
+        image_token_id=32000, tokens_per_image=577
+    )
+    siglip = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
+    of_siglip = vision_profile({**LLAVA, "vision_config": siglip, "vision_feature_select_strategy": "full"})
+    assert of_siglip is not None and of_siglip.tokens_per_image == 27 * 27
+    others: list[object] = [
+        {**LLAVA, "model_type": "llava_next"},
+        {**LLAVA, "vision_config": {"model_type": "pixtral"}},
+        {**LLAVA, "text_config": {"model_type": "gemma2"}},
+        {"model_type": "llama"},
+        [],
+    ]
+    assert [vision_profile(other) for other in others] == [None] * 5
