@@ -10,7 +10,7 @@ from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.fabric import Fabric
 from bench.simulation.instance import SimulatedInstance
-from bench.simulation.measures import Distribution
+from bench.simulation.measures import Gaps
 from contracts.events import EventBatch
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord, Load, Role
@@ -55,7 +55,7 @@ class _Subscriber:
 class SimulatedCluster:
     """View and connector in one. Instances come and go by `add` and `drain`."""
 
-    def __init__(self, cost: CostModel, *, block_tokens: int, gaps: Distribution, num_sharers: int = 0) -> None:
+    def __init__(self, cost: CostModel, *, block_tokens: int, gaps: Gaps, num_sharers: int = 0) -> None:
         """With `num_sharers`, so many prefill instances have one cache of their sizes' sum, as if every block were
         everywhere and moving one cost nothing."""
         self.instances: dict[InstanceId, SimulatedInstance] = {}

@@ -14,7 +14,7 @@ from typing import Protocol
 from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.fabric import Behind, LastStep
-from bench.simulation.measures import Distribution
+from bench.simulation.measures import Gaps
 from bench.simulation.stream import Stream, due_of
 from contracts.identity import RequestId
 from engine.pace import Pace
@@ -49,7 +49,7 @@ class SimulatedEngine:
         cache: BlockCache,
         block_tokens: int,
         owner: Owner,
-        gaps: Distribution,
+        gaps: Gaps,
         stretch: float = inf,
     ) -> None:
         """`stretch`: as `engine.pace.Pace`."""
@@ -359,10 +359,10 @@ class SimulatedEngine:
         fresh = [s for s in self._batch if s.is_fresh]
         for sequence in fresh:
             before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at
-            self._gaps.add(self._started_at + self._first_s - before)
-        weight = len(self._batch) * self._num_steps - len(fresh)
-        if weight:
-            self._gaps.add(seconds / self._num_steps, weight)
+            self._gaps.add_first(sequence.request_id, self._started_at + self._first_s - before)
+        step_s = seconds / self._num_steps
+        self._gaps.add([s.request_id for s in self._batch if not s.is_fresh], step_s, self._num_steps)
+        self._gaps.add([s.request_id for s in fresh], step_s, self._num_steps - 1)
 
     def _computed(self, sequence: Stream, length: int) -> None:
         sequence.computed += length
@@ -379,7 +379,7 @@ class SimulatedEngine:
         if last_token_at is None:
             self._owner.on_first_token(sequence)
         else:
-            self._gaps.add(sequence.last_token_at - last_token_at)
+            self._gaps.add([sequence.request_id], sequence.last_token_at - last_token_at)
         if sequence.mode == "generate":
             if sequence.remaining:
                 self._write_on(sequence)

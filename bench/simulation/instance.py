@@ -11,7 +11,7 @@ from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.engine import SimulatedEngine
 from bench.simulation.fabric import Arrival, Behind, Fabric, LastStep
-from bench.simulation.measures import Distribution
+from bench.simulation.measures import Gaps
 from bench.simulation.stream import Stream
 from contracts.events import BlockEvent, EventBatch
 from contracts.identity import BlockName, InstanceId, RequestId
@@ -55,9 +55,7 @@ class _Following:
 class SimulatedInstance:
     """The router's messages come by `on_message`; the answers go to `router` and `subscriber`, once they are set."""
 
-    def __init__(
-        self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Distribution, cache: BlockCache
-    ) -> None:
+    def __init__(self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Gaps, cache: BlockCache) -> None:
         self.record = record
         self.router: Callable[[ToRouter], None] | None = None
         self.subscriber: Callable[[EventBatch], None] | None = None

@@ -81,10 +81,13 @@ def add_objective(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("objective")
     group.add_argument("--goodput-ttft-ms", type=float, default=float("inf"))
     group.add_argument("--goodput-tpot-ms", type=float, default=float("inf"))
+    group.add_argument(
+        "--goodput-itl-ms", type=float, default=float("inf"), help="of the 99th percentile of each request's own gaps"
+    )
 
 
 def objective(options: argparse.Namespace) -> Objective:
-    return Objective(options.goodput_ttft_ms / 1e3, options.goodput_tpot_ms / 1e3)
+    return Objective(options.goodput_ttft_ms / 1e3, options.goodput_tpot_ms / 1e3, options.goodput_itl_ms / 1e3)
 
 
 def trace(options: argparse.Namespace, time_scale: float) -> Trace:
@@ -144,6 +147,7 @@ def scenario(
         dispatch_ahead_s=options.dispatch_ahead_s,
         seed=options.seed,
         scaling=scaling,
+        keeps_own_gaps=options.goodput_itl_ms < float("inf"),
     )
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from bench.simulation.autoscaling import Autoscaler, PoolSizes, ScalingRules
 from bench.simulation.cluster import SimulatedCluster
 from bench.simulation.cost import CostModel
-from bench.simulation.measures import Distribution
+from bench.simulation.measures import Distribution, Gaps
 from bench.simulation.virtual_time import run_virtually
 from bench.traces import Trace, TraceRequest
 from contracts.instance import Role
@@ -52,6 +52,8 @@ class Scenario:
     shares_cache: bool = False
     """All prefill instances have one cache of their sizes' sum."""
     scaling: ScalingRules | None = None
+    keeps_own_gaps: bool = False
+    """For `Served.itl_p99_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Served:
     at_s: float
     ttft_s: float
     tpot_s: float | None
+    itl_p99_s: float | None
+    """Of its own gaps between tokens; None if there are none, or they were not kept."""
     e2e_s: float
     prompt_tokens: int
     output_tokens: int
@@ -94,11 +98,12 @@ def simulate(scenario: Scenario) -> Result:
 
 async def _simulate(scenario: Scenario) -> Result:
     loop = asyncio.get_running_loop()
-    result = Result(scenario)
+    gaps = Gaps(each=scenario.keeps_own_gaps)
+    result = Result(scenario, gaps=gaps.all)
     simulated = SimulatedCluster(
         scenario.cost,
         block_tokens=scenario.block_tokens,
-        gaps=result.gaps,
+        gaps=gaps,
         num_sharers=scenario.num_prefill if scenario.shares_cache else 0,
     )
     sizes: list[tuple[Role, int]] = [
@@ -126,7 +131,7 @@ async def _simulate(scenario: Scenario) -> Result:
     slo = Slo(scenario.ttft_s, scenario.itl_s)
     for number, request in enumerate(scenario.trace.requests):
         await asyncio.sleep(max(0.0, began + request.at_s - loop.time()))
-        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), slo, result))
+        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), slo, result, gaps))
         clients.add(client)
         client.add_done_callback(clients.discard)
     await asyncio.gather(*clients)
@@ -174,7 +179,7 @@ def _job(scenario: Scenario, number: int, request: TraceRequest) -> Job:
     )
 
 
-async def _client(dispatcher: Dispatcher, job: Job, slo: Slo, result: Result) -> None:
+async def _client(dispatcher: Dispatcher, job: Job, slo: Slo, result: Result, gaps: Gaps) -> None:
     loop = asyncio.get_running_loop()
     outbox, now = Outbox(), loop.time()
     try:
@@ -185,10 +190,10 @@ async def _client(dispatcher: Dispatcher, job: Job, slo: Slo, result: Result) ->
     except RouterError as exc:
         result.refused.append(str(exc))
         return
-    result.served.append(_served(flight, job))
+    result.served.append(_served(flight, job, gaps))
 
 
-def _served(flight: Flight, job: Job) -> Served:
+def _served(flight: Flight, job: Job, gaps: Gaps) -> Served:
     timeline = flight.timeline
     assert timeline.first_token_at is not None
     assert timeline.last_token_at is not None
@@ -198,6 +203,7 @@ def _served(flight: Flight, job: Job) -> Served:
         at_s=timeline.arrived_at,
         ttft_s=timeline.first_token_at - timeline.arrived_at,
         tpot_s=decode_s / (num_tokens - 1) if num_tokens > 1 else None,
+        itl_p99_s=gaps.percentile(job.request_id, 99, held_s=timeline.held_s),
         e2e_s=timeline.last_token_at - timeline.arrived_at,
         prompt_tokens=len(job.token_ids),
         output_tokens=num_tokens,

@@ -13,18 +13,26 @@ from bench.simulation.run import Result, Served
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A request is good if its first token comes within `ttft_s` and the others `tpot_s` apart on average."""
+    """A request is good if its first token comes within `ttft_s`, the others `tpot_s` apart on average,
+    and 99 % of its gaps are no longer than `itl_s`."""
 
     ttft_s: float = float("inf")
     tpot_s: float = float("inf")
+    itl_s: float = float("inf")
+    """Needs `Scenario.keeps_own_gaps`."""
 
     def is_met_by(self, served: Served) -> bool:
-        return served.ttft_s <= self.ttft_s and (served.tpot_s is None or served.tpot_s <= self.tpot_s)
+        return (
+            served.ttft_s <= self.ttft_s
+            and (served.tpot_s is None or served.tpot_s <= self.tpot_s)
+            and (served.itl_p99_s is None or served.itl_p99_s <= self.itl_s)
+        )
 
     def told(self) -> str:
         if self == Objective():
             return "no objective: every answered request counts as good"
-        parts = [f"{name} <= {value * 1e3:g} ms" for name, value in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))]
+        limits = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("p99 of its ITL", self.itl_s))
+        parts = [f"{name} <= {value * 1e3:g} ms" for name, value in limits if value < float("inf")]
         return "objective: " + " and ".join(parts)
 
 

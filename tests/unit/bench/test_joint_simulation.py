@@ -11,7 +11,7 @@ import pytest
 from bench.simulation.cluster import SimulatedCluster
 from bench.simulation.cost import CostModel
 from bench.simulation.instance import SimulatedInstance
-from bench.simulation.measures import Distribution
+from bench.simulation.measures import Gaps
 from bench.simulation.run import Result, Served, simulate
 from bench.simulation.summary import Objective, summarise
 from bench.simulation.virtual_time import run_virtually
@@ -133,7 +133,7 @@ class Pair:
 
     def __init__(self, cost: CostModel = COST) -> None:
         self.loop = asyncio.get_running_loop()
-        self.cluster = SimulatedCluster(cost, block_tokens=BLOCK, gaps=Distribution())
+        self.cluster = SimulatedCluster(cost, block_tokens=BLOCK, gaps=Gaps())
         self.told: list[tuple[float, ToRouter]] = []
         for _ in range(2):
             self.cluster.add("prefill")
@@ -383,7 +383,7 @@ def test_nothing_is_left_of_parts_that_were_called_off(after_s: float, is_busy: 
 
 def test_decode_and_unified_instances_read_behind_nobody() -> None:
     async def scene() -> None:
-        cluster = SimulatedCluster(COST, block_tokens=BLOCK, gaps=Distribution())
+        cluster = SimulatedCluster(COST, block_tokens=BLOCK, gaps=Gaps())
         roles: list[Role] = ["prefill", "decode", "unified"]
         for role in roles:
             cluster.add(role)

@@ -88,6 +88,31 @@ def test_a_unified_instance_stalls_answers_while_it_reads_prompts() -> None:
     assert {one.decision for one in unified.served} == {"unified"}
 
 
+def test_an_objective_of_gaps_is_for_each_requests_own() -> None:
+    trace = alone(TraceRequest(0.0, 512, 60, (1,)), TraceRequest(0.8, 2048, 30, (2, 3, 4, 5)))
+    own = replace(scenario(trace, prefill=0, decode=0), num_unified=1, keeps_own_gaps=True)
+    stalled, other = sorted(simulate(own).served, key=lambda one: one.at_s)
+    assert stalled.itl_p99_s == pytest.approx(2.048, rel=0.02)
+    assert other.itl_p99_s is not None
+    assert other.itl_p99_s < 0.02
+    objective = Objective(itl_s=0.1)
+    assert [objective.is_met_by(one) for one in (stalled, other)] == [False, True]
+    assert objective.told() == "objective: p99 of its ITL <= 100 ms"
+    apart = simulate(replace(own, num_prefill=1, num_decode=1, num_unified=0))
+    assert all(objective.is_met_by(one) for one in apart.served)
+
+
+def test_a_first_token_that_is_held_back_leaves_a_shorter_first_gap() -> None:
+    trace = alone(*(TraceRequest(0.9 * n, 512, 40, (n,)) for n in range(12)))
+    split = replace(scenario(trace, prefill=1, decode=1), cost=SLOW_LINK, keeps_own_gaps=True)
+    plain, promised = simulate(split), simulate(replace(split, itl_s=0.4))
+    for one, held in list(zip(plain.served, promised.served, strict=True))[9:]:  # what is expected is known by then
+        assert held.ttft_s > one.ttft_s + 0.1
+        assert one.itl_p99_s is not None
+        assert held.itl_p99_s is not None
+        assert held.itl_p99_s < one.itl_p99_s - 0.1
+
+
 def test_a_promised_pace_bounds_what_a_unified_instance_computes_beside_answers() -> None:
     trace = alone(TraceRequest(0.0, 512, 300, (1,)), TraceRequest(1.0, 2048, 2, (2, 3, 4, 5)))
     unified = replace(scenario(trace, prefill=0, decode=0), num_unified=1)
