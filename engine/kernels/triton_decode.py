@@ -257,19 +257,48 @@ def _decode_kernel(  # noqa: PLR0913
                 capped,
                 precision,
             )
-        if splits == 1:
-            if sunk:
-                sink = tl.load(sinks + head, mask=row < group, other=0.0).to(tl.float32) * LOG2E
-                new_peak = tl.maximum(peak, sink)
-                acc = acc * tl.exp2(peak - new_peak)[:, None]
-                total = total * tl.exp2(peak - new_peak) + tl.exp2(sink - new_peak)
-            at = (token * (kv_heads * group) + head)[:, None] * head_dim + dim[None, :]
-            tl.store(output + at, (acc / total[:, None]).to(output.dtype.element_ty), mask)
-        else:
-            slot = (seq.to(tl.int64) * (kv_heads * group) + head) * num_splits + split
-            tl.store(partial + slot[:, None] * head_dim + dim[None, :], acc, mask)
-            tl.store(stats + slot * 2, peak, row < group)
-            tl.store(stats + slot * 2 + 1, total, row < group)
+        store_split(
+            output, partial, stats, sinks, acc, total, peak, seq.to(tl.int64), token, head, split, splits, num_splits,
+            kv_heads, group, head_dim, sunk,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_split(  # noqa: PLR0913
+    output,
+    partial,
+    stats,
+    sinks,
+    acc,
+    total,
+    peak,
+    seq,
+    token,
+    head,
+    split,
+    splits,
+    num_splits,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    sunk: tl.constexpr,
+):
+    """What one KV head's queries, `head` [rows], have from a split: the result, if it is the only one, or its part."""
+    row, dim = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    mask = (row < group)[:, None] & (dim < head_dim)[None, :]
+    if splits == 1:
+        if sunk:
+            sink = tl.load(sinks + head, mask=row < group, other=0.0).to(tl.float32) * LOG2E
+            new_peak = tl.maximum(peak, sink)
+            acc = acc * tl.exp2(peak - new_peak)[:, None]
+            total = total * tl.exp2(peak - new_peak) + tl.exp2(sink - new_peak)
+        at = (token * (kv_heads * group) + head)[:, None] * head_dim + dim[None, :]
+        tl.store(output + at, (acc / total[:, None]).to(output.dtype.element_ty), mask)
+    else:
+        slot = (seq * (kv_heads * group) + head) * num_splits + split
+        tl.store(partial + slot[:, None] * head_dim + dim[None, :], acc, mask)
+        tl.store(stats + slot * 2, peak, row < group)
+        tl.store(stats + slot * 2 + 1, total, row < group)
 
 
 @triton.jit

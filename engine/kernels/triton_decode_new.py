@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
-from engine.kernels.triton_decode import attend_split, combine, cut, most_splits
-from engine.kernels.triton_softmax import LOG2E, capped_scores, factor_of
+from engine.kernels.triton_decode import attend_split, combine, cut, most_splits, store_split
+from engine.kernels.triton_softmax import capped_scores, factor_of
 from engine.kernels.triton_tiles import DecodeTiles, padded
 
 
@@ -219,27 +219,16 @@ def _decode_new_kernel(  # noqa: PLR0913, PLR0915
             capped,
             precision,
         )
-        head = kv_head * group + row
-        live = (row < group)[:, None] & (dim < head_dim)[None, :]
         if is_newest:
             new_peak = tl.maximum(peak, score)
             shrink, weight = tl.exp2(peak - new_peak), tl.exp2(score - new_peak)
             total = total * shrink + weight
             acc = acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
             peak = new_peak
-        if splits == 1:
-            if sunk:
-                sink = tl.load(sinks + head, mask=row < group, other=0.0).to(tl.float32) * LOG2E
-                sunk_peak = tl.maximum(peak, sink)
-                acc = acc * tl.exp2(peak - sunk_peak)[:, None]
-                total = total * tl.exp2(peak - sunk_peak) + tl.exp2(sink - sunk_peak)
-            at = (token * (kv_heads * group) + head)[:, None] * head_dim + dim[None, :]
-            tl.store(output + at, (acc / total[:, None]).to(dtype), live)
-        else:
-            slot_of = (token * (kv_heads * group) + head) * num_splits + split
-            tl.store(partial + slot_of[:, None] * head_dim + dim[None, :], acc, live)
-            tl.store(stats + slot_of * 2, peak, row < group)
-            tl.store(stats + slot_of * 2 + 1, total, row < group)
+        store_split(
+            output, partial, stats, sinks, acc, total, peak, token, token, kv_head * group + row, split, splits,
+            num_splits, kv_heads, group, head_dim, sunk,
+        )  # fmt: skip
 
 
 @triton.jit
