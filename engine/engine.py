@@ -262,7 +262,7 @@ class Engine:
         plan = self._planner.plan(now)
         try:
             calls = self._layers.begin(plan, self._scheduler)
-            started = self._runner.start(plan, after_layer=calls.after_layer, is_gated=bool(calls.gated))
+            started = self._runner.start(plan, after_layer=calls.after_layer, is_gated=bool(calls.gates))
         except FrontLostError as lost:
             logger.warning("a step was not computed: %s", lost)
             self._host.step_is_over(self._host.end_of_step())  # part of it may be running
@@ -270,9 +270,9 @@ class Engine:
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
-        for request_id in calls.gated:
+        for request_id in calls.gates:
             self._layers.forget(request_id)
-        launched = Launched(plan, started, now)
+        launched = Launched(plan, started, now, gates=calls.gates.values())
         self._advance(launched, now)
         return self._choose(launched, result)
 
@@ -331,7 +331,7 @@ class Engine:
         done = (block for completed in result.completed for _, block in completed.blocks)
         self.kv.mark(done, after=launched.computed)
         self._travel.publish(result.completed)
-        self._meter.record(launched.plan, now - started, len(result.tokens))
+        self._meter.record(launched.plan, now - started, len(result.tokens), waited_s=launched.waited_s)
 
     def cached_names(self) -> list[BlockName]:
         return self._pool.cached_names()

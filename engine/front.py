@@ -30,6 +30,8 @@ class Gate:
         self._until = time.monotonic() + patience_s
         self._arrived = 0
         self._lost: str | None = None
+        self.waited_s = 0.0
+        """By the engine's thread."""
         self._changed = threading.Condition()
 
     @property
@@ -57,8 +59,10 @@ class Gate:
         if self._arrived > layer:
             return
         with self._changed:
-            rest_s = max(0.0, self._until - time.monotonic())
+            since = time.monotonic()
+            rest_s = max(0.0, self._until - since)
             self._changed.wait_for(lambda: self._arrived > layer or self._lost is not None, rest_s)
+            self.waited_s += time.monotonic() - since
             if self._arrived <= layer:
                 self._lost = self._lost or f"layer {layer} did not come in time"
                 raise FrontLostError(self._lost)

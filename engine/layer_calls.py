@@ -14,10 +14,10 @@ from engine.tail import Tail, TailPlan, Tell
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """`after_layer`: as in `StepInputs`. `gated`: who of the plan reads behind another instance."""
+    """`after_layer`: as in `StepInputs`. `gates`: of those of the plan that read behind another instance."""
 
     after_layer: AfterLayer | None
-    gated: list[RequestId]
+    gates: dict[RequestId, Gate]
 
 
 class LayerCalls:
@@ -63,13 +63,12 @@ class LayerCalls:
         so does what is to be called."""
         after_layer = self._tail.follow(scheduler.tails(plan)) if self._tail is not None else None
         if not self._gates:
-            return Calls(after_layer, [])
+            return Calls(after_layer, {})
         ids = [chunk.sequence.request.work.request_id for chunk in plan.chunks]
-        gated = [request_id for request_id in ids if request_id in self._gates]
-        if not gated:
-            return Calls(after_layer, [])
-        gates = [self._gates[request_id] for request_id in gated]
-        return Calls(behind(gates, self._layout.num_layers, after_layer), gated)
+        gates = {request_id: self._gates[request_id] for request_id in ids if request_id in self._gates}
+        if not gates:
+            return Calls(after_layer, {})
+        return Calls(behind(list(gates.values()), self._layout.num_layers, after_layer), gates)
 
     def close(self) -> None:
         if self._tail is not None:

@@ -294,3 +294,26 @@ def test_an_open_gate_cannot_be_lost() -> None:
     gate.wait(3)
     assert gate.is_open
     assert not gate.is_lost
+
+
+def test_a_step_that_waited_for_its_front_says_nothing_of_this_engine_s_speed(
+    prompt: list[int], tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=LAYERS)
+    with make_engine(folder, **SETTINGS) as front, make_engine(folder, **SETTINGS) as back:
+        slow = Pair(front, back, make_work(back, "w", prompt, max_tokens=1))
+        slow.reserve()
+        slow.on_part = lambda parts: time.sleep(0.05)
+        before = back.stats()
+        thread = slow.begin()
+        back.follow(ID, FRONT, slow.gate)
+        run(back)
+        thread.join()
+        assert slow.gate.waited_s > 0.05
+        assert back.stats().prompt_tokens > before.prompt_tokens
+        assert back.stats().prefill_tokens_per_s == before.prefill_tokens_per_s
+        back.mark_received(ID, list(slow.where))
+        back.release(ID)
+        back.add(make_work(back, "alone", prompt[::-1], max_tokens=1))
+        run(back)
+        assert back.stats().prefill_tokens_per_s != before.prefill_tokens_per_s
