@@ -115,13 +115,17 @@ class Fronts:
 class Following:
     """One prompt's. `begin` it, and `end` it before its blocks are freed."""
 
-    def __init__(self, fronts: Fronts, request: Request, front: Front, *, own: Lead, lead: Lead | None) -> None:
-        """`own`: what the part after it sees; `lead`: the part before it on this instance."""
+    def __init__(
+        self, fronts: Fronts, request: Request, front: Front, *, own: Lead, lead: Lead | None, room_within_s: float
+    ) -> None:
+        """`own`: what the part after it sees; `lead`: the part before it on this instance. `room_within_s`: so long it
+        waits for memory to read alone."""
         self._fronts = fronts
         self._request = request
         self._front = front
         self._ticket = front.ticket
         self._own, self._lead = own, lead
+        self._room_within_s = room_within_s
         self._num_blocks = 0
         self._has_begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._fetch: asyncio.Task[None] | None = None
@@ -214,7 +218,7 @@ class Following:
         await self._fronts.room.get(
             lambda engine: engine.read_alone(work.request_id) or None,
             priority=work.priority,
-            within_s=self._ticket.timeout_s,
+            within_s=self._room_within_s,
         )
 
     async def _bring(self) -> None:

@@ -83,9 +83,9 @@ class PrefillHandler:
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Prefill)
         own, following = self.leads.add(request), None
-        if message.front is not None:
-            lead = self.leads.find(request.router, message.front.after)
-            following = Following(self._fronts, request, message.front, own=own, lead=lead)
+        if (front := message.front) is not None:
+            lead, ticket = self.leads.find(request.router, front.after), message.ticket or front.ticket
+            following = Following(self._fronts, request, front, own=own, lead=lead, room_within_s=ticket.timeout_s)
         reading = Reading() if message.ticket is None else HandedReading(self._transfer, message.ticket, self._clock)
         request.progress = reading
         reading.end.add_done_callback(lambda _: own.end())

@@ -17,6 +17,10 @@ from services.router.sequence import TokenSequence
 PULL_PATIENCE = 4.0
 PULL_TIMEOUT_S = 1.0
 """A fetch of a cached prefix is given up after so many times its predicted duration, and this; then it is computed."""
+FRONT_PATIENCE = 4.0
+FRONT_TIMEOUT_S = 10.0
+"""Of two that read a prompt by turns, each waits for the other so many times as long as all of it should take, and
+this; then it goes on alone, and decode need not give up both. A step that has begun waits no longer either."""
 
 
 class Owner(Protocol):
@@ -63,6 +67,7 @@ class Attempt(msgspec.Struct, eq=False):
         self._assign(placement, len(work.token_ids))
         pull, front = _pull(self.request_id, placement, pull_from, self._beginning(), naming), None
         if self.parts and self.prefill is not None:
+            front_s = min(handoff_timeout_s, FRONT_PATIENCE * placement.predicted_ttft_s + FRONT_TIMEOUT_S)
             front = start_parts(
                 self.parts,
                 self.prefill,
@@ -70,7 +75,7 @@ class Attempt(msgspec.Struct, eq=False):
                 placement,
                 naming,
                 pull=pull,
-                ticket=lambda request_id, source, sink: _ticket(request_id, source, sink, naming, handoff_timeout_s),
+                ticket=lambda request_id, source, sink: _ticket(request_id, source, sink, naming, front_s),
             )
             pull = None
         if self.prefill is None:

@@ -242,6 +242,20 @@ def test_a_lost_back_is_replayed_and_its_front_told(serve: Serve) -> None:
     serve(scenario, **POOLS)
 
 
+@pytest.mark.parametrize(("handoff_s", "front_s"), [(120.0, 10.0), (5.0, 5.0)])
+def test_readers_wait_for_each_other_for_less_time_than_decode_waits(
+    serve: Serve, handoff_s: float, front_s: float
+) -> None:
+    async def scenario(router: Router) -> None:
+        await router.complete(**BODY)
+        (first, third), (second, last) = reads(router.fakes["prefill-0"]), reads(router.fakes["prefill-1"])
+        for part in (first, second, third):
+            assert part.ticket is not None and front_s <= part.ticket.timeout_s < front_s + 1.0
+        assert last.ticket is not None and last.ticket.timeout_s == handoff_s
+
+    serve(scenario, **POOLS, handoff_timeout_s=handoff_s)
+
+
 def test_prompt_logprobs_are_computed_by_one(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         await router.complete(**BODY, prompt_logprobs=1)
