@@ -1,9 +1,11 @@
 """The images of the prompts that an engine reads: encoded when a step first needs them, and put in place of tokens."""
 
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from contracts.identity import BlockName
 from contracts.media import end_of, within
 from contracts.messages import Work
 from engine.errors import RequestError
@@ -14,10 +16,18 @@ from engine.vision.given import Pixels
 from engine.vision.reader import ImageReader
 from engine.vision.tower import VisionTower
 
+MAX_KEPT_BYTES = 64 << 20
+"""Of embeddings on the device that no request needs now: 13 images of LLaVA 1.5 7B."""
+
+_Name = tuple[BlockName, bytes]
+"""Root of the prompt's names, and digest: what tells tenants apart does so here too, or one could learn from the time
+that an image takes whether another has sent it."""
+
 
 class PromptImages:
-    def __init__(self, tower: VisionTower) -> None:
+    def __init__(self, tower: VisionTower, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._tower = tower
+        self._kept = KeptFeatures(max_kept_bytes)
         self._images: WeakKeyDictionary[Request, _Images] = WeakKeyDictionary()
 
     @property
@@ -57,24 +67,46 @@ class PromptImages:
         found: list[ImageRows] = []
         for span in within(media, start, end):
             begin, stop = max(span.start, start), min(span.end, end)
-            features = images.features(span.digest, self._tower)
+            features = self._features(images, chunk.sequence.request.work.root, span.digest)
             found.append(ImageRows(first + begin - start, features[begin - span.start : stop - span.start]))
         if end >= end_of(media):
-            images.forget()
+            images.features.clear()  # steps that read them come before whatever takes their memory
         return found
 
-
-class _Images:
-    def __init__(self, pixels: Pixels) -> None:
-        self._pixels = pixels
-        self._features: dict[bytes, Tensor] = {}
-
-    def features(self, digest: bytes, tower: VisionTower) -> Tensor:
-        known = self._features.get(digest)
+    def _features(self, images: "_Images", root: BlockName, digest: bytes) -> Tensor:
+        known = images.features.get(digest)
         if known is None:
-            known = self._features[digest] = tower.encode(self._pixels[digest])
+            known = self._kept.find((root, digest))
+            if known is None:
+                known = self._tower.encode(images.pixels[digest])
+            self._kept.keep((root, digest), known)
+            images.features[digest] = known
         return known
 
-    def forget(self) -> None:
-        """Of the device; steps that read them come before whatever takes their memory."""
-        self._features.clear()
+
+@dataclass(slots=True)
+class _Images:
+    """Of one prompt. `features` are those that it needs until its last image is read."""
+
+    pixels: Pixels
+    features: dict[bytes, Tensor] = field(default_factory=dict)
+
+
+class KeptFeatures:
+    """The last ones: where a cached prefix ends within an image, the rest of it needs no tower."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._features: dict[_Name, Tensor] = {}
+
+    def find(self, name: _Name) -> Tensor | None:
+        return self._features.get(name)
+
+    def keep(self, name: _Name, features: Tensor) -> None:
+        """It is the youngest from now on; the oldest give way."""
+        old = self._features.pop(name, None)
+        self._num_bytes += features.nbytes - (old.nbytes if old is not None else 0)
+        self._features[name] = features
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._features.pop(next(iter(self._features))).nbytes

@@ -7,11 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from contracts.identity import BlockName
 from contracts.messages import Work
 from engine import Engine
 from engine.errors import ModelError, RequestError, UnsupportedModelError
+from engine.vision.prompt import KeptFeatures
+from engine.vision.tower import VisionTower
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
 from tests.images import Piece, Reference, picture, prompt_of
 from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava
@@ -102,6 +106,45 @@ def test_another_image_shares_the_text_before_it_alone(llava: Llava) -> None:
             add(engine, work_of(engine, name, prompt), prompt)
             assert run(engine)[name, 0] == llava.answers[prompt is OTHER]
             assert engine.stats().prefix_hit_tokens - before == hits
+
+
+def test_with_steps_launched_before_tokens_are_known(llava: Llava) -> None:
+    with reader(llava.folder, async_scheduling=True, max_num_batched_tokens=24) as engine:
+        for _ in range(2):
+            assert ask_all(engine) == llava.answers
+
+
+def test_an_image_is_encoded_once_also_where_the_cached_prefix_ends_within_it(
+    llava: Llava, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[torch.Tensor] = []
+    encode = VisionTower.encode
+
+    def counted(tower: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
+        encoded.append(pixels)
+        return encode(tower, pixels)
+
+    monkeypatch.setattr(VisionTower, "encode", counted)
+    with reader(llava.folder) as engine:
+        encoded.clear()  # of the start
+        for number in range(3):
+            work = work_of(engine, str(number), TWO)
+            if number == 2:  # another tenant's must not be quicker for having been seen
+                work = msgspec.structs.replace(work, root=BlockName(b"another tenant's"))
+            add(engine, work, TWO)
+            assert run(engine)[str(number), 0] == llava.answers[2]
+            assert len(encoded) == (4 if number == 2 else 2)
+
+
+def test_embeddings_that_are_kept_are_bounded() -> None:
+    kept, names = KeptFeatures(100), [(BlockName(b""), bytes([number])) for number in range(4)]
+    for name in names[:3]:
+        kept.keep(name, torch.zeros(10))
+    kept.keep(names[1], torch.zeros(10))
+    kept.keep(names[3], torch.zeros(10))
+    assert [kept.find(name) is not None for name in names] == [False, True, False, True]
+    kept.keep(names[0], torch.zeros(26))
+    assert [kept.find(name) is not None for name in names] == [False] * 4
 
 
 def test_by_handoff_to_an_engine_without_a_tower(llava: Llava) -> None:
