@@ -24,6 +24,11 @@ Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
 Images = Annotated[list[Image], Meta(max_length=MAX_IMAGES)]
 
 
+TURNED_FORMATS = ("JPEG", "WEBP")
+ORIENTATION_TAG = 0x0112
+"""Whether a picture is to be turned is read in these alone: others may say it behind the picture."""
+
+
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     """`length` tokens of a prompt from `start` on stand for the image of this hash."""
 

@@ -1,6 +1,7 @@
 """Made-up pictures and prompts with them, and what transformers answers: the reference of all tests with images."""
 
 import base64
+import json
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from contracts.media import MediaSpan, digest_of
+from contracts.vision import vision_profile
 from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
 
 Piece = int | bytes
@@ -32,15 +34,25 @@ def data_url(image: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
-def prompt_of(pieces: Sequence[Piece]) -> tuple[list[int], list[MediaSpan]]:
+def tokens_of(folder: Path, image: bytes) -> int:
+    """Of a picture, to the model there."""
+    profile = vision_profile(json.loads((folder / "config.json").read_text()))
+    assert profile is not None
+    with Image.open(BytesIO(image)) as opened:
+        return profile.tokens_of(width=opened.width, height=opened.height)
+
+
+def prompt_of(pieces: Sequence[Piece], folder: Path | None = None) -> tuple[list[int], list[MediaSpan]]:
+    """Without a folder: of a model whose images are `IMAGE_TOKENS`."""
     tokens: list[int] = []
     spans: list[MediaSpan] = []
     for piece in pieces:
         if isinstance(piece, int):
             tokens.append(piece)
         else:
-            spans.append(MediaSpan(len(tokens), IMAGE_TOKENS, digest_of(piece)))
-            tokens += [IMAGE_ID] * IMAGE_TOKENS
+            count = IMAGE_TOKENS if folder is None else tokens_of(folder, piece)
+            spans.append(MediaSpan(len(tokens), count, digest_of(piece)))
+            tokens += [IMAGE_ID] * count
     return tokens, spans
 
 
@@ -48,16 +60,17 @@ class Reference:
     """transformers' own model and processor, in float32. No token ends an answer."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoImageProcessor, LlavaForConditionalGeneration
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
         torch.set_num_threads(1)
-        self._model: Any = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self._folder = folder
+        self._model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     def answer(self, pieces: Sequence[Piece], count: int) -> list[int]:
         """Greedy."""
-        tokens, _ = prompt_of(pieces)
+        tokens, _ = prompt_of(pieces, self._folder)
         images = [Image.open(BytesIO(piece)).convert("RGB") for piece in pieces if isinstance(piece, bytes)]
         read = self._processor(images=images, return_tensors="pt") if images else {}
         ids = torch.tensor([tokens])

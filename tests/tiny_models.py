@@ -18,6 +18,9 @@ from transformers import (
     GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
     SiglipImageProcessorPil,
 )
 
@@ -35,6 +38,8 @@ CHAT_TEMPLATE = (
 IMAGE_ID = 271
 IMAGE_SIZE, PATCH_SIZE = 16, 4
 IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
+GRID = [[16, 32], [32, 16], [32, 32], [48, 16]]
+"""Sizes that tiles may make together."""
 VISION_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
@@ -60,23 +65,25 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
 
 
 def write_tiny_llava(
-    folder: Path, text: str = "llama", tower: str = "clip", *, seed: int = 0, **overrides: Any
+    folder: Path, text: str = "llama", tower: str = "clip", *, tiles: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """As `write_tiny_model`: LLaVA with a tower of `clip` or `siglip`. An image is `IMAGE_TOKENS` tokens. `overrides`
-    are of the decoder's config."""
+    """As `write_tiny_model`: LLaVA with a tower of `clip` or `siglip`. An image is `IMAGE_TOKENS` tokens; with `tiles`,
+    which is LLaVA-NeXT, more. `overrides` are of the decoder's config."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
     vision = {**sizes, "model_type": f"{tower}_vision_model", "image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE}
-    config = LlavaConfig(
+    more = {"image_grid_pinpoints": GRID} if tiles else {"image_seq_length": IMAGE_TOKENS}
+    config = (LlavaNextConfig if tiles else LlavaConfig)(
         vision_config={**vision, "initializer_range": 0.15},
         text_config={**FAMILIES[text], **overrides},
         image_token_index=IMAGE_ID,
-        image_seq_length=IMAGE_TOKENS,
         vision_feature_select_strategy="default" if tower == "clip" else "full",
+        **more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
+        kind = LlavaNextForConditionalGeneration if tiles else LlavaForConditionalGeneration
+        model = kind._from_config(config, dtype=torch.float32)
         _widen(model.named_parameters)
         with torch.no_grad():  # else all images are much alike to the decoder
             for parameter in model.model.vision_tower.parameters():
@@ -85,8 +92,12 @@ def write_tiny_llava(
                 parameter.normal_(0.0, 0.5)
     model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, IM_END_ID], bos_token_id=EOS_ID)
     model.save_pretrained(folder)
-    processor = CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=size)
-    (processor if tower == "clip" else SiglipImageProcessorPil(size=size)).save_pretrained(folder)
+    edge = {"shortest_edge": IMAGE_SIZE}
+    if tiles:
+        processor = LlavaNextImageProcessorPil(size=edge, crop_size=size, image_grid_pinpoints=GRID)
+    else:
+        processor = CLIPImageProcessorPil(size=edge, crop_size=size)
+    (processor if tiles or tower == "clip" else SiglipImageProcessorPil(size=size)).save_pretrained(folder)
     write_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<image>"])

@@ -41,17 +41,19 @@ TAIL = """
 | Models | Class | Tower | Decoder |
 |---|---|---|---|
 | LLaVA 1.5, LLaVA-Interleave | `LlavaForConditionalGeneration` | CLIP, SigLIP | Llama, Mistral, Qwen 2, Qwen 3 |
+| LLaVA-NeXT (1.6) | `LlavaNextForConditionalGeneration` | CLIP, SigLIP | Llama, Mistral, Qwen 2, Qwen 3 |
 
-In transformers' format (`llava-hf/…`, `model_type` `llava`).
+In transformers' format (`llava-hf/…`, `model_type` `llava` and `llava_next`).
 Compared with transformers in `tests/engine/test_vision.py` (chunks and blocks that end within an image, cached
 prefixes, several images, handoff to an engine without a tower, preemption, replay) and `tests/e2e/test_images.py`
 (through router, prefill, transfer and decode, and after a decode instance was killed). Prefill and unified instances of
 one rank load the tower; decode instances load the decoder alone, and so do instances of several ranks, which read text.
-Each image is the same number of tokens (576 for LLaVA 1.5), whatever its size: what a processor cuts it to.
+With LLaVA an image is the same number of tokens whatever its size (576 for LLaVA 1.5), with LLaVA-NeXT its shape
+decides (up to 2,928 for 1.6).
 [Why so](adr/0013-images.md).
 
-LLaVA-NeXT, LLaVA-OneVision, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, MiniCPM-V, Phi-3-vision, Pixtral and others are
-not served with images: they cut images into tiles, or give them positions in two dimensions. A request that shows an
+LLaVA-OneVision, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, MiniCPM-V, Phi-3-vision, Pixtral and others are
+not served with images: they make tiles in other ways, or give them positions in two dimensions. A request that shows an
 image to a model that is not in this table is refused with a 400.
 
 ## Not served

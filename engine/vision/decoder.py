@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
-from contracts.vision import SERVED, TEXT_TYPES, VisionProfile, vision_profile
+from contracts.vision import MODEL_TYPES, SERVED, TEXT_TYPES, VisionProfile, vision_profile
 from engine.errors import UnsupportedModelError
 from engine.model_folder import HfConfig
 
@@ -15,7 +15,7 @@ _CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in TEXT_TYPES}
 
 _DECODER = re.compile(r"^(model\.)?language_model\.(model\.)?(?=layers\.|embed_tokens\.|norm\.)")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
-_OTHERS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+_OTHERS = re.compile(r"^(model\.|language_model\.)?(vision_tower\.|multi_modal_projector\.|image_newline$)")
 
 
 def profile_of(folder: Path) -> VisionProfile | None:
@@ -31,11 +31,13 @@ def reads_images(folder: Path) -> bool:
 
 def decoder_config(hf_config: HfConfig) -> HfConfig:
     """Of the decoder alone, where the model reads images. Raises `UnsupportedModelError` for a kind not known here."""
-    if hf_config.model_type != "llava":
+    if hf_config.model_type not in MODEL_TYPES:
         return hf_config
     if vision_profile(hf_config.to_dict()) is None:
         tower, text = hf_config.vision_config.model_type, hf_config.text_config.model_type
-        raise UnsupportedModelError(f"LLaVA with a tower of type {tower} before {text} cannot be served; {SERVED}")
+        raise UnsupportedModelError(
+            f"{hf_config.model_type} with a tower of type {tower} before {text} cannot be served; {SERVED}"
+        )
     text = hf_config.text_config
     text.architectures = [_CLASSES[text.model_type]]
     if getattr(text, "dtype", None) is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,8 +12,18 @@ from engine.inputs import ImageRows
 from engine.scheduler import Plan
 from engine.sequence import Request
 
-Pixels = Mapping[bytes, Tensor]
-"""Of images, by digest: [channels, height, width], float32, in host memory."""
+
+class Picture(NamedTuple):
+    """Of `width` and `height` as it was sent. `pixels` are what the tower sees of it: [channels, height, width], with
+    the number of tiles before that where it is cut into several; float32, in host memory."""
+
+    pixels: Tensor
+    width: int
+    height: int
+
+
+Pixels = Mapping[bytes, Picture]
+"""Of images, by digest."""
 NO_PIXELS: Pixels = MappingProxyType({})
 
 

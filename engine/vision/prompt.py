@@ -38,11 +38,13 @@ class PromptImages:
         """Raises `RequestError`."""
         profile, at = self._tower.profile, 0
         for span in work.media:
-            tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
-            if span.start < at or tokens != [profile.image_token_id] * profile.tokens_per_image:
-                raise RequestError("invalid", "the places of its images are not in the prompt")
-            if span.digest not in pixels:
+            picture = pixels.get(span.digest)
+            if picture is None:
                 raise RequestError("invalid", "an image of the prompt did not come with it")
+            count = profile.tokens_of(width=picture.width, height=picture.height)
+            tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
+            if span.start < at or tokens != [profile.image_token_id] * count:
+                raise RequestError("invalid", "the places of its images are not in the prompt")
             at = span.end
 
     def give(self, request: Request, pixels: Pixels) -> None:

@@ -9,14 +9,14 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from contracts.media import FORMATS, digest_of
+from contracts.media import FORMATS, TURNED_FORMATS, digest_of
 from engine.errors import ModelError, RequestError
 from engine.model_folder import LOAD_ERRORS, first_line
-from engine.vision.given import Pixels
+from engine.vision.given import Picture, Pixels
 
 MAX_PIXELS = 1 << 27
 """Of an image before it is resized. The router's own limit is lower; this one is against what did not come from it."""
-_DECODE_ERRORS = (OSError, ValueError, SyntaxError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError)
+_DECODE_ERRORS = (*LOAD_ERRORS, SyntaxError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError)
 
 
 class ImageReader:
@@ -28,18 +28,19 @@ class ImageReader:
         """Raises `RequestError` for a file that is no image."""
         return {digest_of(image): self._read(image) for image in images}
 
-    def _read(self, data: bytes) -> Tensor:
+    def _read(self, data: bytes) -> Picture:
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MAX_PIXELS}")
-                return self.pixels_of(ImageOps.exif_transpose(opened).convert("RGB"))
+                image = ImageOps.exif_transpose(opened) if opened.format in TURNED_FORMATS else opened
+                return self.picture_of(image.convert("RGB"))
         except _DECODE_ERRORS as exc:
             raise RequestError("invalid", f"an image cannot be read: {first_line(exc)}") from exc
 
-    def pixels_of(self, image: Image.Image) -> Tensor:
+    def picture_of(self, image: Image.Image) -> Picture:
         pixels: Tensor = self._processor(images=image, return_tensors="pt")["pixel_values"][0]
-        return pixels.to(torch.float32)
+        return Picture(pixels.to(torch.float32), image.width, image.height)
 
 
 def _processor_of(folder: Path) -> Any:

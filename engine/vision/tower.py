@@ -16,7 +16,11 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model_folder import LOAD_ERRORS, HfConfig, first_line, read_config, weights_error
 from engine.vision.decoder import profile_of
+from engine.vision.given import Picture
 from engine.vision.reader import ImageReader
+
+_TRIED = ((64, 48), (48, 640), (1000, 900))
+"""Widths and heights."""
 
 
 class VisionTower:
@@ -28,13 +32,15 @@ class VisionTower:
         self._dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """[tokens_per_image, hidden] of one image. Starts the work and does not wait for it."""
+    def encode(self, picture: Picture) -> Tensor:
+        """[number of its tokens, hidden] of one image. Starts the work and does not wait for it."""
         config = cast(Any, self._module).config
+        sizes = {"image_sizes": [[picture.height, picture.width]]} if self.profile.grid else {}
         output = cast(Any, self._module).get_image_features(
-            pixel_values=pixels[None].to(self._device, self._dtype),
+            pixel_values=picture.pixels[None].to(self._device, self._dtype),
             vision_feature_layer=config.vision_feature_layer,
             vision_feature_select_strategy=config.vision_feature_select_strategy,
+            **sizes,
         )
         features = getattr(output, "pooler_output", output)  # older transformers return the embeddings themselves
         return cast(Tensor, features[0])
@@ -55,19 +61,20 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
 
 def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
     """In host memory, and with it the decoder's embeddings, which are let go."""
-    from transformers import LlavaModel
+    import transformers
 
+    kind = transformers.LlavaNextModel if hf_config.model_type == "llava_next" else transformers.LlavaModel
     alone = copy.deepcopy(hf_config)
     alone.text_config.num_hidden_layers = 0
     alone.text_config.layer_types = []
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
-            module: nn.Module = LlavaModel._from_config(alone, dtype=dtype)
+            module: nn.Module = kind._from_config(alone, dtype=dtype)
             report: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
         else:
             with _quiet():
-                module, report = LlavaModel.from_pretrained(
+                module, report = kind.from_pretrained(
                     folder,
                     config=alone,
                     dtype=dtype,
@@ -97,14 +104,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _try(tower: VisionTower, folder: Path) -> None:
-    """One image, so that a processor that does not fit the tower is known before the first request."""
-    profile = tower.profile
-    try:
-        features = tower.encode(tower.reader.pixels_of(Image.new("RGB", (64, 48), (90, 120, 150))))
-    except LOAD_ERRORS as exc:
-        raise ModelError(f"the image processor in {folder} does not fit its vision tower: {first_line(exc)}") from exc
-    if len(features) != profile.tokens_per_image:
-        raise ModelError(
-            f"the vision tower in {folder} makes {len(features)} embeddings of an image, and its config says"
-            f" {profile.tokens_per_image}"
-        )
+    """Some images, so that a processor that does not fit the tower is known before the first request."""
+    for width, height in _TRIED:
+        try:
+            found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
+            wanted = tower.profile.tokens_of(width=width, height=height)
+        except LOAD_ERRORS as exc:
+            reason = first_line(exc)
+            raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc
+        if found != wanted:
+            raise ModelError(
+                f"the vision tower in {folder} makes {found} embeddings of an image, and its config says {wanted}"
+            )

@@ -56,7 +56,7 @@ async def count_tokens(frontend: Frontend, request: ChatCompletionRequest) -> in
     frontend.model_name(request.model)
     text = await frontend.model.render_chat(request, shows_images=True)
     token_ids = await frontend.model.tokenize(text, add_special_tokens=False)
-    return len(placed(token_ids, urls_of(request.messages), frontend.model.vision, frontend.image_limits))
+    return len(await placed(token_ids, urls_of(request.messages), frontend.model.vision, frontend.image_limits))
 
 
 async def _shown(

@@ -201,7 +201,7 @@ class TokenizeEndpoint:
         else:
             text, add_special_tokens = request.prompt, request.add_special_tokens is not False
         tokens = await frontend.model.tokenize(text, add_special_tokens=add_special_tokens)
-        tokens = placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
+        tokens = await placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
         strings = (
             [frontend.model.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
         )

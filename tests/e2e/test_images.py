@@ -91,6 +91,24 @@ def test_tokens_equal_transformers(llava: Path, transport: str) -> None:
     assert sizes[0] == sizes[1] == sizes[4] + IMAGE_TOKENS
 
 
+def test_images_of_tiles(tmp_path: Path) -> None:
+    """LLaVA-NeXT: as many tokens as the image's shape makes of it."""
+    write_tiny_llava(tmp_path, "mistral", tiles=True)
+    contents: list[Content] = [
+        [picture(number, kind=kind, size=size), "What is it?"]
+        for number, (kind, size) in enumerate([("PNG", (60, 20)), ("JPEG", (20, 60)), ("WEBP", (33, 31))])
+    ]
+
+    async def ask() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60), served(tmp_path, transport="usm") as client:
+            await until_ready(client)
+            return [await chat(client, content) for content in contents]
+
+    answers = asyncio.run(ask())
+    assert [tokens_of(answer) for answer in answers] == expected(tmp_path, contents)
+    assert len({answer["usage"]["prompt_tokens"] for answer in answers}) == 3
+
+
 def test_by_one_instance_that_does_all(llava: Path) -> None:
     async def ask() -> list[dict[str, Any]]:
         async with asyncio.timeout(60), served(llava, transport="usm", roles=("unified",)) as client:

@@ -1,23 +1,29 @@
 """Images in prompts: greedy tokens equal those of transformers' own LLaVA in float32, however the KV came to be."""
 
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlavaNextProcessor
 
 from contracts.identity import BlockName
 from contracts.messages import Work
+from contracts.vision import PINPOINTS, VisionProfile
 from engine import Engine
 from engine.errors import ModelError, RequestError, UnsupportedModelError
+from engine.vision.given import Picture
 from engine.vision.prompt import KeptFeatures
 from engine.vision.tower import VisionTower
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
-from tests.images import Piece, Reference, picture, prompt_of
+from tests.images import Piece, Reference, picture, prompt_of, tokens_of
 from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava
 
 pytestmark = pytest.mark.slow
@@ -50,7 +56,7 @@ def reader(folder: Path, **settings: Any) -> Engine:
 
 
 def work_of(engine: Engine, name: str, pieces: Sequence[Piece], **more: Any) -> Work:
-    tokens, spans = prompt_of(pieces)
+    tokens, spans = prompt_of(pieces, more.pop("folder", None))
     generated = more.pop("generated", [])
     values = {"max_tokens": COUNT, "ignore_eos": True, "num_prompt_tokens": len(tokens), **more}
     return msgspec.structs.replace(make_work(engine, name, tokens + generated, **values), media=spans)
@@ -117,12 +123,12 @@ def test_with_steps_launched_before_tokens_are_known(llava: Llava) -> None:
 def test_an_image_is_encoded_once_also_where_the_cached_prefix_ends_within_it(
     llava: Llava, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded: list[torch.Tensor] = []
+    encoded: list[Picture] = []
     encode = VisionTower.encode
 
-    def counted(tower: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
-        encoded.append(pixels)
-        return encode(tower, pixels)
+    def counted(tower: VisionTower, picture: Picture) -> torch.Tensor:
+        encoded.append(picture)
+        return encode(tower, picture)
 
     monkeypatch.setattr(VisionTower, "encode", counted)
     with reader(llava.folder) as engine:
@@ -273,6 +279,47 @@ def test_layers_of_transformers_own_read_them_too(tmp_path: Path) -> None:
 def test_adapters_lie_beside_them(llava: Llava) -> None:
     with reader(llava.folder, enable_lora=True) as engine:
         assert answer(engine, TWO) == llava.answers[2]
+
+
+SHAPES = [(24, 18), (60, 20), (20, 60), (33, 31), (90, 7), (7, 50)]
+TILED: list[list[Piece]] = [
+    [*TEXT[:10], picture(1, size=SHAPES[0]), *TEXT[20:35]],
+    [*TEXT[:10], picture(2, size=SHAPES[1]), *TEXT[20:25], picture(3, size=SHAPES[2]), 9],
+    [*(picture(number, size=shape) for number, shape in enumerate(SHAPES[3:])), *TEXT[:7]],
+]
+
+
+def ask_tiled(engine: Engine, folder: Path) -> list[list[int]]:
+    for number, prompt in enumerate(TILED):
+        add(engine, work_of(engine, str(number), prompt, folder=folder), prompt)
+    answers = run(engine)
+    return [answers[str(number), 0] for number in range(len(TILED))]
+
+
+def test_tiles_of_llava_next(tmp_path: Path) -> None:
+    write_tiny_llava(tmp_path, "mistral", tiles=True)
+    reference = Reference(tmp_path)
+    expected = [reference.answer(prompt, COUNT) for prompt in TILED]
+    assert len({tokens_of(tmp_path, picture(1, size=shape)) for shape in SHAPES}) > 3
+    for step in (1000, 20):
+        with reader(tmp_path, max_num_batched_tokens=step, max_num_seqs=4) as engine:
+            assert [ask_tiled(engine, tmp_path) for _ in range(2)] == [expected] * 2
+            assert engine.stats().prefix_hit_tokens > 100
+    with reader(tmp_path) as source, make_engine(tmp_path) as sink:
+        for number, prompt in enumerate(TILED):
+            work = work_of(source, str(number), prompt, folder=tmp_path)
+            assert hand_over_images(source, sink, work, prompt)[work.request_id, 0] == expected[number]
+
+
+def test_how_many_tokens_tiles_are_is_what_transformers_says() -> None:
+    profile = VisionProfile(image_token_id=1, tokens_per_image=576, grid=PINPOINTS, tile_size=336, patch_size=14)
+    processor = SimpleNamespace(patch_size=14, num_additional_image_tokens=1)
+    processor.image_processor = SimpleNamespace(image_grid_pinpoints=[list(size) for size in PINPOINTS])
+    processor._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, processor)
+    sizes = [1, 2, 13, 50, 333, 336, 337, 500, 671, 672, 1000, 1333, 2048, 5000]
+    for width, height in itertools.product(sizes, sizes):
+        theirs = LlavaNextProcessor._get_number_of_features(processor, height, width, 336, 336) - 1
+        assert profile.tokens_of(width=width, height=height) == theirs, (width, height)
 
 
 def test_weights_in_few_bits_and_random_ones_are_the_decoders_alone(llava: Llava) -> None:

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from contracts.media import FORMATS, MAX_PROMPT_BYTES, digest_of
+from contracts.media import FORMATS, MAX_PROMPT_BYTES, ORIENTATION_TAG, TURNED_FORMATS, digest_of
 from services.router.images.limits import ImageLimits, refused, too_long
 
 _INLINE_CHARS = 64 * 1024
 """Longer ones are decoded in a thread, so that running streams go on."""
 
+_ON_ITS_SIDE = range(5, 9)
+"""Orientations that swap width and height."""
+
 
 class ImageFile(NamedTuple):
+    """`width` and `height` as it is to be seen."""
+
     digest: bytes
     data: bytes
+    width: int
+    height: int
 
 
 async def load(urls: Sequence[str], limits: ImageLimits) -> list[ImageFile]:
@@ -91,9 +98,13 @@ def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
         raise too_long(limits)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
-            num_pixels = image.width * image.height
+            width, height = image.size
+            if image.format in TURNED_FORMATS and image.getexif().get(ORIENTATION_TAG, 1) in _ON_ITS_SIDE:
+                width, height = height, width
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         raise refused(f"an image is none of {', '.join(FORMATS)}, or broken") from exc
-    if num_pixels > limits.max_pixels:
-        raise refused(f"an image has {num_pixels} pixels; at most {limits.max_pixels} are read (--max-image-pixels)")
-    return ImageFile(digest_of(data), data)
+    if width * height > limits.max_pixels:
+        raise refused(
+            f"an image has {width * height} pixels; at most {limits.max_pixels} are read (--max-image-pixels)"
+        )
+    return ImageFile(digest_of(data), data, width, height)

@@ -19,26 +19,30 @@ class Prompt(msgspec.Struct, frozen=True):
     images: Sequence[bytes] = ()
 
 
-def expanded(token_ids: Sequence[int], num_images: int, profile: VisionProfile) -> list[int]:
-    """Raises `BadRequestError` unless the template has written a token for each image, and no text has."""
+def expanded(token_ids: Sequence[int], counts: Sequence[int], profile: VisionProfile) -> list[int]:
+    """With so many tokens for each image. Raises `BadRequestError` unless the template has written a token for each,
+    and no text has."""
     image_id, count = profile.image_token_id, token_ids.count(profile.image_token_id)
-    if count != num_images:
+    if count != len(counts):
         raise refused(
-            f"{num_images} images were given, and the chat template has written {count} places for images: text must"
+            f"{len(counts)} images were given, and the chat template has written {count} places for images: text must"
             " not contain the token that stands for one, and the template must write it for each"
         )
     found: list[int] = []
+    lengths = iter(counts)
     for token_id in token_ids:
-        found += repeat(image_id, profile.tokens_per_image) if token_id == image_id else (token_id,)
+        found += repeat(image_id, next(lengths)) if token_id == image_id else (token_id,)
     return found
 
 
-def spans_of(token_ids: Sequence[int], digests: Sequence[bytes], profile: VisionProfile) -> list[MediaSpan]:
+def spans_of(
+    token_ids: Sequence[int], counts: Sequence[int], digests: Sequence[bytes], profile: VisionProfile
+) -> list[MediaSpan]:
     """Of an expanded prompt."""
     spans: list[MediaSpan] = []
     at = 0
-    for digest in digests:
+    for count, digest in zip(counts, digests, strict=True):
         at = token_ids.index(profile.image_token_id, at)
-        spans.append(MediaSpan(at, profile.tokens_per_image, digest))
-        at += profile.tokens_per_image
+        spans.append(MediaSpan(at, count, digest))
+        at += count
     return spans

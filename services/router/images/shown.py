@@ -3,29 +3,44 @@
 from collections.abc import Sequence
 
 from contracts.vision import VisionProfile
-from services.router.images.files import load
+from services.router.images.files import ImageFile, load
 from services.router.images.limits import ImageLimits, refused
 from services.router.images.places import Prompt, expanded, spans_of
 from services.router.parameters import Limits, check_prompt
 
 
-def placed(
+async def placed(
     token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile | None, image_limits: ImageLimits
 ) -> list[int]:
-    """`token_ids` as long as they are with the images, none of which is looked at. Raises `BadRequestError`."""
+    """`token_ids` as long as they are with the images. Raises `BadRequestError`."""
     if profile is None or not urls:
         return list(token_ids)
-    if len(urls) > image_limits.per_prompt:
-        raise refused(f"{len(urls)} images, and at most {image_limits.per_prompt} are read (--limit-mm-per-prompt)")
-    return expanded(token_ids, len(urls), profile)
+    least = _least(token_ids, urls, profile, image_limits)
+    if not profile.grid:
+        return least
+    return expanded(token_ids, _counts(await load(urls, image_limits), profile), profile)
 
 
 async def shown(
     token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile, image_limits: ImageLimits, limits: Limits
 ) -> Prompt:
     """What can be refused without a file is refused before one is fetched. Raises `BadRequestError`."""
-    found = placed(token_ids, urls, profile, image_limits)
-    check_prompt(found, limits, param="messages")
+    check_prompt(_least(token_ids, urls, profile, image_limits), limits, param="messages")
     files = await load(urls, image_limits)
+    counts = _counts(files, profile)
+    found = expanded(token_ids, counts, profile)
     images = {file.digest: file.data for file in files}
-    return Prompt(found, spans_of(found, [file.digest for file in files], profile), list(images.values()))
+    return Prompt(found, spans_of(found, counts, [file.digest for file in files], profile), list(images.values()))
+
+
+def _least(
+    token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile, image_limits: ImageLimits
+) -> list[int]:
+    """With as few tokens as images can be."""
+    if len(urls) > image_limits.per_prompt:
+        raise refused(f"{len(urls)} images, and at most {image_limits.per_prompt} are read (--limit-mm-per-prompt)")
+    return expanded(token_ids, [profile.tokens_per_image] * len(urls), profile)
+
+
+def _counts(files: Sequence[ImageFile], profile: VisionProfile) -> list[int]:
+    return [profile.tokens_of(width=file.width, height=file.height) for file in files]

@@ -3,11 +3,13 @@
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image
 
 from contracts.media import MediaSpan, digest_of
 from contracts.messages import Decode, Generate, Prefill
@@ -191,6 +193,33 @@ def test_tokens_of_a_chat_with_images_are_counted_without_a_look_at_them(see: Ca
             "/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": blocks}]}
         )
         assert counted.json()["input_tokens"] == 2 + TOKENS
+
+    see(scenario)
+
+
+def test_images_of_tiles_are_as_many_tokens_as_their_shapes_say(see: Callable[..., None]) -> None:
+    profile = VisionProfile(image_token_id=9, tokens_per_image=4, grid=((8, 16), (16, 8)), tile_size=8, patch_size=4)
+    wide, tall = picture(1, kind="JPEG", size=(40, 20)), picture(2, size=(20, 36))
+    turned = BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(BytesIO(wide)).save(turned, "JPEG", exif=exif)
+
+    async def scenario(router: Router) -> None:
+        model = router.frontend.model
+        assert model.vision is not None
+        tiled = msgspec.structs.replace(profile, image_token_id=model.vision.image_token_id)
+        before, model.vision = model.vision, tiled
+        try:
+            body = shown("ab", wide, tall, turned.getvalue())
+            answer = await router.http.post(PATH, json=body)
+            assert answer.status_code == 200, answer.text
+            counted = await router.http.post("/tokenize", json={"messages": body["messages"]})
+        finally:
+            model.vision = before
+        (message,) = router.fakes["prefill-0"].assignments()
+        assert [(span.start, span.length) for span in message.work.media] == [(2, 14), (16, 16), (32, 16)]
+        assert counted.json()["count"] == len(message.work.token_ids) == 48
 
     see(scenario)
 
@@ -390,9 +419,9 @@ PROFILE = VisionProfile(image_token_id=9, tokens_per_image=3)
 
 
 def test_places_of_images() -> None:
-    tokens = expanded([1, 9, 2, 9, 9], 3, PROFILE)
+    tokens = expanded([1, 9, 2, 9, 9], [3, 3, 3], PROFILE)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9, 9, 9, 9]
-    spans = spans_of(tokens, [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE)
+    spans = spans_of(tokens, [3, 3, 3], [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE)
     assert [(span.start, span.length, span.digest[:1]) for span in spans] == [(1, 3, b"a"), (5, 3, b"b"), (8, 3, b"a")]
 
 
@@ -426,15 +455,18 @@ LLAVA = {
 
 
 def test_how_many_tokens_an_image_is() -> None:
-    assert vision_profile(LLAVA) == VisionProfile(image_token_id=32000, tokens_per_image=576)
-    assert vision_profile({**LLAVA, "vision_feature_select_strategy": "full"}) == VisionProfile(
-        image_token_id=32000, tokens_per_image=577
-    )
+    llava, full = vision_profile(LLAVA), vision_profile({**LLAVA, "vision_feature_select_strategy": "full"})
+    assert llava is not None and full is not None and not llava.grid
+    assert (llava.image_token_id, llava.tokens_per_image, full.tokens_per_image) == (32000, 576, 577)
+    assert llava.tokens_of(width=1, height=5000) == 576
+    tiled = vision_profile({**LLAVA, "model_type": "llava_next"})
+    assert tiled is not None and tiled.tokens_per_image == 576
+    assert [tiled.tokens_of(width=w, height=h) for w, h in ((672, 672), (336, 672), (1000, 300))] == [2928, 1776, 2182]
     siglip = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
     of_siglip = vision_profile({**LLAVA, "vision_config": siglip, "vision_feature_select_strategy": "full"})
     assert of_siglip is not None and of_siglip.tokens_per_image == 27 * 27
     others: list[object] = [
-        {**LLAVA, "model_type": "llava_next"},
+        {**LLAVA, "model_type": "llava_onevision"},
         {**LLAVA, "vision_config": {"model_type": "pixtral"}},
         {**LLAVA, "text_config": {"model_type": "gemma2"}},
         {"model_type": "llama"},
