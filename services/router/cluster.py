@@ -217,7 +217,8 @@ class Cluster:
     def _remove(self, member: Member, reason: str) -> None:
         if self._members.get(member.record.instance) is member:
             del self._members[member.record.instance]
-            logger.info("instance %s is gone: %s", member.record.instance, reason)
+            if not self.is_closed:
+                logger.info("instance %s is gone: %s", member.record.instance, reason)
             self._awaited_since = self._clock()
             self.version += 1
         self._disconnect(member, reason)

@@ -32,6 +32,9 @@ _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
 }
 """What may be said of a search for beams, by parameter."""
 
+COMPLETION_TOKENS = 16
+"""OpenAI's and vLLM's limit of a completion that says nothing; `null` asks for as many as fit."""
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What a request that says nothing gets. Names are those of generation_config.json."""
@@ -223,6 +226,12 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limi
         name, wanted = "max_completion_tokens", request.max_completion_tokens
     if wanted is None:
         most = limits.beam_search_max_tokens if request.use_beam_search else room
+        if (
+            isinstance(request, CompletionRequest)
+            and not request.use_beam_search
+            and name not in request.model_fields_set
+        ):
+            room = min(room, COMPLETION_TOKENS)
         return min(room, limits.defaults.max_new_tokens or most)
     if wanted == 0:
         if isinstance(request, CompletionRequest) and request.echo:

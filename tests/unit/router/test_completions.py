@@ -85,10 +85,14 @@ def test_several_prompts_are_answered_in_order(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_a_request_without_max_tokens_may_fill_the_context(serve: Serve) -> None:
+def test_a_completion_without_max_tokens_has_sixteen_tokens_and_with_null_may_fill_the_context(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
-        answer = await router.complete(prompt=[104] * 200)
-        assert answer["usage"]["total_tokens"] == 256
+        assert (await router.complete(prompt=[104] * 200))["usage"]["completion_tokens"] == 16
+        assert (await router.complete(prompt=[104] * 250))["usage"]["completion_tokens"] == 6
+        assert (await router.complete(prompt=[104] * 200, max_tokens=None))["usage"]["total_tokens"] == 256
+        chat = {"messages": [{"role": "user", "content": "hello"}]}
+        answer = await router.http.post("/v1/chat/completions", json=chat)
+        assert answer.json()["usage"]["total_tokens"] == 256
 
     serve(scenario)
 

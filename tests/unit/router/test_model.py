@@ -34,7 +34,7 @@ def sampled(folder: Path, request: CompletionRequest, **settings: str) -> Sampli
 def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     silent, outspoken = (
-        CompletionRequest(prompt="a"),
+        CompletionRequest(prompt="a", max_tokens=None),
         CompletionRequest(prompt="a", temperature=0.0, top_k=-1, max_tokens=50),
     )
     neutral = sampled(folder, silent)
