@@ -17,6 +17,7 @@ _UNIONS = frozenset({"str", "int", "float", "bool", "StreamOptions", "constraine
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
+    "ec_transfer_params": ({},),
     "embed_dtype": ("float32",),
     "enable_response_messages": (False,),
     "function_call": ("none",),
@@ -34,11 +35,17 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "thinking_token_budget": (),
+    "truncation_side": ("left",),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
