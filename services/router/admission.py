@@ -63,13 +63,16 @@ def judge(
 
 
 def breaks_promise(placement: Placement, slo: Slo, *, waited_s: float, before_s: float = 0.0) -> Refusal | None:
-    """Whether an answer would begin or go on more slowly than was asked for."""
+    """Whether an answer would begin or go on more slowly than was asked for. An instance that was slow when it last
+    computed, and is refused all since, gets another chance after a while: nothing else would show that it is fast."""
     ttft_s = waited_s + before_s + placement.predicted_ttft_s
-    if slo.ttft_s is not None and ttft_s > slo.ttft_s:
+    at_best_s = ttft_s - placement.predicted_ttft_s * (1.0 - 1.0 / placement.computing.rate_doubt)
+    if slo.ttft_s is not None and at_best_s > slo.ttft_s:
         message = f"the first token is predicted after {ttft_s:.3g} s, {slo.ttft_s:.3g} s was asked for"
         return Refusal("ttft", message, ttft_s - slo.ttft_s)
     itl_s = placement.predicted_itl_s
-    if slo.itl_s is not None and itl_s > slo.itl_s:
+    step_doubt = placement.decode.step_doubt if placement.decode is not None else 1.0
+    if slo.itl_s is not None and itl_s / step_doubt > slo.itl_s:
         message = f"tokens are predicted every {itl_s * 1e3:.3g} ms, {slo.itl_s * 1e3:.3g} ms was asked for"
         return Refusal("itl", message, None)
     return None

@@ -68,6 +68,8 @@ class Member:
     reported_at: float = 0.0
     rate_at: float = inf
     """When its rate was last seen to change, as it does with each prompt; inf: never."""
+    step_at: float = inf
+    """When sequences were last seen to run there, or it was first seen; inf: never."""
     own_tokens: int = 0
     own_sequences: int = 0
     unreported_blocks: int = 0
@@ -118,6 +120,8 @@ class Member:
         load = report.load
         if self.rate_at == inf or load.prefill_tokens_per_s != self.record.load.prefill_tokens_per_s:
             self.rate_at = now
+        if self.step_at == inf or load.running:
+            self.step_at = now
         self.record = msgspec.structs.replace(self.record, load=load, adapters=report.adapters)
         self.links = report.links
         self.link_speeds = {link.peer: link.bytes_per_second for link in report.links}
@@ -145,7 +149,10 @@ class Member:
         compute at least as long as it has shown nothing, or nothing of late, lest it never get the chance."""
         record, load = self.record, self.record.load
         rate = load.prefill_tokens_per_s
-        believed = self._believed(rate, hoped_rate, now) if hoped_rate > rate else rate
+        rate_doubt = _doubt(now - self.rate_at)
+        believed = rate
+        if hoped_rate > rate:
+            believed = max(rate, min(hoped_rate, rate * rate_doubt)) if load.prefill_is_measured else hoped_rate
         block_tokens = record.layout.block_tokens
         active_sequences = self.own_sequences + self.foreign_sequences
         queued_tokens: float = self.own_tokens
@@ -173,17 +180,19 @@ class Member:
             link_speeds=self.link_speeds,
             spare_tokens_per_s=load.spare_tokens_per_s * believed / rate if rate else load.spare_tokens_per_s,
             next_step_s=self.steps.predict(active_sequences + 1),
+            rate_doubt=rate_doubt,
+            step_doubt=1.0 if active_sequences else _doubt(now - self.step_at),
             step_tokens=record.step_tokens,
             reads_behind=record.reads_behind,
         )
-
-    def _believed(self, rate: float, hoped: float, now: float) -> float:
-        if not self.record.load.prefill_is_measured:
-            return hoped
-        return max(rate, min(hoped, rate * exp2(min((now - self.rate_at) / DOUBT_S, MOST_DOUBT))))
 
     def check_invariants(self) -> None:
         assert self.own_tokens == sum(share.prefill_tokens for share in self.shares.values())
         assert self.own_sequences == sum(share.sequences for share in self.shares.values())
         unreported = (share.blocks for share in self.shares.values() if not share.is_reported)
         assert self.unreported_blocks == sum(unreported)
+
+
+def _doubt(quiet_s: float) -> float:
+    """How many times as fast one may be that has shown nothing for so long; -inf: it was never asked."""
+    return exp2(min(quiet_s / DOUBT_S, MOST_DOUBT)) if quiet_s > 0 else 1.0

@@ -87,6 +87,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """What it fetches before it computes."""
     next_step_s: float = 0.0
     """Predicted time of a decode step with one sequence more; 0: not measured."""
+    rate_doubt: float = 1.0
+    step_doubt: float = 1.0
+    """So many times as fast it may be, for all that is known: it has computed no prompts, or no steps, of late."""
     spare_tokens_per_s: float = 0.0
     """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
     step_tokens: int = 0

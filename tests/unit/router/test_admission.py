@@ -21,7 +21,7 @@ RULES = AdmissionRules(max_queued_tokens=1000, dispatch_ahead_s=1.0)
 IDLE = Waiting(queued_tokens=0, before_s=0.0, tokens_per_s=100.0)
 
 
-def placement(*, queued: float = 0.0, step_s: float = 0.02) -> Placement:
+def placement(*, queued: float = 0.0, step_s: float = 0.02, doubt: float = 1.0) -> Placement:
     one = Candidate(
         instance=InstanceId("p"),
         role="unified",
@@ -32,6 +32,8 @@ def placement(*, queued: float = 0.0, step_s: float = 0.02) -> Placement:
         queued_tokens=queued,
         prefill_tokens_per_s=100.0,
         next_step_s=step_s,
+        rate_doubt=doubt,
+        step_doubt=doubt,
     )
     ttft_s = one.time_to_first_token_s(50)
     return Placement(decision="unified", decode=one, predicted_ttft_s=ttft_s, shortest_queue_s=one.queue_s)
@@ -71,6 +73,14 @@ def test_a_first_token_that_would_come_late_is_refused_at_once() -> None:
 def test_tokens_that_would_come_slowly_are_refused() -> None:
     verdict = judge(placement(step_s=0.05), Slo(itl_s=0.04), RULES, waited_s=0, tokens=50, waiting=IDLE)
     assert isinstance(verdict, Refusal) and verdict.cause == "itl"
+
+
+@pytest.mark.parametrize("slo", [Slo(itl_s=0.02), Slo(ttft_s=0.2)])
+def test_an_instance_that_was_slow_long_ago_gets_another_chance(slo: Slo) -> None:
+    """What was measured beside other processes would refuse all for ever, if nobody was let in without a promise."""
+    for doubt, is_taken in ((1.0, False), (2.0, False), (4.0, True)):
+        verdict = judge(placement(step_s=0.05, doubt=doubt), slo, RULES, waited_s=0, tokens=50, waiting=IDLE)
+        assert (verdict == "go") == is_taken
 
 
 def test_the_time_of_a_step_is_learned_from_reports() -> None:

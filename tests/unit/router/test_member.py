@@ -2,9 +2,11 @@
 
 import pytest
 
-from contracts.identity import RequestId
+from contracts.identity import Generation, RequestId
+from contracts.instance import Load
+from contracts.messages import LoadReport
 from services.router.block_index import Match
-from services.router.member import RECENT_S, Member, Share
+from services.router.member import DOUBT_S, RECENT_S, Member, Share
 from tests.unit.router.fakes import record
 
 
@@ -16,3 +18,25 @@ def test_the_tokens_computed_of_late_fade() -> None:
     assert member.candidate(Match(), now=5.0).turnover == pytest.approx(0.5)
     member.release(RequestId("a"))
     assert member.candidate(Match(), now=5.0 + RECENT_S).turnover == pytest.approx(0.5 / 2.71828, rel=1e-3)
+
+
+def test_what_an_idle_instance_showed_long_ago_is_doubted() -> None:
+    member = Member(record("d0", "decode"))
+    assert member.candidate(Match(), now=1e6).step_doubt == 1.0, "it was never asked"
+
+    def report(running: int, now: float, rate: float = 1000.0) -> None:
+        load = Load(free_blocks=9, total_blocks=9, running=running, prefill_tokens_per_s=rate, decode_step_s=0.05)
+        member.report(LoadReport(instance=member.record.instance, generation=Generation(1), load=load), now)
+
+    def doubts(now: float) -> tuple[float, float]:
+        found = member.candidate(Match(), now)
+        return found.rate_doubt, found.step_doubt
+
+    report(0, 0.0)
+    assert doubts(0.0) == (1.0, 1.0)
+    assert doubts(DOUBT_S) == (2.0, 2.0)
+    report(1, DOUBT_S)
+    assert doubts(3 * DOUBT_S) == (8.0, 1.0), "a sequence runs"
+    report(0, 3 * DOUBT_S, rate=500.0)
+    assert doubts(4 * DOUBT_S) == (2.0, 8.0)
+    assert doubts(1e9) == (1024.0, 1024.0)
