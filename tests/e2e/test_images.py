@@ -118,6 +118,26 @@ def test_by_one_instance_that_does_all(llava: Path) -> None:
     assert [tokens_of(answer) for answer in asyncio.run(ask())] == expected(llava, list(CHATS.values()))
 
 
+def test_preempted_sequences_go_on_from_their_blocks_or_are_read_again(llava: Path) -> None:
+    """Together they need more blocks than decode has, so it drops some: of an image it cannot compute them anew."""
+    contents: list[Content] = [[picture(number), f"What is it, number {number}?"] for number in range(4)]
+    count = 60
+
+    async def ask() -> tuple[list[dict[str, Any]], str]:
+        small = {"num_gpu_blocks_override": 14, "max_model_len": 192}
+        patient: dict[str, Any] = {"retry_budget": 1.0, "max_replays": 50}
+        async with asyncio.timeout(90), served(llava, transport="usm", instance=small, **patient) as client:
+            await until_ready(client)
+            bodies = [body_of(content, max_tokens=count) for content in contents]
+            asked = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+            return [dict(answer.json()) for answer in asked], (await client.get("/metrics")).text
+
+    answers, metrics = asyncio.run(ask())
+    assert [tokens_of(answer) for answer in answers] == expected(llava, contents, count)
+    (replays,) = (line.split()[-1] for line in metrics.splitlines() if line.startswith("baton:replays_total{"))
+    assert float(replays) > 0
+
+
 def test_a_broken_image_is_the_clients_fault(llava: Path) -> None:
     """Its head is right, so that only who decodes it can tell."""
 
