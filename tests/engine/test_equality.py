@@ -1,7 +1,14 @@
 """Greedy tokens equal those of transformers.generate in float32, whatever way the KV came to be."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
 import pytest
 
+from contracts.messages import Work
+from contracts.naming import root_name
 from engine import Engine
 from tests.engine.conftest import ANSWER_TOKENS, Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -10,30 +17,66 @@ from tests.tiny_models import FAMILIES
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def reference(request: pytest.FixtureRequest, references: References) -> Reference:
-    return references(request.param)
+@dataclass
+class Case:
+    """A family: its reference, and engines that tests share. Each test's works have a salt of their own: no test finds
+    what another has cached."""
+
+    reference: Reference
+
+    @cached_property
+    def plain(self) -> Engine:
+        return make_engine(self.reference.folder)
+
+    @cached_property
+    def chunked(self) -> Engine:
+        return make_engine(self.reference.folder, max_num_batched_tokens=24)
+
+    def close(self) -> None:
+        for name in ("plain", "chunked"):
+            if (engine := self.__dict__.get(name)) is not None:
+                engine.close()
 
 
-def ask_all(engine: Engine, reference: Reference) -> list[list[int]]:
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def case(request: pytest.FixtureRequest, references: References) -> Iterator[Case]:
+    made = Case(references(request.param))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reference(case: Case) -> Reference:
+    return case.reference
+
+
+def salted(engine: Engine, salt: str, work: Work) -> Work:
+    """It shares no cached blocks with what has another salt."""
+    layout = engine.layout
+    root = root_name(
+        fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, cache_salt=salt
+    )
+    return msgspec.structs.replace(work, root=root)
+
+
+def ask_all(engine: Engine, reference: Reference, salt: str = "") -> list[list[int]]:
     """All prompts in one batch."""
     for number, prompt in enumerate(reference.prompts):
-        engine.add(make_work(engine, str(number), prompt))
+        engine.add(salted(engine, salt, make_work(engine, str(number), prompt)))
     answers = run(engine)
     return [answers[str(number), 0] for number in range(len(reference.prompts))]
 
 
-def test_in_one_batch_and_again_from_the_prefix_cache(reference: Reference) -> None:
-    with make_engine(reference.folder) as engine:
-        assert ask_all(engine, reference) == reference.answers
-        assert engine.stats().prefix_hit_tokens == 0
-        assert ask_all(engine, reference) == reference.answers
-        assert engine.stats().prefix_hit_tokens > 150
+def test_in_one_batch_and_again_from_the_prefix_cache(case: Case, reference: Reference) -> None:
+    before = case.plain.stats().prefix_hit_tokens
+    assert ask_all(case.plain, reference, "again") == reference.answers
+    assert case.plain.stats().prefix_hit_tokens == before
+    assert ask_all(case.plain, reference, "again") == reference.answers
+    assert case.plain.stats().prefix_hit_tokens > before + 150
 
 
-def test_with_chunked_prefill(reference: Reference) -> None:
-    with make_engine(reference.folder, max_num_batched_tokens=24) as engine:
-        assert ask_all(engine, reference) == reference.answers
+def test_with_chunked_prefill(case: Case, reference: Reference) -> None:
+    assert ask_all(case.chunked, reference, "chunked") == reference.answers
 
 
 def test_with_another_block_size(reference: Reference) -> None:
@@ -50,30 +93,31 @@ def test_with_preemption_forced_by_a_small_cache(reference: Reference) -> None:
         assert engine.stats().preemptions > 0 or not is_full
 
 
-def test_by_replay_after_some_tokens(reference: Reference) -> None:
-    with make_engine(reference.folder) as engine:
-        for number, (prompt, answer) in enumerate(zip(reference.prompts, reference.answers, strict=True)):
-            tokens = prompt + answer[: len(answer) // 2]
-            engine.add(make_work(engine, str(number), tokens, num_prompt_tokens=len(prompt)))
-        answers = run(engine)
+def test_by_replay_after_some_tokens(case: Case, reference: Reference) -> None:
+    for number, (prompt, answer) in enumerate(zip(reference.prompts, reference.answers, strict=True)):
+        tokens = prompt + answer[: len(answer) // 2]
+        work = make_work(case.plain, str(number), tokens, num_prompt_tokens=len(prompt))
+        case.plain.add(salted(case.plain, "replay", work))
+    answers = run(case.plain)
     assert [answers[str(n), 0] for n in range(len(reference.prompts))] == [a[len(a) // 2 :] for a in reference.answers]
 
 
-def test_by_handoff_with_and_without_cached_prefixes(reference: Reference) -> None:
-    with make_engine(reference.folder, max_num_batched_tokens=24) as source, make_engine(reference.folder) as sink:
-        for attempt in range(2):
-            for number, prompt in enumerate(reference.prompts):
-                work = make_work(source, f"{attempt}-{number}", prompt)
-                answers = hand_over(source, sink, work)
-                assert answers[work.request_id, 0] == reference.answers[number]
-        assert source.stats().prefix_hit_tokens > 0
-        assert sink.stats().free_blocks == sink.stats().total_blocks
+def test_by_handoff_with_and_without_cached_prefixes(case: Case, reference: Reference) -> None:
+    source, sink = case.chunked, case.plain
+    before = source.stats().prefix_hit_tokens
+    for attempt in range(2):
+        for number, prompt in enumerate(reference.prompts):
+            work = salted(source, "handoff", make_work(source, f"{attempt}-{number}", prompt))
+            answers = hand_over(source, sink, work)
+            assert answers[work.request_id, 0] == reference.answers[number]
+    assert source.stats().prefix_hit_tokens > before
+    assert sink.stats().free_blocks == sink.stats().total_blocks
 
 
-def test_for_two_sequences_of_one_request(reference: Reference) -> None:
-    with make_engine(reference.folder) as source, make_engine(reference.folder) as sink:
-        prompt, answer = reference.prompts[2], reference.answers[2]
-        source.add(make_work(source, "here", prompt, sequences=2))
-        assert run(source) == {("here", 0): answer, ("here", 1): answer}
-        answers = hand_over(source, sink, make_work(source, "there", prompt, sequences=2))
-        assert answers == {("there", 0): answer, ("there", 1): answer}
+def test_for_two_sequences_of_one_request(case: Case, reference: Reference) -> None:
+    source, sink = case.plain, case.chunked
+    prompt, answer = reference.prompts[2], reference.answers[2]
+    source.add(salted(source, "two", make_work(source, "here", prompt, sequences=2)))
+    assert run(source) == {("here", 0): answer, ("here", 1): answer}
+    answers = hand_over(source, sink, salted(source, "two", make_work(source, "there", prompt, sequences=2)))
+    assert answers == {("there", 0): answer, ("there", 1): answer}
