@@ -28,7 +28,7 @@ from engine.offline.outputs import (
 )
 from engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
 from engine.offline.progress import Progress
-from engine.offline.prompts import Parsed, Prompts, parsed
+from engine.offline.prompts import Parsed, Prompts, check_chats, parsed
 from engine.offline.vectors import Reader
 from engine.pooling.engine import PoolingEngine
 
@@ -99,7 +99,8 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several. Raises as `generate`, and `ConfigError` without a chat template."""
-        chats = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        check_chats(chats)
         if chat_template is None and self._tokenizer.chat_template is None:
             raise ConfigError("the model has no chat template; give chat_template")
         texts = [

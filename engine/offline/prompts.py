@@ -1,6 +1,6 @@
 """What a prompt may be: a text, token ids, or a dict of either. Several make a list."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypedDict, cast
 
 from engine.errors import ConfigError
@@ -35,8 +35,21 @@ def parsed(prompts: Prompts) -> list[Parsed]:
     return [_one(item) for item in given]
 
 
+def check_chats(chats: Iterable[Iterable[Mapping[str, object]]]) -> None:
+    """Raises `ConfigError` for messages with more than text, which a template would leave out."""
+    for content in (message.get("content") for chat in chats for message in chat):
+        kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+        if kinds - {"text"}:
+            raise ConfigError(_TEXT_ALONE)
+
+
+_TEXT_ALONE = "prompts are texts here: images are read by servers, such as `baton serve`"
+
+
 def _one(prompt: object) -> Parsed:
     match prompt:
+        case {"multi_modal_data": data} if data:
+            raise ConfigError(_TEXT_ALONE)
         case str():
             return Parsed(prompt, None)
         case {"prompt_token_ids": list() as token_ids}:

@@ -149,6 +149,11 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: P
         llm.generate(["fine", "x"], SamplingParams(temperature=-1.0), use_tqdm=False)
     with pytest.raises(RequestError, match="tokens"):
         llm.generate(cast(Any, ["fine", [1] * 600]), GREEDY, use_tqdm=False)
+    with pytest.raises(ConfigError, match="images are read by servers"):
+        llm.generate(cast(Any, {"prompt": "x", "multi_modal_data": {"image": "a picture"}}), GREEDY)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(ConfigError, match="images are read by servers"):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "x"}, image]}], GREEDY)
     with pytest.raises(ConfigError, match="a prompt is"):
         llm.generate(cast(Any, [3.5]), GREEDY)
     with pytest.raises(ConfigError, match="prompt_token_ids"):
