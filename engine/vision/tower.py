@@ -84,7 +84,8 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
                 )
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
-    if missing := [*report["missing_keys"], *map(str, report["mismatched_keys"])]:
+    lacking = (*report["missing_keys"], *map(str, report["mismatched_keys"]))
+    if missing := [name for name in lacking if not name.startswith("language_model.")]:
         raise ModelError(f"{folder} lacks {len(missing)} weights of its vision tower, such as {sorted(missing)[0]}")
     cast(Any, module).language_model = None
     return module

@@ -341,6 +341,15 @@ def test_checkpoints_name_the_decoder_in_several_ways(llava: Llava, tmp_path: Pa
         assert answer(engine, TWO) == llava.answers[2]
 
 
+def test_a_checkpoint_without_its_tower_is_refused_by_name(llava: Llava, tmp_path: Path) -> None:
+    shutil.copytree(llava.folder, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    some = {name: tensor for name, tensor in stored.items() if "vision_tower.encoder.layers.1" not in name}
+    save_file(some, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="weights of its vision tower, such as vision_tower"):
+        reader(tmp_path)
+
+
 def newer_name(name: str) -> str:
     """As transformers 4.52 to 4.57 wrote them."""
     if name.startswith("language_model.lm_head."):
