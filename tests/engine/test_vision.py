@@ -17,8 +17,11 @@ from transformers import LlavaNextProcessor
 from contracts.identity import BlockName
 from contracts.messages import Work
 from contracts.vision import PINPOINTS, VisionProfile
-from engine import Engine
+from engine import Engine, EngineConfig
 from engine.errors import ModelError, RequestError, UnsupportedModelError
+from engine.model_loader import load_model
+from engine.parallel.shard import Shard
+from engine.vision import load_images
 from engine.vision.given import Picture
 from engine.vision.prompt import KeptFeatures
 from engine.vision.tower import VisionTower
@@ -357,12 +360,12 @@ def newer_name(name: str) -> str:
     return "model." + name.replace("language_model.model.", "language_model.")
 
 
-def test_several_ranks_read_text(tmp_path: Path) -> None:
-    write_tiny_llava(tmp_path)
-    with reader(tmp_path, tensor_parallel_size=2) as engine:
-        assert engine.image_reader is None
-        engine.add(work_of(engine, "text", TEXT))
-        assert run(engine)["text", 0] == Reference(tmp_path).answer(TEXT, COUNT)
+def test_several_ranks_read_text_alone(llava: Llava, caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model=str(llava.folder), reads_images=True, tensor_parallel_size=2)
+    assert load_images(config, torch.device("cpu"), torch.float32) is None
+    assert "one rank" in caplog.text
+    model = load_model(config, torch.device("cpu"), lambda what, fraction: None, Shard(rank=1, size=2))
+    assert not any("vision" in name for name, _ in model.module.named_parameters())
 
 
 @pytest.mark.parametrize(("text", "tower"), [("gemma2", "clip_vision_model"), ("llama", "pixtral")])
