@@ -45,6 +45,8 @@ class CacheMaker:
             return capacity.count_blocks(self._layout, 0, override)
         if devices.is_host(self._device):  # one memory holds all ranks' blocks
             available = devices.kv_cache_bytes(self._device, config, 0)
+            memory = devices.memory(self._device)
+            capacity.check_host(available, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes)
         elif config.kv_cache_bytes is not None:
             available = config.kv_cache_bytes * self._ranks.shard.size
         else:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
+from engine.capacity import check_host
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import REFUSED
 from tests.tiny_models import write_tiny_model
@@ -92,6 +93,20 @@ def test_the_largest_length_that_fits_is_named(folder: Path) -> None:
     with pytest.raises(CapacityError, match="largest max_model_len that fits is 160"):
         make_engine(folder, num_gpu_blocks_override=10)
     make_engine(folder, num_gpu_blocks_override=10, max_model_len=160).close()
+
+
+def test_a_cache_that_the_machine_has_no_memory_for_is_refused(folder: Path) -> None:
+    with pytest.raises(CapacityError, match=r"1048576\.00 GiB is more than the memory of this machine"):
+        make_engine(folder, kv_cache_bytes=1 << 50)
+    with pytest.raises(CapacityError, match=r"0\.00 MiB are available\. Give the KV cache more memory"):
+        make_engine(folder, kv_cache_bytes=10)
+
+
+def test_a_cache_that_needs_more_than_is_free_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    check_host(3 << 30, free_bytes=4 << 30, total_bytes=8 << 30)
+    assert not caplog.text
+    check_host(5 << 30, free_bytes=4 << 30, total_bytes=8 << 30)
+    assert "may grow to 5.00 GiB, and 4.00 GiB of memory are free" in caplog.text
 
 
 def test_what_fits_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
