@@ -32,7 +32,7 @@ class LogitParts(Protocol):
         ...
 
     def largest(self, part: Tensor, out: Tensor) -> None:
-        """`out`, int64 [rows]: the argmax of `whole`, of at most `max_rows` rows."""
+        """`out`, int64 [rows]: the argmax of `whole`, or vocab_size of a row with NaN, of at most `max_rows` rows."""
         ...
 
     def whole(self, part: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ Capture = Callable[[Callable[[], None]], Graph]
 class DecodeResult:
     """Overwritten by the next step."""
 
-    greedy: Tensor  # int64 [batch]
+    greedy: Tensor  # int64 [batch]; of a row with NaN vocab_size
     vocab_size: int
 
 
@@ -142,8 +142,7 @@ class DecodeGraphs:
         self._inputs[1:].copy_(self._staging[0][1:], non_blocking=True)
         self._graphs[bucket].replay()
         assert self._logits is not None
-        vocab_size = self._logits.shape[1] if self._parts is None else self._parts.vocab_size
-        return DecodeResult(self._greedy[:count], vocab_size)
+        return DecodeResult(self._greedy[:count], self._vocab_size(self._logits))
 
     def logits(self, count: int) -> Tensor:
         """[count, vocab_size] of the step that was replayed last, overwritten by the next one. All ranks call it."""
@@ -185,4 +184,8 @@ class DecodeGraphs:
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))
         self._logits[:size] = logits
-        self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy)
+        # The next step may run before a row is found broken.
+        self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy.clamp(max=self._vocab_size(logits) - 1))
+
+    def _vocab_size(self, logits: Tensor) -> int:
+        return logits.shape[1] if self._parts is None else self._parts.vocab_size

@@ -48,7 +48,8 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
     """See triton_argmax.argmax."""
-    return torch.argmax(logits, dim=-1, out=out)
+    found = logits.max(dim=-1)
+    return out.copy_(found.indices.masked_fill(found.values.isnan(), logits.shape[-1]))
 
 
 def rms_norm(

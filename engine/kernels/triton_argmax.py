@@ -1,7 +1,7 @@
 """The largest of each row of logits, its lowest place among equals: parts of a row first, then the parts.
 
-A row is far longer than a program should read, and a small batch has few rows. NaN counts as largest, as it does to
-torch. Twin: reference_layers.argmax.
+A row is far longer than a program should read, and a small batch has few rows. A row with NaN has no largest: its place
+is the number of columns, which is none of them. Twin: reference_layers.argmax.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine.kernels.triton_tiles import padded
 
+NO_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+"""NaN's key, above that of infinity."""
 _PART = 2048
 
 
@@ -43,7 +45,7 @@ def _part_kernel(keys, places, logits, stride, columns, parts, part: tl.constexp
     number = tl.load(logits + row.to(tl.int64) * stride + column, column < columns, other=0.0).to(tl.float32)
     bits = tl.where(number == 0, 0.0, number).to(tl.int32, bitcast=True)  # zero and minus zero are equal
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    key = tl.where(number != number, 0x7FFFFFFF, key)  # NaN
+    key = tl.where(number != number, NO_NUMBER, key)
     key = tl.where(column < columns, key, -0x80000000)
     largest = tl.max(key, 0)
     at = row * parts + tl.program_id(1)
@@ -57,5 +59,6 @@ def _whole_kernel(out, keys, places, parts, columns, width: tl.constexpr):
     part = tl.arange(0, width)
     key = tl.load(keys + row * parts + part, part < parts, other=-0x80000000)
     place = tl.load(places + row * parts + part, part < parts, other=0)
-    best = tl.where((key == tl.max(key, 0)) & (part < parts), place, columns)
-    tl.store(out + row, tl.min(best, 0).to(tl.int64))
+    largest = tl.max(key, 0)
+    best = tl.min(tl.where((key == largest) & (part < parts), place, columns), 0)
+    tl.store(out + row, tl.where(largest == NO_NUMBER, columns, best).to(tl.int64))

@@ -92,7 +92,7 @@ def attend_codes(  # noqa: PLR0913, PLR0915
         scores = tl.where(seen[:, None], scores, HIDDEN)
         bits = tl.maximum(worths, SMALLEST).to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
-        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) + worths * 0.0  # NaN stays one
         inverse = (0x7F000000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)  # of two to the exponent
         exponents = scores * factor + exponent[:, None]
         new_peak = tl.maximum(peak, tl.max(exponents, 0))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton_argmax import part_keys
+from engine.kernels.triton_argmax import NO_NUMBER, part_keys
 from engine.kernels.triton_tiles import padded
 
 HALVES = 2
@@ -79,7 +79,8 @@ def sum_norm(
 
 def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = FOREVER) -> Tensor:
     """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side; the first
-    among equals. Asks for inboxes of two words. Twin: `argmax` of them gathered."""
+    among equals, and of a row with NaN the number of all columns. Asks for inboxes of two words. Twin: `argmax` of them
+    gathered."""
     assert inboxes.words == WORDS_OF_LARGEST and len(logits) <= inboxes.max_rows
     found = part_keys(logits)
     (rows, columns), parts = logits.shape, found.shape[2]
@@ -236,5 +237,5 @@ def _argmax_kernel(  # noqa: PLR0913
             wins = (other > largest) | ((other == largest) & (there < best))
             best = tl.where(wins, there, best)
             largest = tl.maximum(largest, other)
-    tl.store(out + row, best.to(tl.int64))
+    tl.store(out + row, tl.where(largest == NO_NUMBER, ranks * columns, best).to(tl.int64))
     tl.store(counters + row, number)

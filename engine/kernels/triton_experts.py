@@ -276,8 +276,8 @@ def _gate_up_kernel(  # noqa: PLR0913
         dtype = active.dtype.element_ty
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         if clamped:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+            gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+            up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL) + 1.0
         # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
         gate = (gate / (1.0 + tl.exp(tl.minimum(-alpha * gate, 80.0)))).to(dtype).to(tl.float32)
         at = active + pair[:, None] * outputs + column[None, :]

@@ -301,7 +301,8 @@ def _rotary_store_kernel(  # noqa: PLR0913, PLR0915
             if largest > 0:
                 # The rotated key is rounded to its own dtype first, as every other path rounds it.
                 low, high = low.to(kept.dtype).to(tl.float32), high.to(kept.dtype).to(tl.float32)
-                top = tl.maximum(tl.maximum(largest_of(low), largest_of(high)), largest_of(kept))
+                top = tl.maximum(largest_of(low), largest_of(high), tl.PropagateNan.ALL)
+                top = tl.maximum(top, largest_of(kept), tl.PropagateNan.ALL)
                 at = scales + (row + block_tokens) * (head_dim // 2) + slot % block_tokens
                 v_top = largest_of(v)
                 tl.store(at, scale_of(top, largest), head < kv_heads)

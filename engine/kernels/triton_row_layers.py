@@ -18,6 +18,7 @@ from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec, Linear, RowLayer
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.triton_row_kernel import layers_kernel
+from engine.kernels.triton_row_steps import MOST_STEPS
 from engine.kernels.triton_tiles import narrowest_columns, padded
 
 PATIENCE = 1 << 23
@@ -189,7 +190,8 @@ def row_layers(
     if not {"max_num_regs", "max_shared_mem", "multiprocessor_count", "warpSize"} <= limits.keys():
         return None
     plan = RowPlan(PER_PROCESSOR * limits["multiprocessor_count"], depth_of(shape))
-    if plan.programs < shape.width // plan.depth:
+    steps = max(shape.width, shape.hidden, shape.heads * shape.head_dim) // plan.depth
+    if plan.programs < shape.width // plan.depth or steps > MOST_STEPS.value:
         return None
     return RowLayers(layers, shape, specs[0].scale, plan, limits)
 

@@ -1,8 +1,8 @@
 """What programs of one kernel do for one row between their meetings: products of inputs that each program makes itself.
 
 Device code only. A product's inputs are cut into stretches of `depth`, and what they add to an output is added up in
-fixed point, whose sum no order changes. A program waits within its loop over tiles, once the first ones' codes are
-asked for: Triton asks for them several tiles ahead.
+fixed point, whose sum no order changes; NaN is `SPOILT` there. A program waits within its loop over tiles, once the
+first ones' codes are asked for: Triton asks for them several tiles ahead.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 UNIT: tl.constexpr = tl.constexpr(2.0**32)
-"""One, in a sum: fixed point, to 2 ** -32 and up to 2 ** 31."""
+"""One, in a sum: fixed point, to 2 ** -32 and up to a quarter of `SPOILT`."""
+MOST_STEPS: tl.constexpr = tl.constexpr(64)
+SPOILT: tl.constexpr = tl.constexpr(2.0**56)
+"""What is added to a sum in place of NaN, or of too large a number. `MOST_STEPS` of it fit; no numbers reach half."""
 
 
 @triton.jit
@@ -179,7 +182,7 @@ def digits_of(values, depth: tl.constexpr, columns: tl.constexpr):
     # To the nearest integer, by the last bit of floats from 2 ** 23; half a step up keeps the low byte below 128.
     number = (values * (1.0 / scale)[:, None] + 12582912.0) - 12582912.0
     is_low = (tl.arange(0, 128) // 16) % 2 == 0
-    low_sum = tl.sum(tl.where(is_low[None, :], number, 0.0), 1)
+    low_sum = tl.sum(number * is_low[None, :].to(tl.float32), 1)  # NaN, which a byte cannot be, in either half shows
     first = ((number + 0.5) * 0.00390625 + 12582912.0) - 12582912.0
     second = (number - first * 256.0).to(tl.int32) & 255
     both = (first.to(tl.int32) & 255).to(tl.int64) | (second.to(tl.int64) << 32)
@@ -246,13 +249,17 @@ def add_tile(  # noqa: PLR0913
     low_part = tl.dot(both & 15, _bytes_of(low), out_dtype=tl.int32)
     high_part = tl.dot((both & -16) ^ -128, _bytes_of(high), out_dtype=tl.int32)  # sixteen times (code - 8)
     shares = ((low_part * 16 + high_part).to(tl.float32) - base[None, :]) * (scale * worth[None, :])
-    tl.atomic_add(sums + row, (tl.sum(shares, 1) * UNIT).to(tl.int64), sem="relaxed", scope="gpu")
+    share = tl.sum(shares, 1) * UNIT
+    most: tl.constexpr = SPOILT / 4 / (inputs // depth)  # of numbers
+    share = tl.where(tl.abs(share) <= most, share, SPOILT)
+    tl.atomic_add(sums + row, share.to(tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def sum_of(sums, index, known):
     """Outputs `index` of a product, float32."""
-    return tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32) * (1.0 / UNIT)
+    total = tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32)
+    return tl.where(total < SPOILT / 2, total * (1.0 / UNIT), float("nan"))
 
 
 @triton.jit

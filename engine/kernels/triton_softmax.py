@@ -56,7 +56,7 @@ def factor_of(scale, softcap, capped: tl.constexpr):
 def capped_scores(raw, scale, softcap, capped: tl.constexpr):
     """q @ k^T as it is, or tanh(scaled / softcap), spelt with exp2, which every backend has."""
     if capped:
-        power = tl.minimum(raw * (scale / softcap) * (2 * LOG2E), 126.0)
+        power = tl.minimum(raw * (scale / softcap) * (2 * LOG2E), 126.0, tl.PropagateNan.ALL)
         return 1.0 - 2.0 / (tl.exp2(power) + 1.0)
     return raw
 

@@ -78,8 +78,9 @@ def _store_kernel(  # noqa: PLR0913
 
 @triton.jit
 def largest_of(rows):
-    """[heads, dims] -> float32 [heads, 1]."""
-    return tl.max(tl.abs(rows.to(tl.float32)), 1)[:, None]
+    """[heads, dims] -> float32 [heads, 1]; NaN where one is, for as an integer it is larger than all numbers."""
+    bits = rows.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1)[:, None].to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -87,6 +88,7 @@ def scale_of(largest_element, largest: tl.constexpr):
     """The scale as it is stored: bfloat16, rounded to nearest here, since devices convert in different ways."""
     bits = (largest_element * (1.0 / largest)).to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(largest_element == largest_element, rounded, 0x7FC0)  # NaN, which a code may not be, stays one
     return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 

@@ -41,7 +41,8 @@ class Collectives(Protocol):
         ...
 
     def argmax(self, values: Tensor, out: Tensor) -> None:
-        """`out`, int64 [rows]: where in `gather_columns` of `values` each row's largest is, the first among equals."""
+        """`out`, int64 [rows]: where in `gather_columns` of `values` each row's largest is, the first among equals; of
+        a row with NaN the number of all columns."""
         ...
 
     def broadcast(self, values: Tensor) -> None:

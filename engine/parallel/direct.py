@@ -72,7 +72,7 @@ class Direct:
 
     def argmax(self, logits: Tensor, out: Tensor) -> None:
         """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side, the
-        first among equals; at most `MAX_ARGMAX_ROWS` rows."""
+        first among equals, and of a row with NaN the number of all columns; at most `MAX_ARGMAX_ROWS` rows."""
         self._kernels.argmax(logits, out, self._largest)
 
     def _try(self, weight: Tensor, polls: int) -> bool:

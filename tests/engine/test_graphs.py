@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Engine, device, prompt_graphs
+from contracts.identity import RequestId
+from engine import Engine, FailedRequest, StepResult, device, prompt_graphs
 from engine.forward import Forward
 from engine.graphs import DecodeGraphs
 from engine.inputs import StepInputs
 from tests.engine.conftest import References
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import DEVICE, hand_over, make_engine, make_work, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,6 +114,30 @@ def test_sampled_tokens_do_not_depend_on_the_graph(
                 engine.add(work(engine, str(number), prompt, grammar=grammar))
             found.append(run(engine))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["step by step", "ahead"])
+def test_a_request_whose_logits_are_no_numbers_fails_alone(
+    family: str, references: References, request: pytest.FixtureRequest, is_async: bool
+) -> None:
+    if DEVICE == "cpu":
+        request.getfixturevalue("captured")
+    reference, failed = references(family), list[FailedRequest]()
+    with make_engine(reference.folder, async_scheduling=is_async, enable_prefix_caching=False) as engine:
+        engine.add(make_work(engine, "good", reference.prompts[1]))
+        engine.add(make_work(engine, "bad", reference.prompts[3], ignore_eos=True))
+
+        def spoil(result: StepResult) -> None:
+            failed.extend(result.failed)
+            bad = engine._roster.requests.get(RequestId("bad"))
+            if bad is not None and bad.sequences[0].num_generated == 3:
+                engine.kv.tensor[bad.sequences[0].blocks[-1]] = float("nan")
+
+        answers = run(engine, spoil)
+    assert answers["good", 0] == reference.answers[1]
+    assert 3 <= len(answers["bad", 0]) < 6 and answers["bad", 0] == reference.answers[3][: len(answers["bad", 0])]
+    assert [(one.request_id, one.code) for one in failed] == [("bad", "internal")]
+    assert "not numbers" in failed[0].message
 
 
 class Halves:

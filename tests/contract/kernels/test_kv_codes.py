@@ -92,6 +92,29 @@ def test_rotary_store_stores_what_the_twin_stores(dtype: torch.dtype, rotary_dim
     assert not torch.equal(everything(by_triton), everything(before))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, where the kernel is interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["store", "rotary_store"])
+@pytest.mark.parametrize("plane", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("queries", [[5, 1, 20], [1, 1, 1]])
+def test_what_is_no_number_stays_none(dtype: torch.dtype, kernel: str, plane: int, queries: list[int]) -> None:
+    batch = random_batch(queries, [40, 70, 20], heads=4, kv_heads=2, head_dim=16)
+    cache = coded_cache(batch, dtype)
+    (batch.key, batch.value)[plane][queries[0], 1, 3] = float("nan")  # the second sequence's own
+    if kernel == "store":
+        TRITON.store(batch.key, batch.value, cache, batch.meta)
+    else:
+        angle = torch.rand(len(batch.query), 8, device=DEVICE)
+        query, rotation = batch.query.clone(), (angle.cos(), angle.sin())
+        triton_layers.rotary_store(query, batch.key, batch.value, rotation, cache, batch.meta.slots)
+    for spec in (AttentionSpec(0.25), AttentionSpec(0.25, softcap=5.0)):
+        result = TRITON.attend(batch.query, cache, batch.meta, spec)
+        broken = result[queries[0], 2:]
+        assert broken.isnan().all(), spec
+        assert result[: queries[0]].isfinite().all() and result[queries[0] + queries[1] :].isfinite().all()
+        assert result[queries[0], :2].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "spec", [AttentionSpec(0.25), AttentionSpec(0.25, sliding_window=11), AttentionSpec(0.25, softcap=5.0)]

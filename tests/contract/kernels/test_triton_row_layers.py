@@ -204,3 +204,44 @@ def test_after_a_meeting_that_failed_nothing_is_a_number() -> None:
     found = case.residual.clone()
     assert row(found, case.rotation, case.caches, case.meta)
     assert bool(found.isnan().all())
+
+
+def no_number_in_two_stretches(layer: Layer, product: str) -> None:
+    """Of one output: what two stretches add to a sum must not cancel out."""
+    weight = getattr(layer, product).weight
+    weight.scales.view(weight.outputs, -1)[3] = float("nan")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("product", "layer"), [("qkv", 0), ("output", 1), ("gate_up", 1), ("down", 1)])
+def test_weights_that_are_no_numbers_show(product: str, layer: int) -> None:
+    case = case_of(20, heads=8, size=512)
+    shape = shape_of(case.layers, case.specs, case.head_dim, case.kv_heads)
+    assert shape is not None
+    plan = RowPlan(1, 256, token_tile=16, max_splits=4, down_runs=True)
+    row = RowLayers(case.layers, shape, case.specs[0].scale, plan)
+    weight = getattr(case.layers[layer], product).weight
+    kept, found = weight.scales.clone(), case.residual.clone()
+    no_number_in_two_stretches(case.layers[layer], product)
+    assert row(found, case.rotation, [cache.clone() for cache in case.caches], case.meta)
+    wanted = apart(case, reference_layers, ReferenceAttention(), [cache.clone() for cache in case.caches])
+    assert bool(wanted.isnan().any()) and torch.equal(found.isnan(), wanted.isnan())
+    weight.scales.copy_(kept)  # nothing of it stays
+    found.copy_(case.residual)
+    assert row(found, case.rotation, [cache.clone() for cache in case.caches], case.meta)
+    wanted = apart(case, reference_layers, ReferenceAttention(), [cache.clone() for cache in case.caches])
+    assert float((found - wanted).float().norm() / (wanted - case.residual).float().norm()) < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("where", ["input", "keys", "values"])
+def test_activations_that_are_no_numbers_show(where: str) -> None:
+    case = case_of(40)
+    row, found = row_of(case), case.residual.clone()
+    if where == "input":
+        found[0, 17] = float("inf")
+    else:
+        block = int(case.meta.block_tables[0, 0])
+        case.caches[0][block, ("keys", "values").index(where), :, 3, 5] = float("nan")
+    assert row(found, case.rotation, case.caches, case.meta)
+    assert bool(found.isnan().all())
