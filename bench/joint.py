@@ -2,25 +2,31 @@
 machine, asked in turns.
 
 `baton-bench joint MODEL [--input-lens 1024 2048 4096] [--parts 2] [--requests 9] [--threads 1] [--json]`
+`baton-bench joint --shape llama-3.1-8b --device cuda --parts 4 --input-lens 8192` (made-up weights)
 
 Each cluster has two prefill instances and a decode instance; the routers differ in `--joint-prefill-min-tokens` alone.
 One fresh prompt at a time, the same for both. `first token`: as the router tells it (`x-baton-explain`), the median;
 the limit is half of what the other cluster takes, the peer is that cluster. An answer that two did not read ends the
 benchmark. Steps are as long as a part of the longest prompt, where that has `--parts`, which the two compute by turns:
-shorter ones have fewer. `equal answers`: whose two greedy tokens are those of one reader, who computes in other chunks.
+shorter ones have fewer. `equal answers`: whose two greedy tokens are those of one reader, who may compute in other
+chunks. On devices both clusters share the cards, instances in turns, so give `--kv-cache` what lets all fit.
 """
 
 import argparse
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.peers import Server, running
+from bench.engine_shapes import SHAPES
+from bench.made_up import write_servable_shape
+from bench.peers import Server, running, wait_complete
 from bench.report import Row, show
 
 WARM_UP = 2
@@ -38,10 +44,24 @@ class Told:
     def median(self, key: str) -> float:
         return statistics.median(float(route[key]) for route in self.routes[WARM_UP:])
 
+    def times(self) -> str:
+        """To the first token, in ms; the first ones are of the warm-up."""
+        return " ".join(f"{1e3 * route['ttft_s']:.4g}" for route in self.routes)
+
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        if options.model is None:
+            options.model = str(write_servable_shape(options.shape, Path(folder)))
+            options.baton_args = ["--load-format", "dummy", *options.baton_args]
+        yield from _measured(options)
+
+
+def _measured(options: argparse.Namespace) -> Iterator[Row]:
     draw = random.Random(7)
     with running(_cluster("one reads", options, 0)) as alone, running(_cluster("two read", options, 1)) as joint:
+        for url in (alone, joint):
+            wait_complete(url, 3)
         for length in options.input_lens:
             one, two = Told(), Told()
             for _ in range(WARM_UP + options.requests):
@@ -50,6 +70,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
                     _ask(url, prompt, options.timeout_s, told)
             if not all(route.get("front_tokens", 0) for route in two.routes):
                 raise SystemExit(f"baton-bench joint: one instance read a prompt of {length} tokens: {two.routes[-1]}")
+            sys.stderr.write(f"{length} tokens: one reads {one.times()}, two {two.times()} ms\n")
             yield from _compared(length, one, two)
 
 
@@ -66,9 +87,9 @@ def _compared(length: int, one: Told, two: Told) -> Iterator[Row]:
 def _cluster(name: str, options: argparse.Namespace, min_tokens: int) -> Server:
     serve = [sys.executable, "-m", "services.cli", "serve", options.model, *FLAGS]
     step = str(-(-max(options.input_lens) // options.parts))
-    serve += ["--threads", str(options.threads), "--device", "cpu", "--dtype", options.dtype]
+    serve += ["--threads", str(options.threads), "--device", options.device, "--dtype", options.dtype]
     serve += ["--max-num-batched-tokens", step, "--kv-tail-parts", "8", "--kv-cache-memory-bytes", options.kv_cache]
-    return Server(name, [*serve, "--joint-prefill-min-tokens", str(min_tokens)])
+    return Server(name, [*serve, "--joint-prefill-min-tokens", str(min_tokens), *options.baton_args])
 
 
 def _ask(url: str, prompt: Sequence[int], timeout_s: float, told: Told) -> None:
@@ -82,7 +103,10 @@ def _ask(url: str, prompt: Sequence[int], timeout_s: float, told: Told) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench joint", description=__doc__)
-    made.add_argument("model", help="a model's folder")
+    made.add_argument("model", nargs="?", help="a model's folder; default: made-up weights of --shape")
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    made.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu")
+    made.add_argument("--baton-args", type=str.split, default=[], help="more flags of `baton serve`, as one text")
     made.add_argument("--input-lens", type=int, nargs="+", default=[1024, 2048, 4096], metavar="TOKENS")
     made.add_argument("--parts", type=int, default=2, help="of the longest prompt")
     made.add_argument("--requests", type=int, default=9, help="of each length to each cluster")

@@ -39,13 +39,11 @@ from bench.pd_results import (
     losses,
     read_runs,
 )
-from bench.peers import Server, running
+from bench.peers import Server, running, wait_complete
 from bench.report import Row, show
 from bench.senders import Target, send_all
 from bench.traces import TraceError, load_trace
 from bench.workload import trace_requests
-
-COMPLETE_S = 120.0
 
 
 class Promise(NamedTuple):
@@ -82,7 +80,7 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
         flags = ["--max-num-batched-tokens", str(setup.chunk), *setup.flags, *options.baton_args]
         try:
             with running(Server(setup.name, [*serve, *flags])) as url:
-                _wait_complete(url)
+                wait_complete(url, 2)
                 yield from _measure_rates(options, setup, url)
         except SystemExit as exc:  # it did not start
             sys.stderr.write(f"{setup.name}: {exc}\n")
@@ -111,16 +109,6 @@ def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Itera
         measured = Measured(promised, rate, trace.duration_s, outcomes)
         _tell(measured, options, _read_by_decode(url) - before)
         yield measured
-
-
-def _wait_complete(url: str) -> None:
-    """Both instances serve. Raises SystemExit."""
-    deadline = time.monotonic() + COMPLETE_S
-    while time.monotonic() < deadline:
-        if len(httpx.get(f"{url}/health", timeout=5).json()["instances"]) == 2:
-            return
-        time.sleep(0.1)
-    raise SystemExit("the two instances did not appear")
 
 
 def _read_by_decode(url: str) -> int:

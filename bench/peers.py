@@ -31,7 +31,7 @@ from bench.report import Row, show
 from bench.serve import Outcome, drive
 from bench.workload import Request
 
-START_S, STOP_S = 300.0, 15.0
+START_S, COMPLETE_S, STOP_S = 300.0, 120.0, 15.0
 OPENVINO_SERVER = Path(__file__).with_name("openvino_server.py")
 FIRST_TOKEN, LAST_TOKEN = 100, 8000
 """Ordinary ids of every vocabulary at hand."""
@@ -100,6 +100,16 @@ def running(server: Server) -> Iterator[str]:
             yield url
         finally:
             _stop(process)
+
+
+def wait_complete(url: str, count: int) -> None:
+    """So many instances serve behind this router. Raises SystemExit."""
+    deadline = time.monotonic() + COMPLETE_S
+    while time.monotonic() < deadline:
+        if len(httpx.get(f"{url}/health", timeout=5).json()["instances"]) == count:
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"the {count} instances did not appear")
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str, log: IO[bytes]) -> None:

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.ports import free_port
 from services.local.launches import Launch
 from services.local.plan import Process
+from tests.devices import DEVICE
 from tests.forking import forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,8 @@ def baton(*args: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON__")}
-    return clean | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), clean.get("PYTHONPATH"))))
+    return clean | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Cluster(Api):
         """`launch`: how its first process starts; else it is forked from one that has imported what it needs."""
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
-        argv = ["serve", *([str(model)] if model else []), "--port", str(self.port), "--device", "cpu"]
+        argv = ["serve", *([str(model)] if model else []), "--port", str(self.port), "--device", DEVICE]
         argv += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified), *args]
         self._serve = Process("serve", argv, {})
         self._status: int | None = None

@@ -28,6 +28,7 @@ from services.prefill.handler import prefill_handler
 from services.router import main as router
 from services.router.settings import RouterSettings
 from services.unified.handler import UnifiedHandler
+from tests.devices import DEVICE
 from tests.e2e.cluster import Api
 
 BLOCK = 16
@@ -148,7 +149,7 @@ def instance_settings(model: Path, registry: str, instance: str, transport: Any,
         "model": str(model),
         "instance_id": instance,
         "registry": registry,
-        "device": "cpu",
+        "device": DEVICE,
         "dtype": "float32",
         "threads": 1,
         "block_size": BLOCK,

@@ -37,6 +37,7 @@ from services.common.registry import RegistryView, registry_view
 from services.common.rpc import InstanceLink
 from services.local.launches import Launched
 from services.local.plan import Process
+from tests.devices import flags_of
 from tests.e2e.cluster import environment
 from tests.forking import forks
 
@@ -241,7 +242,10 @@ async def instances(
     driver = Driver(view)
     await view.start(driver.changed)
     with tempfile.TemporaryFile("w+") as log:
-        processes = {name: _spawn(name, model, port, (*flags, *more), log) for name, more in own.items()}
+        processes = {
+            name: _spawn(name, model, port, (*flags_of(number), *flags, *more), log)
+            for number, (name, more) in enumerate(own.items())
+        }
         try:
             fact = lambda: {r.instance for r in view.records()} == set(own) or _any_ended(processes)  # noqa: E731
             await driver.until(fact, "all instances registered", START_TIMEOUT_S)
@@ -272,7 +276,7 @@ def _any_ended(processes: Mapping[str, Launched]) -> bool:
 def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> Launched:
     """By `baton serve`'s own way."""
     argv = [name.partition("-")[0], "--model", str(model), "--instance-id", name]
-    argv += ["--device", "cpu", "--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]
+    argv += ["--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]
     argv += ["--threads", "1", "--kv-cache-memory-bytes", str(8 << 20), "--max-num-seqs", "16", *flags]
     process = Process(name, argv, {"OMP_NUM_THREADS": "1"})
     return forks()(process, environment(), log.fileno(), log.fileno())

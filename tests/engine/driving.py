@@ -1,6 +1,5 @@
 """Drives engines in tests: works, runs to the end, and a handoff by copying the blocks' bytes."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from contracts.naming import root_name
 from contracts.sampling import SamplingParams
 from engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
 from engine.vision.given import NO_PIXELS, Pixels
-
-DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
-"""Equality holds on every device; where there is one, run these tests on it too."""
+from tests.devices import DEVICE
 
 Answers = dict[tuple[str, int], list[int]]
 

@@ -197,8 +197,26 @@ def test_a_request_that_fails_while_it_is_launched_on_fails_once(engine: Engine)
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"logprobs": 1}])
 def test_a_request_whose_logits_are_no_numbers_fails_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
+    """Of captured graphs: test_graphs."""
+    with ahead_engine(reference.folder, enforce_eager=True) as engine:
+        spoil(engine, monkeypatch)
+        for request_id in ("good", "bad"):
+            engine.add(make_work(engine, request_id, PROMPT, ignore_eos=True, **sampling))
+        tokens, failed = {"good": 0, "bad": 0}, []
+        while engine.has_work():
+            result = engine.step()
+            failed += result.failed
+            for output in result.tokens:
+                tokens[output.request_id] += len(output.token_ids)
+    assert [(one.request_id, one.code) for one in failed] == [("bad", "internal")]
+    assert "not numbers" in failed[0].message
+    assert tokens == {"good": 12, "bad": 2}
+
+
+def spoil(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third logits of `bad` are NaN."""
     choose = engine._runner._sampler.choose
 
     def broken(logits: Tensor, rows: Sequence[SampleRow], **given: Any) -> Choice:
@@ -209,14 +227,3 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(
         return choose(logits, rows, **given)
 
     monkeypatch.setattr(engine._runner._sampler, "choose", broken)
-    for request_id in ("good", "bad"):
-        engine.add(make_work(engine, request_id, PROMPT, ignore_eos=True, **sampling))
-    tokens, failed = {"good": 0, "bad": 0}, []
-    while engine.has_work():
-        result = engine.step()
-        failed += result.failed
-        for output in result.tokens:
-            tokens[output.request_id] += len(output.token_ids)
-    assert [(one.request_id, one.code) for one in failed] == [("bad", "internal")]
-    assert "not numbers" in failed[0].message
-    assert tokens == {"good": 12, "bad": 2}

@@ -13,7 +13,8 @@ from contracts.naming import block_names
 from engine import CompletedPart, Engine, KVCache
 from kvtransfer import TransferNode, Translation
 from tests.contract.test_transports import only
-from tests.engine.driving import DEVICE, make_engine, make_work, run
+from tests.devices import DEVICE
+from tests.engine.driving import make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]

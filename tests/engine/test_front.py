@@ -16,8 +16,9 @@ from contracts.messages import Work
 from engine import CompletedPart, Engine, NamedBlock, StepResult
 from engine.errors import UsageError
 from engine.front import Gate, behind
+from tests.devices import DEVICE
 from tests.engine.conftest import ANSWER_TOKENS, greedy_answer
-from tests.engine.driving import DEVICE, copy_block, make_engine, make_work, run
+from tests.engine.driving import copy_block, make_engine, make_work, run
 from tests.tiny_models import load_reference, write_tiny_model
 
 LAYERS = 4

@@ -17,8 +17,9 @@ from engine import Engine, FailedRequest, StepResult, device, prompt_graphs
 from engine.forward import Forward
 from engine.graphs import DecodeGraphs
 from engine.inputs import StepInputs
+from tests.devices import DEVICE
 from tests.engine.conftest import References
-from tests.engine.driving import DEVICE, hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, make_engine, make_work, run
 
 pytestmark = [
     pytest.mark.slow,

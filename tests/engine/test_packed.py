@@ -14,8 +14,9 @@ from engine import Engine, fused_cpu
 from engine.kernels import cpu_layers
 from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
 from engine.kernels.cpu_linear import has_packed_linear
+from tests.devices import DEVICE
 from tests.engine.conftest import References
-from tests.engine.driving import DEVICE, make_engine, make_work
+from tests.engine.driving import make_engine, make_work
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "phi3"]
 

@@ -12,8 +12,9 @@ import torch
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
 from engine.parallel.leading import LeadingExecutor
+from tests.devices import DEVICE
 from tests.engine.conftest import References
-from tests.engine.driving import DEVICE, hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ from engine import CompletedPart, tail
 from engine.device import copies_beside_computing
 from engine.outputs import CompletedBlocks, NamedBlock
 from engine.tail import parts_of
-from tests.engine.driving import DEVICE, make_engine, make_work, run
+from tests.devices import DEVICE
+from tests.engine.driving import make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]

@@ -71,6 +71,18 @@ def test_rows_of_one_expert_span_several_blocks_in_half_precision() -> None:
     torch.testing.assert_close(mixed.float(), expected, rtol=3e-2, atol=0.02 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["gate", "up"])
+def test_what_is_no_number_goes_through_the_clamp(part: int) -> None:
+    experts = make_experts(like_gpt_oss=True, dtype=torch.float32)
+    assert isinstance(experts.gate_up, Tensor)
+    experts.gate_up[1, 2 + part, 0] = float("nan")
+    x, logits = draw(9, HIDDEN), draw(9, EXPERTS)
+    weights, chosen = reference_experts.route(logits, 2, renormalize=True)
+    expected = reference_experts.mix(x, weights, chosen, experts).isnan()
+    assert expected.any() and not expected.all()
+    assert torch.equal(triton_experts.mix(x, weights, chosen, experts).isnan(), expected)
+
+
 def test_tiles_fit_the_shared_memory_of_small_devices() -> None:
     for element_bytes in (2, 4):
         for pairs in (8, 256, 2048, 5000, 65536):
