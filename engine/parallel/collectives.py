@@ -1,6 +1,8 @@
 """What ranks compute together. One port; one rank alone, and a group through torch.distributed."""
 
 import importlib
+import itertools
+import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +17,11 @@ from engine.parallel.shard import Shard
 
 TIMEOUT_S = 300.0
 """No step, and no compilation at start, takes so long: a rank that is behind by more is lost."""
+
+_groups_that_map = itertools.count()
+"""Of this process. Torch numbers exchanges of addresses by process, not by group: rank 0's second group would wait for
+what its new ranks write under other numbers."""
+logger = logging.getLogger(__name__)
 
 
 class Collectives(Protocol):
@@ -110,9 +117,11 @@ class Group:
             self._group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
         self.broadcast(torch.zeros(1, device=device))  # connects
         devices.synchronize(device)
-        self._maps_memory = self._is_world and maps_memory
-        self._one_shot = OneShot.make(self._group, device) if self._maps_memory else None
+        self._one_shot: OneShot | None = None
         self._direct: Direct | None = None
+        self._maps_memory = self._is_world and maps_memory and self._are_first(device)
+        if self._maps_memory:
+            self._one_shot = OneShot.make(self._group, device)
 
     def prepare(self, weight: Tensor) -> None:
         self._direct = Direct.make(self._group, self._shard, weight) if self._maps_memory else None
@@ -152,6 +161,13 @@ class Group:
     def abort(self) -> None:
         if hasattr(self._group, "abort"):
             self._group.abort()
+
+    def _are_first(self, device: torch.device) -> bool:
+        """Whether no rank's process has mapped memory for another group before."""
+        earlier = self.all_reduce(torch.tensor([next(_groups_that_map)], device=device)).item()
+        if earlier:
+            logger.warning("sums over ranks go through the collective library: memory is mapped once a process")
+        return not earlier
 
     def close(self) -> None:
         """The other ranks may be gone already, so this does not wait for them where it can be helped."""

@@ -1,5 +1,6 @@
 """Two ranks, each a process with half of the heads, give the tokens of transformers.generate."""
 
+import itertools
 import os
 import signal
 import threading
@@ -11,7 +12,9 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
+from engine.parallel.collectives import Group
 from engine.parallel.leading import LeadingExecutor
+from engine.parallel.shard import Shard
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -92,6 +95,13 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
         with pytest.raises(EngineError, match=r"cannot go on together.*max_num_batched_tokens.*2 GiB"):
             run(engine)
     assert rank.process.poll() is not None
+
+
+def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.parallel.collectives._groups_that_map", itertools.count())
+    cpu = torch.device("cpu")
+    groups = [Group(tmp_path / f"store-{number}", Shard(0, 1), cpu) for number in range(2)]
+    assert [group._are_first(cpu) for group in groups] == [True, False]
 
 
 @pytest.mark.parametrize(
