@@ -30,6 +30,8 @@ def row_tiles(weight: QuantizedWeight) -> RowTiles:
     if weight.codebook in KINDS:
         return RowTiles(rows=4, chunk=512, warps=4, stages=1)
     if weight.codebook != "int8" and weight.outputs >= 16384:
+        if weight.inputs % 4096 == 0:
+            return RowTiles(rows=4, chunk=4096, warps=4, stages=1)
         return RowTiles(rows=8, chunk=256, warps=2, stages=3)
     return RowTiles(rows=4, chunk=512, warps=1, stages=4)
 

@@ -233,7 +233,7 @@ def merged_product(  # noqa: PLR0913
                 left = wait(counter, failed, target, left)
             values = _merged(step, partial, stats, context, dtype, head_dim, token_tile, max_splits, depth)
             low, high, base, worth = digits_of(values, depth, wide)
-        add_tile(sums, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
+        add_tile(sums, failed, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
     if first >= last:
         left = wait(counter, failed, target, left)
     return left

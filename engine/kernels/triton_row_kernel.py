@@ -11,6 +11,7 @@ from engine.kernels.triton_row_steps import (
     arrive,
     clear,
     gated_product,
+    lost,
     normed_product,
     number_of,
     place_of,
@@ -131,14 +132,15 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
         target += programs
     left = wait(counter, failed, target, left)
     me = number_of(left)
-    lost = tl.load(failed, cache_modifier=".cg")
+    nothing = lost(failed)
     for start in range(me * 128, hidden, programs * 128):
         index = start + tl.arange(0, 128)
         more = sum_of(down_sums, index, index < hidden).to(dtype).to(tl.float32)
         value = tl.load(residual + index, cache_modifier=".cg").to(tl.float32)
         tl.debug_barrier()  # threads may hold the same number: all have loaded it before one stores
-        tl.store(residual + index, (value + more + lost).to(dtype))
+        tl.store(residual + index, (value + more + nothing).to(dtype))
     tl.debug_barrier()
     target += programs
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)
+        tl.store(failed + 1, 0.0)

@@ -18,7 +18,6 @@ from engine.kernels.kv_codes import is_coded
 from engine.kernels.metadata import AttentionMetadata, AttentionSpec, Linear, RowLayer
 from engine.kernels.quantized import QuantizedWeight
 from engine.kernels.triton_row_kernel import layers_kernel
-from engine.kernels.triton_row_steps import MOST_STEPS
 from engine.kernels.triton_tiles import narrowest_columns, padded
 
 PATIENCE = 1 << 23
@@ -71,8 +70,9 @@ class RowLayers:
         self._dtype, self._device = like.dtype, like.device
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         splits = shape.heads * plan.max_splits
-        # The counter of the programs that have come, and what a meeting that failed leaves: see `wait`.
-        self.state = torch.zeros(2, dtype=torch.int32, device=self._device)
+        # The counter of the programs that have come, what a meeting that failed leaves (see `wait`), and what says
+        # that a sum of this launch is no number.
+        self.state = torch.zeros(3, dtype=torch.int32, device=self._device)
         self._other = torch.empty(shape.hidden, dtype=self._dtype, device=self._device)
         self._sums = [
             torch.zeros(size, dtype=torch.int64, device=self._device)
@@ -190,8 +190,7 @@ def row_layers(
     if not {"max_num_regs", "max_shared_mem", "multiprocessor_count", "warpSize"} <= limits.keys():
         return None
     plan = RowPlan(PER_PROCESSOR * limits["multiprocessor_count"], depth_of(shape))
-    steps = max(shape.width, shape.hidden, shape.heads * shape.head_dim) // plan.depth
-    if plan.programs < shape.width // plan.depth or steps > MOST_STEPS.value:
+    if plan.programs < shape.width // plan.depth:
         return None
     return RowLayers(layers, shape, specs[0].scale, plan, limits)
 

@@ -1,8 +1,8 @@
 """What programs of one kernel do for one row between their meetings: products of inputs that each program makes itself.
 
 Device code only. A product's inputs are cut into stretches of `depth`, and what they add to an output is added up in
-fixed point, whose sum no order changes; NaN is `SPOILT` there. A program waits within its loop over tiles, once the
-first ones' codes are asked for: Triton asks for them several tiles ahead.
+fixed point, whose sum no order changes; who finds no number there says so in `failed`, for all. A program waits within
+its loop over tiles, once the first ones' codes are asked for: Triton asks for them several tiles ahead.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 UNIT: tl.constexpr = tl.constexpr(2.0**32)
-"""One, in a sum: fixed point, to 2 ** -32 and up to a quarter of `SPOILT`."""
-MOST_STEPS: tl.constexpr = tl.constexpr(64)
-SPOILT: tl.constexpr = tl.constexpr(2.0**56)
-"""What is added to a sum in place of NaN, or of too large a number. `MOST_STEPS` of it fit; no numbers reach half."""
+"""One, in a sum: fixed point, to 2 ** -32 and up to 2 ** 31."""
+MOST: tl.constexpr = tl.constexpr(2.0**24)
+"""That a stretch of inputs may add to an output; what is more, or NaN, is no number."""
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def normed_product(  # noqa: PLR0913
                 left = wait(counter, failed, target, left)
             values = _normed(step, number == 0, added, has_added, residual, to, weight, squares, depth)
             low, high, base, worth = digits_of(values, depth, wide)
-        add_tile(sums, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
+        add_tile(sums, failed, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
     if first >= last:
         left = wait(counter, failed, target, left)
     return left
@@ -136,7 +135,7 @@ def gated_product(  # noqa: PLR0913
                 left = wait(counter, failed, target, left)
             values = _gated(step, gates, squares, failed, eps, dtype, hidden, inputs, depth)
             low, high, base, worth = digits_of(values, depth, wide)
-        add_tile(sums, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
+        add_tile(sums, failed, codes, scales, low, high, base, worth, number, step, inputs, tile, depth, wide)
     if first >= last:
         left = wait(counter, failed, target, left)
     return left
@@ -223,6 +222,7 @@ def _bytes_of(words):
 @triton.jit
 def add_tile(  # noqa: PLR0913
     sums,
+    failed,
     codes,
     scales,
     low,
@@ -249,17 +249,15 @@ def add_tile(  # noqa: PLR0913
     low_part = tl.dot(both & 15, _bytes_of(low), out_dtype=tl.int32)
     high_part = tl.dot((both & -16) ^ -128, _bytes_of(high), out_dtype=tl.int32)  # sixteen times (code - 8)
     shares = ((low_part * 16 + high_part).to(tl.float32) - base[None, :]) * (scale * worth[None, :])
-    share = tl.sum(shares, 1) * UNIT
-    most: tl.constexpr = SPOILT / 4 / (inputs // depth)  # of numbers
-    share = tl.where(tl.abs(share) <= most, share, SPOILT)
-    tl.atomic_add(sums + row, share.to(tl.int64), sem="relaxed", scope="gpu")
+    share = tl.sum(shares, 1)
+    tl.atomic_add(sums + row, (share * UNIT).to(tl.int64), sem="relaxed", scope="gpu")
+    tl.store(failed + 1 + 0 * row, float("nan"), (tl.abs(share) <= MOST) == 0)
 
 
 @triton.jit
 def sum_of(sums, index, known):
     """Outputs `index` of a product, float32."""
-    total = tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32)
-    return tl.where(total < SPOILT / 2, total * (1.0 / UNIT), float("nan"))
+    return tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32) * (1.0 / UNIT)
 
 
 @triton.jit
@@ -292,13 +290,19 @@ def _normed(  # noqa: PLR0913
 
 @triton.jit
 def norm_factor(squares, failed, eps, hidden: tl.constexpr):
-    """RMSNorm's, of sums of squares by groups; NaN once a meeting has failed."""
+    """RMSNorm's, of sums of squares by groups; NaN once a meeting has failed, or this row has had a sum of none."""
     number = tl.arange(0, 128)
     total = tl.zeros([128], tl.float32)
     for first in tl.static_range(0, hidden // 128, 128):
         known = first + number < hidden // 128
         total += tl.load(squares + first + number, known, other=0.0, cache_modifier=".cg")
-    return tl.rsqrt(tl.sum(total, 0) / hidden + eps) + tl.load(failed, cache_modifier=".cg")
+    return tl.rsqrt(tl.sum(total, 0) / hidden + eps) + lost(failed)
+
+
+@triton.jit
+def lost(failed):
+    """Zero, or NaN."""
+    return tl.load(failed, cache_modifier=".cg") + tl.load(failed + 1, cache_modifier=".cg")
 
 
 @triton.jit

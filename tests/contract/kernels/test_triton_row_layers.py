@@ -200,7 +200,7 @@ def test_after_a_meeting_that_failed_nothing_is_a_number() -> None:
     shape = shape_of(case.layers, case.specs, case.head_dim, case.kv_heads)
     assert shape is not None
     row = RowLayers(case.layers, shape, 1.0, RowPlan(1, 256, token_tile=16, max_splits=4), None)
-    row.state[1:].view(torch.float32).fill_(float("nan"))  # as a meeting leaves it
+    row.state[1:2].view(torch.float32).fill_(float("nan"))  # as a meeting leaves it
     found = case.residual.clone()
     assert row(found, case.rotation, case.caches, case.meta)
     assert bool(found.isnan().all())
@@ -225,7 +225,7 @@ def test_weights_that_are_no_numbers_show(product: str, layer: int) -> None:
     no_number_in_two_stretches(case.layers[layer], product)
     assert row(found, case.rotation, [cache.clone() for cache in case.caches], case.meta)
     wanted = apart(case, reference_layers, ReferenceAttention(), [cache.clone() for cache in case.caches])
-    assert bool(wanted.isnan().any()) and torch.equal(found.isnan(), wanted.isnan())
+    assert bool(wanted.isnan().any()) and bool(found.isnan().all())
     weight.scales.copy_(kept)  # nothing of it stays
     found.copy_(case.residual)
     assert row(found, case.rotation, [cache.clone() for cache in case.caches], case.meta)
