@@ -18,6 +18,9 @@ LAYER_GROUPS = 8
 """In so many groups of layers a part's last step hands on what it computes."""
 MAX_PARTS = 64
 """Each is a request of its own, with all that comes with one. Longer prompts have parts of several steps."""
+ALIKE = 1.5
+"""Instances whose rates differ by less read as much each. Rates are of the prompts that came so far, and those of two
+like cards have differed by 1.4; parts of whole steps are worth more."""
 MAX_PARTNERS = 4
 """So many that could follow are looked at closely."""
 LEAST_GAIN = 0.1
@@ -102,14 +105,14 @@ def plan_joint(
 
 def part_ends(front: Partner, back: Partner, *, num_tokens: int) -> tuple[int, ...]:
     """`JointPlan.ends`. What the front computes before the back is free is its alone; of the rest each computes as much
-    as it can in the same time. Empty: there are no two parts."""
+    as it can in the same time, or as much as the other. Empty: there are no two parts."""
     block_tokens, cached = front.layout.block_tokens, _cached(front)
     step = min(front.step_tokens, back.step_tokens) // block_tokens * block_tokens
     ahead_s = back.queue_s - _begins_s(front, num_tokens)
     ahead = max(0, int(ahead_s * front.tokens_per_s)) // block_tokens * block_tokens
     rest = num_tokens - cached - ahead
     blocks = rest // block_tokens
-    share = front.tokens_per_s / (front.tokens_per_s + back.tokens_per_s)
+    share = _share(front.tokens_per_s, back.tokens_per_s)
     if not step or blocks < 2:
         return ()
     num_turns = ceil(rest * max(share, 1.0 - share) / step)
@@ -121,6 +124,12 @@ def part_ends(front: Partner, back: Partner, *, num_tokens: int) -> tuple[int, .
     ]
     ends = [cached + ahead + number * block_tokens for number in in_blocks[:-1]]
     return tuple(ends) if len(set(ends)) == len(ends) else ()
+
+
+def _share(front_rate: float, back_rate: float) -> float:
+    """The front's."""
+    is_alike = max(front_rate, back_rate) < ALIKE * min(front_rate, back_rate)
+    return 0.5 if is_alike else front_rate / (front_rate + back_rate)
 
 
 def predicted_s(front: Partner, back: Partner, *, num_tokens: int, ends: Sequence[int]) -> float:

@@ -77,6 +77,12 @@ def test_who_is_slower_computes_less() -> None:
     assert [first, second - first] == pytest.approx(sizes, abs=BLOCK)
 
 
+def test_who_was_measured_a_little_slower_computes_as_much() -> None:
+    """Else parts of whole steps would become more and smaller ones."""
+    assert ends(P0, replace(P1, prefill_tokens_per_s=700.0)) == (2000, 4000, 6000)
+    assert ends(replace(P0, prefill_tokens_per_s=700.0), P1) == (2000, 4000, 6000)
+
+
 def test_very_long_prompts_have_parts_of_several_steps() -> None:
     front, back, writer = (replace(one, free_blocks=100_000, total_blocks=100_000) for one in (P0, P1, D0))
     longest = replace(LONG, num_tokens=2000 * MAX_PARTS * 2)
