@@ -62,15 +62,26 @@ def search(path: Path, tried: Sequence[Summary], found: Summary | None) -> None:
 def objectives(
     path: Path, objectives_ms: Sequence[int], lines: Mapping[str, Sequence[float]], *, ttft_ms: float
 ) -> None:
-    """Goodput over the objective of the gaps between tokens, a line a setup."""
+    """Goodput over the objective of the gaps between tokens, a line a setup; layouts have their own kinds of lines."""
     figure, [axis] = _figure(1)
-    for label, values in lines.items():
-        axis.plot(objectives_ms, values, marker="o", label=label)
+    figure.set_size_inches(10, 5)  # names of setups stand beside the lines
+    kinds = dict(zip(dict.fromkeys(label.partition(",")[0] for label in lines), ("-", "--", ":", "-."), strict=False))
+    for number, (label, values) in enumerate(lines.items()):
+        kind = kinds.get(label.partition(",")[0], "-")
+        axis.plot(
+            objectives_ms,
+            values,
+            kind,
+            marker="o",
+            markersize=4,
+            color=f"C{number}" if number < 10 else "black",
+            label=label,
+        )
     title = f"best goodput, TTFT <= {ttft_ms:g} ms"
     axis.set(xlabel="p99 gap between tokens, ms", ylabel="good requests/s", xscale="log", title=title)
     axis.minorticks_off()
     axis.set_xticks(objectives_ms, [str(at) for at in objectives_ms], fontsize="small")
-    axis.legend(loc="lower right", fontsize="small")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize="small")
     figure.savefig(path, dpi=120)
 
 
