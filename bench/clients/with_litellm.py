@@ -35,7 +35,7 @@ def main(url: str, embedding_url: str | None) -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text and text == streamed, (text, streamed)
     assert whole.usage.completion_tokens > 0
-    called = litellm.completion(**common, tools=[WEATHER], tool_choice="required")
+    called = litellm.completion(**common | {"max_tokens": 100}, tools=[WEATHER], tool_choice="required")
     function = called.choices[0].message.tool_calls[0].function
     assert (function.name, json.loads(function.arguments)) == ("weather", {"city": "Paris"}), called
     texted = litellm.text_completion(
