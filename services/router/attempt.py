@@ -7,9 +7,10 @@ from typing import Protocol
 import msgspec
 
 from contracts.identity import BlockName, RequestId, new_ticket_id
-from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Tokens, Work
+from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, PrefillReport, Pull, Ticket, Tokens, Work
 from services.router.front import FrontPart, start_parts
 from services.router.job import PromptNames
+from services.router.joint import times_predicted
 from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
 from services.router.sequence import TokenSequence
@@ -51,6 +52,9 @@ class Attempt(msgspec.Struct, eq=False):
     """Of the prompt, those before the last, which `prefill` reads."""
     first_at: dict[int, float] = {}
     """When each sequence's first token came from `prefill`, until its second comes from `decode`."""
+    placement: Placement | None = None
+    """While parts are read."""
+    num_tokens: int = 0
 
     def start(
         self,
@@ -67,6 +71,7 @@ class Attempt(msgspec.Struct, eq=False):
         self._assign(placement, len(work.token_ids))
         pull, front = _pull(self.request_id, placement, pull_from, self._beginning(), naming), None
         if self.parts and self.prefill is not None:
+            self.placement, self.num_tokens = placement, len(work.token_ids)
             front_s = min(handoff_timeout_s, FRONT_PATIENCE * placement.predicted_ttft_s + FRONT_TIMEOUT_S)
             front = start_parts(
                 self.parts,
@@ -104,13 +109,26 @@ class Attempt(msgspec.Struct, eq=False):
         if came_at is not None and self.decode is not None:
             self.decode.first_gaps.observe(now - came_at)
 
-    def prefilled(self) -> None:
+    def prefilled(self, report: PrefillReport, now: float) -> None:
         """All of the prompt has been read: parts that are still computed are not needed, nor are blocks of those that
         have ended. Where all went well they are free, or soon will be."""
         is_any_kept = any([part.has_failed for part in self.parts])
+        if self.parts and not is_any_kept:
+            self._learn(report, now)
         for part in self.parts:
             part.end(cancel=is_any_kept)
         self.parts = ()
+
+    def _learn(self, report: PrefillReport, now: float) -> None:
+        """How late those are who read by turns."""
+        placement = self.placement
+        assert placement is not None
+        assert placement.front is not None
+        assert placement.prefill is not None
+        assert self.prefill is not None
+        took_s = report.queue_s + report.prefill_s
+        pair, ends = (placement.front, placement.prefill), placement.part_ends
+        self.prefill.lateness.observe(times_predicted(*pair, num_tokens=self.num_tokens, ends=ends, took_s=took_s), now)
 
     def end(self, *, cancel: bool) -> None:
         """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""

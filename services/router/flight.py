@@ -150,7 +150,7 @@ class Flight:
             case PrefillReport():
                 member.prefilled(attempt.request_id)
                 member.circuit.succeeded()
-                attempt.prefilled()
+                attempt.prefilled(answer, self._clock())
                 self._owner.prefilled(self)
                 if self.timeline.report is None:
                     self.timeline.read(answer, self._clock())

@@ -46,7 +46,7 @@ class Partner(Reader, Protocol):
     @property
     def step_tokens(self) -> int: ...
     @property
-    def reads_behind(self) -> bool: ...
+    def behind(self) -> float: ...
     @property
     def pull(self) -> PullPlan | None: ...
     def uncached(self, num_tokens: int) -> float: ...
@@ -59,7 +59,7 @@ AnyPartner = TypeVar("AnyPartner", bound=Partner)
 @dataclass(frozen=True, slots=True)
 class JointPlan(Generic[AnyPartner]):
     """`ends`: how many tokens, in whole blocks, lie before the end of each part but the last. The front computes parts
-    0, 2, … and `back` parts 1, 3, …, of which the last one ends the prompt. The first token is predicted after
+    0, 2, … and `back` parts 1, 3, …, of which the last one ends the prompt. The first token is expected after
     `seconds`."""
 
     back: AnyPartner
@@ -90,7 +90,7 @@ def plan_joint(
         and _can(other, num_tokens)
     ]
     plans = [
-        JointPlan(back, ends, predicted_s(front, back, num_tokens=num_tokens, ends=ends))
+        JointPlan(back, ends, expected_s(front, back, num_tokens=num_tokens, ends=ends))
         for back in nsmallest(MAX_PARTNERS, able, key=_rank)
         if (ends := part_ends(front, back, num_tokens=num_tokens))
     ]
@@ -132,6 +132,19 @@ def _share(front_rate: float, back_rate: float) -> float:
     return 0.5 if is_alike else front_rate / (front_rate + back_rate)
 
 
+def expected_s(front: Partner, back: Partner, *, num_tokens: int, ends: Sequence[int]) -> float:
+    """Until the first token: `predicted_s`, and as much more as turns with this back have taken of late."""
+    begins_s = _begins_s(front, num_tokens)
+    return begins_s + back.behind * (predicted_s(front, back, num_tokens=num_tokens, ends=ends) - begins_s)
+
+
+def times_predicted(front: Partner, back: Partner, *, num_tokens: int, ends: Sequence[int], took_s: float) -> float:
+    """How many times as long as predicted it took from the front's beginning to the first token; `took_s` counts from
+    the prompt's arrival."""
+    begins_s = _begins_s(front, num_tokens)
+    return (took_s - begins_s) / (predicted_s(front, back, num_tokens=num_tokens, ends=ends) - begins_s)
+
+
 def predicted_s(front: Partner, back: Partner, *, num_tokens: int, ends: Sequence[int]) -> float:
     """Until the first token. A part begins with the first group of layers of the last step of the one before, and
     computes its own last group when that one's has come."""
@@ -170,7 +183,7 @@ def _back_s(plan: JointPlan[AnyPartner], num_tokens: int) -> float:
 
 
 def _can(candidate: Partner, num_tokens: int) -> bool:
-    return candidate.reads_behind and ceil(num_tokens / candidate.layout.block_tokens) <= candidate.free_blocks
+    return candidate.behind > 0 and ceil(num_tokens / candidate.layout.block_tokens) <= candidate.free_blocks
 
 
 def _cached(front: Partner) -> int:

@@ -16,6 +16,7 @@ from services.router.block_index import Match
 from services.router.busy_share import BusyShare
 from services.router.circuit import Circuit
 from services.router.first_gap import FirstGaps
+from services.router.lateness import Lateness
 from services.router.placement import Candidate
 from services.router.step_times import StepTimes
 
@@ -82,6 +83,8 @@ class Member:
     busy: BusyShare = field(default_factory=BusyShare)
     steps: StepTimes = field(default_factory=StepTimes)
     first_gaps: FirstGaps = field(default_factory=FirstGaps)
+    lateness: Lateness = field(default_factory=Lateness)
+    """Where it reads behind others."""
     circuit: Circuit = field(default_factory=Circuit)
 
     @property
@@ -183,7 +186,7 @@ class Member:
             rate_doubt=rate_doubt,
             step_doubt=1.0 if active_sequences else _doubt(now - self.step_at),
             step_tokens=record.step_tokens,
-            reads_behind=record.reads_behind,
+            behind=self.lateness.value(now) if record.reads_behind else 0.0,
         )
 
     def check_invariants(self) -> None:

@@ -94,8 +94,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
     step_tokens: int = 0
     """Of prompts that one step computes at most; 0: not told."""
-    reads_behind: bool = False
-    """It may read a prompt together with another instance."""
+    behind: float = 0.0
+    """Times as long as predicted that it takes to read a prompt behind another instance; 0: it never does."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""

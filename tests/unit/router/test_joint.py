@@ -32,7 +32,7 @@ def candidate(name: str, role: Role = "prefill", **changes: Any) -> Candidate:
         prefill_tokens_per_s=1000.0,
         link_speeds=FAST,
         step_tokens=2000,
-        reads_behind=role == "prefill",
+        behind=float(role == "prefill"),
     )
     return replace(idle, **changes)
 
@@ -144,7 +144,7 @@ def test_of_several_that_could_follow_the_first_to_be_free_is_taken_and_of_those
 
 @pytest.mark.parametrize(
     "lacks",
-    [{"queued_tokens": 8000}, {"reads_behind": False}, {"step_tokens": 0}, {"free_blocks": 1999}],
+    [{"queued_tokens": 8000}, {"behind": 0.0}, {"step_tokens": 0}, {"free_blocks": 1999}],
 )
 def test_both_must_be_able_and_have_room(lacks: dict[str, Any]) -> None:
     assert pair(P0, replace(P1, **lacks))[0] == ""
@@ -154,7 +154,7 @@ def test_both_must_be_able_and_have_room(lacks: dict[str, Any]) -> None:
 def test_the_chosen_one_must_be_able_too() -> None:
     warm = replace(P0, cached_tokens=6000)
     assert pair(warm, P1) == ("p0", "p1")
-    assert pair(replace(warm, reads_behind=False), P1) == ("", "p0")
+    assert pair(replace(warm, behind=0.0), P1) == ("", "p0")
     assert pair(replace(warm, free_blocks=1999), P1) == ("", "p0")
 
 
@@ -244,7 +244,7 @@ CANDIDATES = st.builds(
     turnover=st.floats(0, 3),
     step_tokens=st.integers(0, 3000),
     prefill_tokens_per_s=st.sampled_from([0.0, 300.0, 1000.0]),
-    reads_behind=st.booleans(),
+    behind=st.sampled_from([0.0, 1.0, 1.5]),
     held_tokens=BLOCKS,
     link_speeds=st.sampled_from([{}, FAST]),
 )
