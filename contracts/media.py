@@ -19,6 +19,10 @@ MAX_PROMPT_BYTES = 48 * 1024 * 1024
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """As Pillow calls them; of moving ones the first picture. No other decoder of Pillow's sees what a client sent."""
 
+MAX_ASPECT = 100
+"""Processors enlarge the shorter side to the tower's size, and the longer one with it: a strip of a few pixels would
+become gigabytes."""
+
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
 Images = Annotated[list[Image], Meta(max_length=MAX_IMAGES)]
@@ -42,6 +46,11 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
+
+
+def is_strip(width: int, height: int) -> bool:
+    """One that nobody reads."""
+    return max(width, height) > MAX_ASPECT * min(width, height)
 
 
 def digest_of(image: bytes) -> bytes:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from contracts.media import FORMATS, TURNED_FORMATS, digest_of
+from contracts.media import FORMATS, TURNED_FORMATS, digest_of, is_strip
 from engine.errors import ModelError, RequestError
 from engine.model_folder import LOAD_ERRORS, first_line
 from engine.vision.given import Picture, Pixels
@@ -33,6 +33,8 @@ class ImageReader:
             with Image.open(BytesIO(data), formats=FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MAX_PIXELS}")
+                if is_strip(opened.width, opened.height):
+                    raise ValueError(f"{opened.width} x {opened.height} pixels are a strip")
                 image = ImageOps.exif_transpose(opened) if opened.format in TURNED_FORMATS else opened
                 return self.picture_of(image.convert("RGB"))
         except _DECODE_ERRORS as exc:

@@ -264,6 +264,8 @@ def test_places_that_are_not_those_of_images_are_refused(llava: Llava, moved: in
         assert engine.image_reader is not None
         with pytest.raises(RequestError, match="cannot be read"):
             engine.image_reader.read([b"no image", picture(1)])
+        with pytest.raises(RequestError, match="are a strip"):  # not turned into a gigabyte first
+            engine.image_reader.read([picture(1, size=(1, 101))])
         assert not engine.has_work()
 
 

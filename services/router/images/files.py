@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from contracts.media import FORMATS, MAX_PROMPT_BYTES, ORIENTATION_TAG, TURNED_FORMATS, digest_of
+from contracts.media import FORMATS, MAX_ASPECT, MAX_PROMPT_BYTES, ORIENTATION_TAG, TURNED_FORMATS, digest_of, is_strip
 from services.router.images.limits import ImageLimits, refused, too_long
 
 _INLINE_CHARS = 64 * 1024
@@ -107,4 +107,6 @@ def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
         raise refused(
             f"an image has {width * height} pixels; at most {limits.max_pixels} are read (--max-image-pixels)"
         )
+    if is_strip(width, height):
+        raise refused(f"an image of {width} x {height} pixels: one side may be {MAX_ASPECT} times the other at most")
     return ImageFile(digest_of(data), data, width, height)

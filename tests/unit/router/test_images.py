@@ -281,6 +281,7 @@ def test_files_of_images_within_urls(kind: str) -> None:
         (f"data:image/svg+xml;base64,{base64.b64encode(b'<svg/>').decode()}", "none of PNG"),
         (data_url(picture(1, size=(40, 30))), "1200 pixels"),
         (data_url(picture(1, kind="BMP", size=(30, 30))), "more than 2000 bytes"),
+        (data_url(picture(1, size=(1, 101))), "1 x 101 pixels: one side may be 100 times"),
         ("ftp://example.org/a.png", "begins with data:"),
         ("file:/etc/hostname", "--allowed-local-media-path"),
         ("https://example.org/a.png", "--allowed-media-domains"),
