@@ -49,7 +49,7 @@ prefixes, several images, handoff to an engine without a tower, preemption, repl
 (through router, prefill, transfer and decode, and after a decode instance was killed). Prefill and unified instances of
 one rank load the tower; decode instances load the decoder alone, and so do instances of several ranks, which read text.
 With LLaVA an image is the same number of tokens whatever its size (576 for LLaVA 1.5), with LLaVA-NeXT its shape
-decides (up to 2,928 for 1.6).
+decides (up to 2,928 for 1.6). One side of an image may be 100 times the other at most.
 [Why so](adr/0013-images.md).
 
 LLaVA-OneVision, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, MiniCPM-V, Phi-3-vision, Pixtral and others are
