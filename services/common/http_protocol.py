@@ -1,6 +1,6 @@
 """HTTP/1.1 for an ASGI application, with what a server on an open network needs: heads of requests are bounded in size
-and time, idle connections in time; and with what a busy one wants: what one turn of the event loop writes leaves at its
-end.
+and time, bodies, idle connections and what comes after an answer in time; and with what a busy one wants: what one turn
+of the event loop writes leaves at its end.
 
 `httptools` parses, `Exchange` answers, uvicorn's `Server` accepts connections and waits for them when it stops.
 """
@@ -8,7 +8,6 @@ end.
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -17,18 +16,17 @@ import uvicorn
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
-from services.common.http_exchange import EXTENSION, App, Exchange, Scope
+from services.common.http_exchange import EXTENSION, App, Exchange, Message, Scope
+from services.common.http_limits import HttpLimits
+from services.common.http_slots import Slot
+from services.common.late_timer import LateTimer
 from services.common.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLimits:
-    """Of the request line and the headers of one request."""
-
-    max_bytes: int = 64 * 1024
-    timeout_s: float = 10.0
+_REFUSAL = "baton.refusal"
+_NO_HOST = b"A request of HTTP/1.1 has one Host header."
 
 
 class HttpProtocol(asyncio.Protocol):
@@ -38,28 +36,28 @@ class HttpProtocol(asyncio.Protocol):
         self,
         config: uvicorn.Config,
         server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: HeadLimits,
+        limits: HttpLimits,
         writes: TurnWrites,
+        slot: Slot,
     ) -> None:
-        """All but `limits` and `writes` are what uvicorn's server gives."""
+        """`config` and `server_state` are of uvicorn's server. `slot` is released when the connection has ended."""
         self.is_write_paused = False
         self._app = cast(App, config.loaded_app)
         self._root_path = config.root_path
-        self._idle_s = config.timeout_keep_alive
         self._server = server_state
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._writes = writes
+        self._slot = slot
         self._parser = self._new_parser()
         self._is_in_head = True
         self._num_heads = 0
+        self._num_hosts = 0
         self._head_bytes = 0
-        self._too_slow: asyncio.TimerHandle | None = None
-        self._idle_since: float | None = None
-        self._idle: asyncio.TimerHandle | None = None
+        self._head_since = 0.0
+        self._timer = LateTimer(self._loop)
+        """Of what the client has to do next."""
         self._url = b""
         self._target: tuple[bytes, dict[str, Any]] = (b"", {})
         self._headers: list[tuple[bytes, bytes]] = []
@@ -69,6 +67,11 @@ class HttpProtocol(asyncio.Protocol):
         self._waiting: deque[tuple[Exchange, Scope]] = deque()
         self._is_read_paused = False
         self._is_ending = False
+        self._is_deaf = False
+        """What comes is not even parsed: the connection is about to be closed."""
+        self._lingers_until: float | None = None
+        """An answer was sent, and something that is discarded still comes."""
+        self._lingering_bytes = 0
         self._writability: asyncio.Event | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -84,23 +87,26 @@ class HttpProtocol(asyncio.Protocol):
             "scheme": "https" if is_ssl(self._transport) else "http",
             "root_path": self._root_path,
         }
-        self._watch_head()
+        self._slot.on_evicted = self._transport.abort
+        self._timer.set(self._loop.time() + self._limits.head_timeout_s, self._on_slow_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(cast(Any, self))
-        self._head_is_over()
-        if self._idle is not None:
-            self._idle.cancel()
-        self._waiting.clear()
-        for exchange in {self._answering, self._receiving} - {None}:
-            assert exchange is not None
-            exchange.on_lost()
-        self._answering = self._receiving = None
+        self._slot.release()
+        self._timer.close()
+        self._give_up_exchanges()
         self.resume_writing()
         del self._parser  # it knows this connection: there is no cycle to collect
 
     def data_received(self, data: bytes) -> None:
-        self._idle_since = None
+        if self._lingers_until is not None:
+            self._lingering_bytes += len(data)
+            if self._lingering_bytes > self._limits.lingering_bytes:
+                self._close()
+                return
+        if self._is_deaf:
+            self._await_input()
+            return
         num_heads, is_body = self._num_heads, not self._is_in_head
         try:
             self._feed(data)
@@ -108,11 +114,13 @@ class HttpProtocol(asyncio.Protocol):
             self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
             return
         if self._num_heads == num_heads and not is_body:
+            if not self._head_bytes:
+                self._head_since = self._loop.time()
             self._head_bytes += len(data)
-            if self._head_bytes > self._limits.max_bytes:
-                self._refuse_head(b"431 Request Header Fields Too Large")
-            elif self._too_slow is None:
-                self._watch_head()
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._refuse(b"431 Request Header Fields Too Large")
+                return
+        self._await_input()
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -137,6 +145,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
+        self._num_hosts = 0
         self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
@@ -147,7 +156,9 @@ class HttpProtocol(asyncio.Protocol):
             return  # what follows a chunked body is of no use to anybody here
         name = name.lower()
         self._headers.append((name, value))
-        if name == b"expect":
+        if name == b"host":
+            self._num_hosts += 1
+        elif name == b"expect":
             self._expects_continue = value.lower() == b"100-continue"
 
     def on_headers_complete(self) -> None:
@@ -155,7 +166,7 @@ class HttpProtocol(asyncio.Protocol):
             return  # `_feed` reads it again
         self._is_in_head = False
         self._num_heads += 1
-        self._head_is_over()
+        self._head_bytes = 0
         version, method = self._parser.get_http_version(), self._parser.get_method().decode("ascii")
         exchange = Exchange(
             self,
@@ -168,6 +179,9 @@ class HttpProtocol(asyncio.Protocol):
         scope["http_version"], scope["method"], scope["headers"] = version, method, self._headers
         scope["extensions"] = {EXTENSION: exchange}
         self._receiving = exchange
+        if self._num_hosts != 1 and (self._num_hosts or version != "1.0"):
+            exchange.keeps_alive = False
+            scope[_REFUSAL] = _NO_HOST
         if self._answering is None:
             self._start(exchange, scope)
         else:
@@ -183,6 +197,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._receiving is not None:
             self._receiving.on_received()
             self._receiving = None
+            self._lingers_until = None
 
     # What exchanges ask for.
 
@@ -207,6 +222,8 @@ class HttpProtocol(asyncio.Protocol):
         if self._is_read_paused and not self._waiting:
             self._is_read_paused = False
             self._transport.resume_reading()
+        if not self._timer.is_set:
+            self._await_input()
 
     def break_off(self) -> None:
         if self.is_write_paused:
@@ -217,15 +234,17 @@ class HttpProtocol(asyncio.Protocol):
     def completed(self, exchange: Exchange) -> None:
         self._answering = None
         if self._is_ending or not exchange.keeps_alive:
-            self._close()
+            if self._receiving is None and not self._is_deaf:
+                self._close()
+            else:
+                self._linger_and_close()
             return
         if self._waiting:
             self._start(*self._waiting.popleft())
-        else:
-            self._idle_since = self._loop.time()
-            if self._idle is None:
-                self._idle = self._loop.call_later(self._idle_s, self._look_at_idleness)
+        elif self._receiving is not None:
+            self._linger()
         self.resume_reading()
+        self._await_input()
 
     def _feed(self, data: bytes) -> None:
         """Who asks for another protocol (h2c, say) is answered in this one. The parser takes what follows such a head
@@ -252,12 +271,73 @@ class HttpProtocol(asyncio.Protocol):
         return parser
 
     def _close(self) -> None:
+        """What is not written yet gets some time to leave."""
         self._unsent.flush()
         self._transport.close()
+        self._slot.idles()
+        self._timer.set(self._loop.time() + self._limits.send_timeout_s, self._transport.abort)
+
+    def _linger(self) -> None:
+        """What comes from now on belongs to a request that was answered before it was whole."""
+        self._lingers_until = self._loop.time() + self._limits.lingering_time_s
+        self._lingering_bytes = 0
+
+    def _linger_and_close(self) -> None:
+        """As `_close`, for a client that still sends: were the connection closed at once, TCP would reset it, and the
+        client would lose the answer."""
+        self._unsent.flush()
+        if self._transport.is_closing():
+            return
+        self._is_deaf = True
+        self._linger()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._waiting.clear()
+        self.resume_reading()
+        self._await_input()
+
+    def _await_input(self) -> None:
+        """Set the time by which the client has to send something, and what this connection counts for."""
+        now, limits = self._loop.time(), self._limits
+        if self._transport.is_closing():
+            return
+        if self._lingers_until is not None:
+            self._slot.idles()
+            self._timer.set(min(now + limits.lingering_timeout_s, self._lingers_until), self._close)
+        elif self._receiving is not None or self._answering is not None:
+            self._slot.works()
+            exchange = self._receiving
+            if exchange is None or self._is_read_paused or exchange.expects_continue:
+                self._timer.clear()
+            else:
+                self._timer.set(now + limits.body_timeout_s, self._on_slow_body)
+        elif self._head_bytes:
+            self._slot.opens()
+            self._timer.set(self._head_since + limits.head_timeout_s, self._on_slow_head)
+        else:
+            self._slot.idles()
+            self._timer.set(now + limits.keep_alive_s, self._close)
+
+    def _on_slow_head(self) -> None:
+        self._refuse(b"408 Request Timeout")
+
+    def _on_slow_body(self) -> None:
+        self._refuse(
+            b"408 Request Timeout",
+            b"Nothing of the request's body came for %g seconds." % self._limits.body_timeout_s,
+        )
+
+    def _give_up_exchanges(self) -> None:
+        self._waiting.clear()
+        for exchange in {self._answering, self._receiving} - {None}:
+            assert exchange is not None
+            exchange.on_lost()
+        self._answering = self._receiving = None
 
     def _start(self, exchange: Exchange, scope: Scope) -> None:
         self._answering = exchange
-        task = self._loop.create_task(exchange.run(self._app, scope))
+        app = _refuse_head if _REFUSAL in scope else self._app
+        task = self._loop.create_task(exchange.run(app, scope))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
 
@@ -275,38 +355,25 @@ class HttpProtocol(asyncio.Protocol):
             self._target = (url, found)
         return self._target[1]
 
-    def _look_at_idleness(self) -> None:
-        """One timer a connection, not one a request."""
-        self._idle = None
-        if self._idle_since is None:
-            return
-        rest_s = self._idle_since + self._idle_s - self._loop.time()
-        if rest_s <= 0:
-            self._close()
-        else:
-            self._idle = self._loop.call_later(rest_s, self._look_at_idleness)
-
-    def _watch_head(self) -> None:
-        self._too_slow = self._loop.call_later(self._limits.timeout_s, self._refuse_head, b"408 Request Timeout")
-
-    def _head_is_over(self) -> None:
-        self._head_bytes = 0
-        if self._too_slow is not None:
-            self._too_slow.cancel()
-            self._too_slow = None
-
-    def _refuse_head(self, status: bytes) -> None:
-        """One that comes while an answer is on its way may wait for its end."""
-        self._head_is_over()
-        if self._answering is None:
-            self._refuse(status)
-
     def _refuse(self, status: bytes, reason: bytes = b"") -> None:
-        """Where an answer has begun it may end: nothing is written into it."""
-        if self._answering is not None and self._answering.is_started:
-            self._is_ending = True
+        """Close the connection with an answer. The answer to an earlier request may end before, and takes its place."""
+        if self._answering is not None and self._answering is not self._receiving:
+            self._is_ending = self._is_deaf = True
+            self._receiving = None
+            self._timer.clear()
+        elif self._answering is not None and self._answering.is_started:
+            self._transport.abort()  # nothing can be written into an answer that has begun
         elif not self._transport.is_closing():
             length = str(len(reason)).encode()
             lines = (b"HTTP/1.1 " + status, b"connection: close", b"content-length: " + length, b"", reason)
             self.write(b"\r\n".join(lines))
-            self._close()
+            self._give_up_exchanges()
+            self._linger_and_close()
+
+
+async def _refuse_head(scope: Scope, receive: Any, send: Any) -> None:
+    reason: bytes = scope[_REFUSAL]
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(reason)).encode())]
+    start: Message = {"type": "http.response.start", "status": 400, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": reason})

@@ -5,13 +5,15 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
 from services.common.errors import ConfigurationError
-from services.common.http_protocol import HeadLimits, HttpProtocol
+from services.common.http_limits import HttpLimits, affordable_connections
+from services.common.http_listener import Listener
+from services.common.http_protocol import HttpProtocol
+from services.common.http_slots import Slot, Slots
 from services.common.listening import bind_tcp
 from services.common.turn_writes import TurnWrites
 
@@ -30,7 +32,7 @@ class HttpServer:
         ssl_keyfile: str | None = None,
         ssl_certfile: str | None = None,
         root_path: str = "",
-        head_limits: HeadLimits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         """Raises `ConfigurationError` for a key and a certificate that cannot be used."""
         _check_tls(ssl_keyfile, ssl_certfile)
@@ -38,10 +40,7 @@ class HttpServer:
         self.port = port
         config = uvicorn.Config(
             app,
-            http=cast(
-                type[asyncio.Protocol],
-                partial(HttpProtocol, limits=head_limits or HeadLimits(), writes=TurnWrites()),
-            ),
+            http=cast(type[asyncio.Protocol], HttpProtocol),
             proxy_headers=False,
             log_config=None,
             access_log=False,
@@ -51,7 +50,7 @@ class HttpServer:
             ssl_certfile=ssl_certfile,
             root_path=root_path,
         )
-        self._server = _QuietServer(config)
+        self._server = _Server(config, limits or HttpLimits())
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, *, shares_port: bool = False) -> None:
@@ -93,15 +92,37 @@ def _check_tls(keyfile: str | None, certfile: str | None) -> None:
         raise ConfigurationError(f"{files} cannot be used: {exc.strerror or exc}") from exc
 
 
-class _QuietServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+class _Server(uvicorn.Server):
+    """uvicorn's, with this repository's way to accept connections."""
+
+    def __init__(self, config: uvicorn.Config, limits: HttpLimits) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._limits = limits
+        self._writes = TurnWrites()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        limits = self._limits
+        slots = Slots(affordable_connections(limits.max_connections), limits.max_connections_per_address)
+        listeners = [
+            Listener(
+                listening,
+                self._protocol,
+                slots=slots,
+                tls=self.config.ssl,
+                handshake_timeout_s=limits.head_timeout_s,
+            )
+            for listening in sockets or ()
+        ]
+        for listener in listeners:
+            listener.start()
+        self.servers = cast(list[asyncio.base_events.Server], listeners)
+        self.started = True
         self.ready.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def _protocol(self, slot: Slot) -> HttpProtocol:
+        return HttpProtocol(self.config, self.server_state, limits=self._limits, writes=self._writes, slot=slot)

@@ -76,13 +76,16 @@ def exchange_of(scope: Scope) -> Exchange | None:
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Raises `RequestTooLargeError`, after reading to the end: a client that still sends would not see the answer."""
-    limits = RequestContext.of(scope).limits
+    context = RequestContext.of(scope)
+    limits = context.limits
     limit = limits.max_body_bytes
     chunks: list[bytes] = []
     size = 0
     deadline = asyncio.get_running_loop().time() + limits.slow_client_s
     while True:
-        message = await receive() if not chunks else await _soon(receive, deadline, limits)
+        # The server itself waits only so long for the first piece, which is mostly all and mostly there.
+        is_timed = context.exchange is not None and not chunks
+        message = await receive() if is_timed else await _soon(receive, deadline, limits)
         if message["type"] == "http.disconnect":
             break
         chunk = message.get("body", b"")

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from services.common.cluster_key import read_cluster_key
 from services.common.configuration import load_settings
 from services.common.errors import ConfigurationError
-from services.common.http_protocol import HeadLimits
+from services.common.http_limits import HttpLimits
 from services.common.http_server import AsgiApp, HttpServer
 from services.common.lifecycle import Lifecycle, run
 from services.common.logs import configure_logs
@@ -106,7 +106,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         root_path=settings.root_path,
-        head_limits=HeadLimits(max_bytes=settings.max_header_bytes, timeout_s=settings.header_timeout_s),
+        limits=http_limits(settings),
     )
     try:
         await cluster.start()
@@ -135,6 +135,20 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
         ", ".join(name for frontend in models.frontends for name in frontend.names()),
         settings.host,
         server.port,
+    )
+
+
+def http_limits(settings: RouterSettings) -> HttpLimits:
+    return HttpLimits(
+        max_head_bytes=settings.max_header_bytes,
+        head_timeout_s=settings.header_timeout_s,
+        body_timeout_s=settings.body_timeout_s,
+        keep_alive_s=settings.keep_alive_timeout_s,
+        send_timeout_s=settings.slow_client_s,
+        lingering_time_s=settings.lingering_time_s,
+        lingering_timeout_s=settings.lingering_timeout_s,
+        max_connections=settings.max_connections,
+        max_connections_per_address=settings.max_connections_per_address,
     )
 
 

@@ -161,9 +161,41 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(description="greatest head of a request: its first line and headers", ge=1024)
     ] = 64 * 1024
     header_timeout_s: Annotated[float, Meta(description="time for the head of a request to arrive", gt=0)] = 10.0
+    body_timeout_s: Annotated[
+        float, Meta(description="time between two parts of a request's body, and for its first part", gt=0)
+    ] = 30.0
     slow_client_s: Annotated[
-        float, Meta(description="time for a body to arrive, and for a client to take what it is sent", gt=0)
+        float, Meta(description="time for a whole body to arrive, and for a client to take what it is sent", gt=0)
     ] = 60.0
+    keep_alive_timeout_s: Annotated[
+        float,
+        Meta(
+            description="time for which a connection without a request stays open",
+            gt=0,
+            extra={"aliases": ["--timeout-keep-alive"]},
+        ),
+    ] = 75.0
+    lingering_time_s: Annotated[
+        float,
+        Meta(description="time for which the rest of a request that was answered early is read and discarded", gt=0),
+    ] = 30.0
+    lingering_timeout_s: Annotated[float, Meta(description="time between two parts of such a rest", gt=0)] = 5.0
+    max_connections: Annotated[
+        int,
+        Meta(
+            description="connections of one process, at most three quarters of its file descriptors (ulimit -n); beyond"
+            " it idle ones are closed, then others get status 503",
+            ge=1,
+        ),
+    ] = 8192
+    max_connections_per_address: Annotated[
+        int,
+        Meta(
+            description="connections of one process from one address, beyond it others get status 503; 0: any number,"
+            " as behind a proxy, which has one address for all its clients",
+            ge=0,
+        ),
+    ] = 0
     beam_search_max_tokens: Annotated[
         int, Meta(description="tokens of an answer found by beam search where the request states none", ge=1)
     ] = 256

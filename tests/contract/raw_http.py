@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.common.http_protocol import HeadLimits
+from services.common.http_limits import HttpLimits
 from services.common.http_server import HttpServer
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def talk(served: Any, body: Talk, limits: HeadLimits | None = None) -> None:
+def talk(served: Any, body: Talk, limits: HttpLimits | None = None) -> None:
     """For at most ten seconds; then the server is closed."""
 
     async def scenario() -> None:
-        server = HttpServer(served, host="127.0.0.1", port=0, head_limits=limits)
+        server = HttpServer(served, host="127.0.0.1", port=0, limits=limits)
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         async with asyncio.timeout(10):

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from services.common.http_protocol import HeadLimits
+from services.common.http_limits import HttpLimits
 from tests.contract.raw_http import talk
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -36,7 +36,7 @@ def test_a_head_without_end_is_cut_off() -> None:
         writer.write(b"GET / HTTP/1.1\r\n" + b"x-a: b\r\n" * 1000)
         assert (await reader.read()).startswith(b"HTTP/1.1 431")
 
-    talk(app, body, HeadLimits(max_bytes=1000))
+    talk(app, body, HttpLimits(max_head_bytes=1000))
 
 
 def test_a_head_that_takes_for_ever_is_not_waited_for() -> None:
@@ -44,7 +44,7 @@ def test_a_head_that_takes_for_ever_is_not_waited_for() -> None:
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
-    talk(app, body, HeadLimits(timeout_s=0.05))
+    talk(app, body, HttpLimits(head_timeout_s=0.05))
 
 
 def test_an_answer_may_take_as_long_as_it_likes() -> None:
@@ -59,7 +59,7 @@ def test_an_answer_may_take_as_long_as_it_likes() -> None:
         writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
         assert b"408" not in await reader.readuntil(b"0\r\n\r\n")
 
-    talk(slow, body, HeadLimits(timeout_s=0.3))
+    talk(slow, body, HttpLimits(head_timeout_s=0.3))
 
 
 def test_a_body_is_no_head_and_an_answer_to_it_may_take_its_time() -> None:
@@ -78,7 +78,7 @@ def test_a_body_is_no_head_and_an_answer_to_it_may_take_its_time() -> None:
                 writer.write(bytes(3000))
             assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
 
-    talk(slow, body, HeadLimits(max_bytes=1000, timeout_s=0.3))
+    talk(slow, body, HttpLimits(max_head_bytes=1000, head_timeout_s=0.3))
 
 
 def test_a_next_head_that_takes_for_ever_is_not_waited_for() -> None:
@@ -88,7 +88,7 @@ def test_a_next_head_that_takes_for_ever_is_not_waited_for() -> None:
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
-    talk(app, body, HeadLimits(timeout_s=0.3))
+    talk(app, body, HttpLimits(head_timeout_s=0.3))
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -134,4 +134,4 @@ def test_heads_without_end_are_cut_off_whatever_they_ask_for() -> None:
         writer.write(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + b"x-a: b\r\n" * 1000)
         assert (await reader.read()).startswith(b"HTTP/1.1 431")
 
-    talk(app, body, HeadLimits(max_bytes=1000))
+    talk(app, body, HttpLimits(max_head_bytes=1000))

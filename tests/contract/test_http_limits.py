@@ -1,0 +1,477 @@
+"""Clients that are slow, that send what nobody reads, or that come in too great a number."""
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from services.common.http_limits import HttpLimits, affordable_connections
+from services.common.http_listener import Listener
+from services.common.http_server import HttpServer
+from services.common.http_slots import Slots
+
+REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+SOON_S = 0.1
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """What has to end within ten seconds."""
+
+    def run(scenario: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(asyncio.wait_for(scenario, 10))
+
+    return run
+
+
+async def answer(send: Any, status: int, text: bytes) -> None:
+    headers = [(b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Without a look at the body, as for a request without a key or to a path that does not exist."""
+    await answer(send, 401, b"no")
+
+
+async def done(scope: Any, receive: Any, send: Any) -> None:
+    await answer(send, 200, b"done")
+
+
+class Echo:
+    def __init__(self) -> None:
+        self.endings: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.endings.append("disconnect")
+                return
+            body, more = body + message["body"], message["more_body"]
+        self.endings.append("whole")
+        await answer(send, 200, body)
+
+
+class Held:
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.two_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_asked += 1
+        if self.num_asked == 2:
+            self.two_asked.set()
+        await self.may_answer.wait()
+        await answer(send, 200, b"done")
+
+
+@asynccontextmanager
+async def serving(app: Any, **limits: Any) -> AsyncIterator[Callable[[], Awaitable[Client]]]:
+    """What opens a connection."""
+    server = HttpServer(app, host="127.0.0.1", port=0, limits=HttpLimits(**limits))
+    await server.start()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect() -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writers.append(writer)
+        return reader, writer
+
+    try:
+        yield connect
+    finally:
+        for writer in writers:
+            writer.close()
+        await server.close(grace_s=2.0)
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """All until the other end closes, however it does."""
+    found = b""
+    try:
+        while data := await reader.read(65536):
+            found += data
+    except ConnectionError:
+        pass
+    return found
+
+
+async def trickle(writer: asyncio.StreamWriter, gap_s: float, piece: bytes = b"x") -> None:
+    """One piece after the other, until the other end closes."""
+    try:
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(gap_s)
+    except ConnectionError:
+        pass
+
+
+def test_a_body_of_which_nothing_comes_is_not_waited_for(run: Run) -> None:
+    async def scenario() -> None:
+        app = Echo()
+        async with serving(app, body_timeout_s=SOON_S) as connect:
+            reader, writer = await connect()
+            writer.write(POST % 4)
+            found = await rest(reader)
+            assert found.startswith(b"HTTP/1.1 408") and b"connection: close" in found
+        assert app.endings == ["disconnect"]
+
+    run(scenario())
+
+
+def test_a_body_that_stops_is_not_waited_for(run: Run) -> None:
+    async def scenario() -> None:
+        app = Echo()
+        async with serving(app, body_timeout_s=SOON_S) as connect:
+            for begin in (POST % 4 + b"ab", b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n4\r\na"):
+                reader, writer = await connect()
+                writer.write(begin)
+                assert (await rest(reader)).startswith(b"HTTP/1.1 408")
+        assert app.endings == ["disconnect"] * 2
+
+    run(scenario())
+
+
+def test_a_body_that_keeps_coming_is_waited_for(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(Echo(), body_timeout_s=0.5) as connect:
+            reader, writer = await connect()
+            writer.write(POST % 8)
+            for _ in range(8):
+                await asyncio.sleep(0.1)
+                writer.write(b"x")
+            assert (await reader.readuntil(b"x" * 8)).startswith(b"HTTP/1.1 200")
+
+    run(scenario())
+
+
+def test_a_body_that_the_server_does_not_read_yet_is_not_too_slow(run: Run) -> None:
+    async def scenario() -> None:
+        async def late(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.sleep(4 * SOON_S)
+            await Echo()(scope, receive, send)
+
+        async with serving(late, body_timeout_s=SOON_S) as connect:
+            reader, writer = await connect()
+            writer.write(POST % 400_000 + bytes(400_000))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            reader, writer = await connect()
+            writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 100")
+            writer.write(b"ab")
+            assert (await reader.readuntil(b"ab")).count(b"HTTP/1.1 200") == 1
+
+    run(scenario())
+
+
+def test_the_rest_of_an_answered_request_is_not_waited_for(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(refuse, lingering_timeout_s=SOON_S) as connect:
+            for fields in (b"", b"connection: close\r\n", b"expect: 100-continue\r\n"):
+                reader, writer = await connect()
+                writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\n" + fields + b"content-length: 9\r\n\r\nab")
+                assert (await rest(reader)).startswith(b"HTTP/1.1 401")
+
+    run(scenario())
+
+
+def test_the_rest_of_an_answered_request_is_not_read_for_ever(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(refuse, lingering_time_s=4 * SOON_S, lingering_timeout_s=2 * SOON_S) as connect:
+            reader, writer = await connect()
+            writer.write(POST % 10**9)
+            sending = asyncio.create_task(trickle(writer, SOON_S / 2))
+            assert (await rest(reader)).startswith(b"HTTP/1.1 401")
+            await sending
+
+    run(scenario())
+
+
+def test_the_rest_of_an_answered_request_is_bounded_in_bytes(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(refuse, lingering_bytes=1_000_000) as connect:
+            for fields in (b"", b"connection: close\r\n"):
+                reader, writer = await connect()
+                writer.write(b"POST /x HTTP/1.1\r\nhost: a\r\n" + fields + b"content-length: 1000000000\r\n\r\n")
+                sending = asyncio.create_task(trickle(writer, 0, bytes(100_000)))
+                assert (await rest(reader)).startswith(b"HTTP/1.1 401")
+                await sending
+
+    run(scenario())
+
+
+def test_a_connection_lives_on_when_the_rest_of_an_answered_request_has_come(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(refuse, lingering_timeout_s=1.0) as connect:
+            reader, writer = await connect()
+            for _ in range(3):
+                writer.write(POST % 4)
+                assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401")
+                writer.write(b"body")
+            writer.write(REQUEST)
+            assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401")
+
+    run(scenario())
+
+
+def test_who_still_sends_when_it_is_refused_gets_the_answer(run: Run) -> None:
+    """A connection that is closed with unread data is reset, and what was written last is lost."""
+
+    async def scenario() -> None:
+        async with serving(refuse, max_head_bytes=1000) as connect:
+            for begin, status in (
+                (b"POST /x HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 3000000\r\n\r\n", b"401"),
+                (b"GET / HTTP/1.1\r\nx-a: ", b"431"),
+                (b"rubbish\r\n\r\n", b"400"),
+            ):
+                reader, writer = await connect()
+                writer.write(begin)
+                for _ in range(30):
+                    writer.write(b"a" * 100_000)
+                    await writer.drain()
+                assert (await rest(reader)).startswith(b"HTTP/1.1 " + status)
+
+    run(scenario())
+
+
+def test_an_idle_connection_is_closed_and_one_that_is_used_is_not(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(done, keep_alive_s=3 * SOON_S) as connect:
+            reader, writer = await connect()
+            for _ in range(6):
+                await asyncio.sleep(SOON_S)
+                writer.write(REQUEST)
+                await reader.readuntil(b"done")
+            assert await rest(reader) == b""
+
+    run(scenario())
+
+
+def test_a_client_that_does_not_take_its_answer_is_given_up(run: Run) -> None:
+    async def scenario() -> None:
+        async def much(scope: Any, receive: Any, send: Any) -> None:
+            await answer(send, 200, bytes(30_000_000))
+
+        async with serving(much, keep_alive_s=SOON_S, send_timeout_s=SOON_S) as connect:
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            await asyncio.sleep(5 * SOON_S)
+            assert len(await rest(reader)) < 30_000_000
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        (b"", b"400"),
+        (b"host: a\r\nhost: a\r\n", b"400"),
+        (b"host: a\r\nHOST: b\r\n", b"400"),
+        (b"host: a\r\n", b"200"),
+        (b"host:\r\n", b"200"),
+    ],
+)
+def test_a_request_has_one_host(run: Run, fields: bytes, status: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(done) as connect:
+            reader, writer = await connect()
+            writer.write(b"GET / HTTP/1.1\r\nconnection: close\r\n" + fields + b"\r\n")
+            assert (await rest(reader)).startswith(b"HTTP/1.1 " + status)
+            if not fields:
+                reader, writer = await connect()
+                writer.write(b"GET / HTTP/1.0\r\n\r\n")
+                assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+
+    run(scenario())
+
+
+def test_heads_that_do_not_end_shut_nobody_out(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(done, max_connections=8) as connect:
+            halves = [await connect() for _ in range(20)]
+            for _, writer in halves:
+                writer.write(REQUEST[:10])
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+            assert await rest(halves[0][0]) == b""
+
+    run(scenario())
+
+
+def test_the_connection_that_was_idle_longest_makes_room_first(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(done, max_connections=3) as connect:
+            clients = [await connect() for _ in range(3)]
+            for reader, writer in (clients[1], clients[0]):
+                writer.write(REQUEST)
+                await reader.readuntil(b"done")
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            await reader.readuntil(b"done")
+            assert await rest(clients[1][0]) == b""
+            for reader, writer in (clients[0], clients[2]):
+                writer.write(REQUEST)
+                await reader.readuntil(b"done")
+
+    run(scenario())
+
+
+def test_beyond_the_limit_of_connections_that_work_others_are_refused(run: Run) -> None:
+    async def scenario() -> None:
+        app = Held()
+        async with serving(app, max_connections=2) as connect:
+            clients = [await connect() for _ in range(2)]
+            for _, writer in clients:
+                writer.write(REQUEST)
+            await app.two_asked.wait()
+            open_before = len(os.listdir("/proc/self/fd"))
+            for _ in range(5):
+                reader, writer = await connect()
+                found = await rest(reader)
+                assert found.startswith(b"HTTP/1.1 503") and b"connection: close" in found
+                writer.close()
+                await asyncio.sleep(0.01)
+            assert len(os.listdir("/proc/self/fd")) == open_before
+            app.may_answer.set()
+            for reader, _ in clients:
+                await reader.readuntil(b"done")
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            await reader.readuntil(b"done")
+
+    run(scenario())
+
+
+def test_an_address_has_a_limit_of_its_own(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(done, max_connections_per_address=2) as connect:
+            clients = [await connect() for _ in range(2)]
+            for reader, writer in clients:
+                writer.write(REQUEST)
+                await reader.readuntil(b"done")
+            assert (await rest((await connect())[0])).startswith(b"HTTP/1.1 503")
+            clients[0][1].close()
+            await clients[0][1].wait_closed()
+            while True:
+                reader, writer = await connect()
+                writer.write(REQUEST)
+                if (await reader.readline()).startswith(b"HTTP/1.1 200"):
+                    break
+
+    run(scenario())
+
+
+def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "tls.key", tmp_path / "tls.crt"
+    subject = ["-subj", "/CN=localhost", "-days", "2", "-nodes"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-keyout", str(key), "-out", str(certificate), *subject]
+    subprocess.run(made, check=True, capture_output=True)
+    trusted = ssl.create_default_context(cafile=str(certificate))
+
+    async def scenario() -> None:
+        server = HttpServer(
+            refuse,
+            host="127.0.0.1",
+            port=0,
+            ssl_keyfile=str(key),
+            ssl_certfile=str(certificate),
+            limits=HttpLimits(head_timeout_s=0.5, max_connections=2, lingering_timeout_s=SOON_S),
+        )
+        await server.start()
+        open_before = len(os.listdir("/proc/self/fd"))
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
+        assert await rest(silent[0][0]) == b""
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", server.port, ssl=trusted, server_hostname="localhost"
+        )
+        writer.write(POST % 9)
+        assert (await rest(reader)).startswith(b"HTTP/1.1 401")
+        for stream, other in silent:
+            assert await rest(stream) == b""
+            other.close()
+        writer.transport.abort()
+        await server.close()
+        assert len(os.listdir("/proc/self/fd")) <= open_before
+
+    run(scenario())
+
+
+class Exhausted(socket.socket):
+    """A process without free descriptors, for some time."""
+
+    num_failures = 0
+
+    def accept(self) -> Any:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_without_descriptors_nothing_is_accepted_until_there_are_some(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "services.common.http_listener")
+
+    async def scenario() -> None:
+        accepted = asyncio.Event()
+
+        class Greeting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted.set()
+                transport.close()
+
+        with Exhausted() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            listening.setblocking(False)
+            listening.num_failures = 3
+            slots = Slots(4)
+            idle = slots.admit("127.0.0.1")
+            assert idle is not None
+            listener = Listener(listening, lambda slot: Greeting(), slots=slots)
+            listener.start()
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            await accepted.wait()
+            writer.close()
+            listener.close()
+            await listener.wait_closed()
+
+    run(scenario())
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "Too many open files" in warnings[0]
+    assert [record.message for record in caplog.records][-1] == "connections are accepted again"
+
+
+def test_a_quarter_of_the_descriptors_is_for_other_things() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+        assert affordable_connections(8192) == 300
+        assert affordable_connections(200) == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
