@@ -42,8 +42,6 @@ WATCHED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "baton:held
 NUM_PROMPTS = 12
 NO_INSTANCE = '"code":"no_instance"'
 """Refused before it began, by a router that has seen no instance yet: all of them may be starting."""
-JOINT_ARGV = ["--max-num-batched-tokens", "48", "--kv-tail-parts", "2"]
-"""Of instances whose prompts two read: several parts, handed on by layer."""
 ROUTER_GRACE_S = 10.0
 """So long after a router was killed or thawed a broken stream is counted as its own."""
 
@@ -102,7 +100,7 @@ class Tally:
     disturbances: Counter[str] = field(default_factory=Counter)
 
 
-def members(folder: Path, registry: str, *, threads: int, joint_min_tokens: int) -> list[Member]:
+def members(folder: Path, registry: str, *, threads: int) -> list[Member]:
     programs = Programs(BATON)
     forks = Forks(BATON, programs, [LAYERS])
     forks.prepare()
@@ -116,13 +114,11 @@ def members(folder: Path, registry: str, *, threads: int, joint_min_tokens: int)
         argv = [role, "--model", str(MODEL), "--instance-id", name, "--registry", registry, "--device", "cpu"]
         argv += ["--dtype", "float32", "--threads", str(threads), "--http-port", str(port)]
         argv += ["--kv-cache-memory-bytes", "64M", "--max-model-len", "1024"]
-        argv += JOINT_ARGV if joint_min_tokens else []
         add(forks, name, port, argv)
     for number in range(ROUTERS):
         name, port = f"router-{number}", free_port()
         argv = ["router", "--model", str(MODEL), "--port", str(port), "--registry", registry]
         argv += ["--disaggregation-min-tokens", "0", "--instance-wait-s", "60", "--max-replays", "50"]
-        argv += ["--joint-prefill-min-tokens", str(joint_min_tokens)]
         add(programs, name, port, argv)
     return found
 
@@ -139,9 +135,7 @@ async def cluster(options: argparse.Namespace) -> AsyncIterator[list[Member]]:
         *(program, "--port", "0", "--unixsocket", link, "--save", "", "--dir", str(folder)),
         stdout=asyncio.subprocess.DEVNULL,
     )
-    found = members(
-        folder, f"unix://{link}", threads=options.threads, joint_min_tokens=options.joint_prefill_min_tokens
-    )
+    found = members(folder, f"unix://{link}", threads=options.threads)
     tasks = [asyncio.create_task(member.run()) for member in found]
     try:
         yield found
@@ -174,20 +168,19 @@ async def wait_until_complete(client: httpx.AsyncClient, found: list[Member]) ->
         await asyncio.sleep(0.2)
 
 
-def body_of(prompt: int, salt: str) -> dict[str, object]:
+def body_of(prompt: int) -> dict[str, object]:
     """Half of them sampled: a replay must draw what would have been drawn."""
     rng = random.Random(prompt)
     ids = [5 + rng.randrange(200) for _ in range(40 + 25 * prompt)]
     heat = {"temperature": 0} if prompt % 2 else {"temperature": 0.8, "seed": prompt}
-    own = {"cache_salt": salt} if salt else {}
-    return {"prompt": ids, "max_tokens": 120 + 30 * prompt, "ignore_eos": True, "stream": True, **heat, **own}
+    return {"prompt": ids, "max_tokens": 120 + 30 * prompt, "ignore_eos": True, "stream": True, **heat}
 
 
-async def stream(client: httpx.AsyncClient, port: int, prompt: int, *, salt: str = "") -> str:
-    """Text of the whole answer. Raises for anything but a complete stream. `salt`: what shares no cache with others."""
+async def stream(client: httpx.AsyncClient, port: int, prompt: int) -> str:
+    """Text of the whole answer. Raises for anything but a complete stream."""
     text: list[str] = []
     url = f"http://127.0.0.1:{port}/v1/completions"
-    async with asyncio.timeout(STREAM_TIMEOUT_S), client.stream("POST", url, json=body_of(prompt, salt)) as answer:
+    async with asyncio.timeout(STREAM_TIMEOUT_S), client.stream("POST", url, json=body_of(prompt)) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"status {answer.status_code}: {(await answer.aread()).decode()[:200]}")
         async for line in answer.aiter_lines():
@@ -202,22 +195,14 @@ async def stream(client: httpx.AsyncClient, port: int, prompt: int, *, salt: str
 
 
 async def keep_streaming(
-    client: httpx.AsyncClient,
-    found: list[Member],
-    expected: list[str],
-    tally: Tally,
-    *,
-    until: float,
-    seed: int,
-    is_salted: bool,
+    client: httpx.AsyncClient, found: list[Member], expected: list[str], tally: Tally, until: float, seed: int
 ) -> None:
     rng = random.Random(seed)
     routers = [member for member in found if member.is_router]
     while time.monotonic() < until:
         router, prompt, began = rng.choice(routers), rng.randrange(NUM_PROMPTS), time.monotonic()
         try:
-            salt = f"{rng.getrandbits(64):x}" if is_salted else ""
-            text = await stream(client, router.port, prompt, salt=salt)
+            text = await stream(client, router.port, prompt)
         except Exception as exc:  # noqa: BLE001 - whatever a client makes of a peer that dies under its hands
             if isinstance(exc, httpx.ConnectError):
                 tally.not_connected += 1
@@ -258,23 +243,17 @@ async def _thaw(member: Member, after_s: float) -> None:
     member.send(signal.SIGCONT)
 
 
-async def counters(client: httpx.AsyncClient, member: Member) -> Counter[str]:
-    """Of each metric the sum over its labels."""
-    text = (await client.get(f"http://127.0.0.1:{member.port}/metrics")).text
-    values: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            values[sample.name] += int(sample.value)
-    return values
-
-
 async def leaks(client: httpx.AsyncClient, found: list[Member]) -> list[str]:
     """What is not free of everything that should be, after waiting for it."""
     deadline, left = time.monotonic() + IDLE_TIMEOUT_S, ["not looked at"]
     while left and time.monotonic() < deadline:
         left = []
         for member in found:
-            values = await counters(client, member)
+            text = (await client.get(f"http://127.0.0.1:{member.port}/metrics")).text
+            values: Counter[str] = Counter()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    values[sample.name] += int(sample.value)
             names = ("baton:requests_in_flight", "baton:router_waiting_requests") if member.is_router else WATCHED
             left += [f"{member.name} {name}={values[name]}" for name in names if values[name]]
             if not member.is_router and values["baton:free_blocks"] != values["baton:total_blocks"]:
@@ -292,18 +271,12 @@ async def bench(options: argparse.Namespace) -> tuple[list[Row], bool]:
         expected = [await stream(client, port, prompt) for prompt in range(NUM_PROMPTS)]
         until = time.monotonic() + options.minutes * 60
         jobs = [
-            keep_streaming(
-                *(client, found, expected, tally),
-                until=until,
-                seed=options.seed * 1000 + i,
-                is_salted=options.joint_prefill_min_tokens > 0,
-            )
+            keep_streaming(client, found, expected, tally, until, seed=options.seed * 1000 + i)
             for i in range(options.streams)
         ]
         await asyncio.gather(disturb(found, options, tally, until), *jobs)
         await wait_until_complete(client, found)
         left = await leaks(client, found)
-        joint = [(await counters(client, member))["baton:joint_prefill_requests_total"] for member in found]
     for line in left:
         sys.stderr.write(f"left: {line}\n")
     case = f"{options.minutes:g} min, {options.streams} streams"
@@ -314,7 +287,6 @@ async def bench(options: argparse.Namespace) -> tuple[list[Row], bool]:
         Row("chaos", f"{case}: ended equal", float(tally.ended - len(tally.differ)), "streams"),
         Row("chaos", f"{case}: ended different", float(len(tally.differ)), "streams", 0.0),
         Row("chaos", f"{case}: failed though their router lived", float(len(tally.failed)), "streams", 0.0),
-        Row("chaos", f"{case}: read by two, since the routers last started", float(sum(joint)), "requests"),
         Row("chaos", f"{case}: ended with their router", float(tally.excused), "streams"),
         Row("chaos", f"{case}: refused, no instance was up", float(tally.refused), "times"),
         Row("chaos", f"{case}: found no router listening", float(tally.not_connected), "times"),
@@ -330,13 +302,6 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--every-s", type=float, default=5.0, help="between two disturbances")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each instance")
-    parser.add_argument(
-        "--joint-prefill-min-tokens",
-        type=int,
-        default=0,
-        help="as the router's: two prefill instances take turns at prompts of so many tokens (they have up to 340); "
-        "instances compute 48 tokens a step, and no stream finds its prompt cached (0: never)",
-    )
     parser.add_argument("--logs", default="", help="folder for the processes' logs (default: a new one)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)

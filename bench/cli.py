@@ -20,7 +20,6 @@ BENCHES = {
     "kv-ladder": ("bench.kv_ladder", "how two accelerators come to their transport, while handoffs run"),
     "kv-profile": ("bench.kv_profile", "processor time of block transfers between two processes, by thread"),
     "handoff": ("bench.handoff", "what a handoff adds between a short prompt's first and second token, on this CPU"),
-    "joint": ("bench.joint", "a long prompt that two prefill instances read at once, against one of them"),
     "engine": ("bench.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
     "kernels": ("bench.kernels", "the kernels of a decode step on an accelerator, and its waits before each"),
     "load": ("bench.load", "a checkpoint's weights onto the device: against a plain read of the same files"),

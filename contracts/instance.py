@@ -82,10 +82,6 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     model_aliases: list[str] = []
     adapters: list[AdapterRecord] = []
-    step_tokens: int = 0
-    """Of prompts that one step computes at most; 0: not told."""
-    reads_behind: bool = False
-    """Takes a `contracts.messages.Front`, and is one."""
     reads_images: bool = False
     """Has a vision tower: prompts with images are read by such instances alone."""
     pooling: PoolingProfile | None = None

@@ -74,38 +74,16 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
 
-class Front(msgspec.Struct, frozen=True, kw_only=True):
-    """Another prefill instance, `ticket.source`, reads the first `num_blocks` full blocks of the prompt at this moment
-    and hands them on as it computes them, those of its last step layer by layer: compute what follows right behind it.
-    If it fails, or there is no room, compute all of the prompt.
-
-    Two instances may take turns: each part of a prompt is a `Prefill` of its own, of the tokens up to the part's end,
-    behind the part before it, which the other one computes. All are sent at once, the first first; `after` is the part
-    which this instance computes before this one. What that one computes is shared with this one, which comes next to
-    it in the queue and reserves blocks for its own and the front's tokens alone. If that one ends without its blocks,
-    or was never known here, they are computed with the rest.
-    """
-
-    ticket: Ticket
-    num_blocks: int
-    after: RequestId | None = None
-    known_tokens: int = 0
-    """So many of the prompt's first tokens, no more than `after` has, are left out of `Work.token_ids` (not of
-    `num_prompt_tokens`): parts that each bring all of them are megabytes for a long prompt. If `after` has ended before
-    this part comes, the part fails."""
-
-
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the prompt, sample the first token of each sequence and hand the blocks to `ticket.sink`.
 
-    Without a ticket nothing is handed on: the request ends with its first token. `pull` or `front`, not both. `images`:
-    each image of `work.media` once, in any order; with images there is no `front`.
+    Without a ticket nothing is handed on: the request ends with its first token. `images`: each image of `work.media`
+    once, in any order.
     """
 
     work: Work
     ticket: Ticket | None = None
     pull: Pull | None = None
-    front: Front | None = None
     images: Images = []
 
 
@@ -244,9 +222,6 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
     pulled_tokens: int = 0
     pulled_from: InstanceId | None = None
     pull_s: float = 0.0
-    front_tokens: int = 0
-    """Those that a `Front` has read, of a prompt in parts for earlier parts on this instance too; none of them is among
-    the cached ones, nor is what those parts computed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 

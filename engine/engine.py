@@ -22,19 +22,16 @@ from engine.config import EngineConfig
 from engine.constraints import ConstraintBuilder
 from engine.engine_stats import stats_of
 from engine.errors import UsageError
-from engine.executor import LocalExecutor
+from engine.executor import AfterLayer, LocalExecutor
 from engine.failing import Failures
-from engine.followers import Followers
-from engine.front import FrontLostError, Gate
 from engine.grammar import Grammars
 from engine.imports import Imports
 from engine.launched import Launched, hands_on, outlasts_a_launch
-from engine.layer_calls import LayerCalls
 from engine.loading import load
 from engine.masks import Masking
 from engine.meter import Meter
 from engine.model import Progress
-from engine.outputs import CompletedBlocks, EngineStats, FailedRequest, NamedBlock, Place, Reservation, StepResult
+from engine.outputs import CompletedBlocks, EngineStats, FailedRequest, NamedBlock, Reservation, StepResult
 from engine.parallel.leading import lead, lead_copies
 from engine.parallel.ranks import OnLost, Ranks
 from engine.planning import Planner
@@ -45,7 +42,7 @@ from engine.sampling import check_work
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Mode, State
 from engine.setup import Setup
-from engine.tail import Tell, plan_tail
+from engine.tail import Tail, Tell, plan_tail
 from engine.travel import Travel
 from engine.vision.given import NO_PIXELS, Pixels, check_images, give_images
 from engine.warm_up import compile_kernels, exercise, measure
@@ -121,11 +118,10 @@ class Engine:
         self._imports = Imports(self._roster)
         self._pins: dict[RequestId, list[BlockName]] = {}
         self._travel = Travel(self._blocks)
-        tail = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
-        self._layers = LayerCalls(tail, self.layout, self._device)
-        self.tail_parts, self.reads_behind = self._layers.tail_parts, self._layers.reads_behind
-        self._followers = Followers(self._roster, self._reservations, self._layers)
-        self._failures = Failures(self._roster, self._scheduler, self._followers, self._travel)
+        self._tail_plan = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
+        self.tail_parts = self._tail_plan.parts
+        self._tail: Tail | None = None
+        self._failures = Failures(self._roster, self._scheduler, self._travel)
         self._ahead: Launched | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
@@ -133,37 +129,31 @@ class Engine:
     def on_tail(self, tell: Tell) -> None:
         """`tell` hears of the last blocks of `prefill` requests in `tail_parts`, from another thread too; that they are
         whole is told by `step`. Before the first step."""
-        self._layers.tell(tell)
+        if self.tail_parts > 1:
+            self._tail = Tail(self.layout, self._tail_plan, self._device, tell)
 
-    def add(
-        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
-    ) -> Place:
+    def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
-        and keeps the blocks until `release` or, if it fails, `cancel`. Returns its place. `pixels`: of the prompt's
-        images, as `image_reader` reads them. Raises `RequestError`."""
+        and keeps the blocks until `release` or, if it fails, `cancel`. `pixels`: of the prompt's images, as
+        `image_reader` reads them. Raises `RequestError`."""
         self._check(work)
         check_images(work, self._images, pixels)
-        trunk = self._roster.enrol(work, mode, time.monotonic(), place)
+        trunk = self._roster.enrol(work, mode, time.monotonic())
         give_images(trunk.request, self._images, pixels)
         self._roster.enqueue(trunk)
-        return trunk.request.place
 
-    def reserve(
-        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
-    ) -> Reservation | None:
-        """Memory for a prompt that another instance computes, or begins (`follow`); None: no room now, ask again later.
+    def reserve(self, work: Work) -> Reservation | None:
+        """Memory for a prompt that another instance computes; None: no room now, ask again later.
 
-        `after` computes an earlier part of it here, for which nothing is reserved, and whose place it takes. The blocks
-        are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
+        The reserved blocks are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
         """
-        self._check(work, num_checked=self._roster.num_tokens(after))  # `after`'s own, or the reservation fails
+        self._check(work)
         if self._scheduler.is_short_of_blocks:
             return None
-        reservation = self._reservations.reserve(work, time.monotonic(), mode, after, place)
+        reservation = self._reservations.reserve(work, time.monotonic())
         self._host.move()
         if reservation is not None:
-            self.kv.mark(block for _, block in (*reservation.missing, *reservation.cached))
-            self._travel.publish([CompletedBlocks(work.request_id, reservation.cached)])
+            self.kv.mark(block for _, block in reservation.missing)
         return reservation
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
@@ -180,22 +170,11 @@ class Engine:
         self._travel.give_back(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
-    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> bool:
-        """Computes what comes after the first `num_tokens`, full blocks, of a reserved prompt while another instance
-        fills those: as `gate` tells, which the step waits for; if it tells that they are lost, all is computed here.
-        False: as soon as what it was reserved `after` is computed."""
-        return self._followers.follow(request_id, num_tokens, gate, time.monotonic())
-
-    def read_alone(self, request_id: RequestId) -> bool:
-        """What is missing of a prompt that was to `follow` is computed here. False: no room now, ask again later."""
-        return self._followers.read_alone(request_id, time.monotonic())
-
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         """Frees at once, in any state. No copy may touch the request's blocks any more."""
         missing = self._reservations.missing_blocks(request_id)
         self._roster.cancel(request_id, sequence)
         if request_id not in self._roster.requests:
-            self._followers.forget(request_id)
             self._travel.give_back(missing)
             self._travel.end(request_id)
 
@@ -206,7 +185,6 @@ class Engine:
             return
         if request.sequences[0].state is not State.HELD:
             raise UsageError(f"request {request_id} is not held")
-        self._travel.give_back(request.missing.values())
         self._roster.end_request(request)
         self._travel.end(request_id)
 
@@ -258,27 +236,18 @@ class Engine:
     def _begin(self, result: StepResult) -> Launched | None:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
-        self._followers.drop_lost(now)
         plan = self._planner.plan(now)
         try:
-            calls = self._layers.begin(plan, self._scheduler)
-            started = self._runner.start(plan, after_layer=calls.after_layer, is_gated=bool(calls.gates))
-        except FrontLostError as lost:
-            logger.warning("a step was not computed: %s", lost)
-            self._host.step_is_over(self._host.end_of_step())  # part of it may be running
-            return None
+            launched = Launched(plan, self._runner.start(plan, after_layer=self._tail_of(plan)), now)
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
-        for request_id in calls.gates:
-            self._layers.forget(request_id)
-        launched = Launched(plan, started, now, gates=calls.gates.values())
-        self._advance(launched, now)
+        launched.advanced = self._scheduler.advance(plan)
         return self._choose(launched, result)
 
     def _begin_ahead(self, plan: Plan) -> Launched | None:
         """Launches what follows `plan` up to its logits, where that can be known."""
-        if not self._is_async or self._layers.has_gates:
+        if not self._is_async:
             return None
         # A mirror of several ranks' blocks is filled by the device in between.
         if hands_on(plan) and (self.kv.is_mirrored or not outlasts_a_launch(plan, self.limits)):
@@ -287,17 +256,15 @@ class Engine:
         if following is None:
             return None
         try:
-            calls = self._layers.begin(following, self._scheduler)
-            started = self._runner.start(following, ahead=True, after_layer=calls.after_layer)
+            started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
             launched = Launched(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again, alone
-        self._advance(launched, time.monotonic())
+        launched.advanced = self._scheduler.advance(following)
         return launched
 
-    def _advance(self, launched: Launched, now: float) -> None:
-        launched.advanced = self._scheduler.advance(launched.plan)
-        launched.advanced.completed += self._followers.share(now)
+    def _tail_of(self, plan: Plan) -> AfterLayer | None:
+        return self._tail.follow(self._scheduler.tails(plan)) if self._tail is not None else None
 
     def _choose(self, launched: Launched, result: StepResult) -> Launched | None:
         try:
@@ -331,7 +298,7 @@ class Engine:
         done = (block for completed in result.completed for _, block in completed.blocks)
         self.kv.mark(done, after=launched.computed)
         self._travel.publish(result.completed)
-        self._meter.record(launched.plan, now - started, len(result.tokens), waited_s=launched.waited_s)
+        self._meter.record(launched.plan, now - started, len(result.tokens))
 
     def cached_names(self) -> list[BlockName]:
         return self._pool.cached_names()
@@ -352,7 +319,8 @@ class Engine:
         self._travel.check_invariants()
 
     def close(self) -> None:
-        self._layers.close()
+        if self._tail is not None:
+            self._tail.close()
         self._masking.close()
         self._executor.close()
         self._ranks.close()
@@ -378,8 +346,8 @@ class Engine:
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
 
-    def _check(self, work: Work, num_checked: int = 0) -> None:
-        check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs, num_checked=num_checked)
+    def _check(self, work: Work) -> None:
+        check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs)
         self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)

@@ -29,9 +29,9 @@ class Executor(Protocol):
     @property
     def has_graphs(self) -> bool: ...
 
-    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None, *, is_gated: bool = False) -> Tensor:
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         """Logits [num_logits, vocab_size], from a captured graph where one fits. `after_layer`: as in `StepInputs`; not
-        called for a graph, which is a short step, and therefore none is taken for one that `is_gated`."""
+        called for a graph, which is a short step."""
         ...
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
@@ -75,8 +75,8 @@ class LocalExecutor:
         return self._graphs.are_captured
 
     @torch.inference_mode()
-    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None, *, is_gated: bool = False) -> Tensor:
-        logits = None if is_gated else self._prompts.replay(arrays)
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        logits = self._prompts.replay(arrays)
         if logits is None:
             inputs = arrays.upload(self._device, self._graphs.last_tokens)
             logits = self._forward(replace(inputs, after_layer=after_layer), self._layers)

@@ -1,6 +1,5 @@
 """Requests that cannot go on: what they hold, and what was said of them in the step that failed them."""
 
-from engine.followers import Followers
 from engine.outputs import FailedRequest, StepResult
 from engine.roster import Roster
 from engine.scheduler import RowFailure, Scheduler
@@ -14,10 +13,9 @@ UNREADABLE = RowFailure(
 
 
 class Failures:
-    def __init__(self, roster: Roster, scheduler: Scheduler, followers: Followers, travel: Travel) -> None:
+    def __init__(self, roster: Roster, scheduler: Scheduler, travel: Travel) -> None:
         self._roster = roster
         self._scheduler = scheduler
-        self._followers = followers
         self._travel = travel
 
     def fail(self, request: Request, why: RowFailure, result: StepResult) -> None:
@@ -38,6 +36,5 @@ class Failures:
             self.end(request)
 
     def end(self, request: Request) -> None:
-        self._followers.forget(request.work.request_id)
         if self._roster.fail_request(request):
             self._travel.end(request.work.request_id)

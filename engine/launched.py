@@ -1,10 +1,8 @@
 """A step that the device is computing, and whether the next may be launched before it has ended."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.device import DeviceEvent
-from engine.front import Gate
 from engine.outputs import StepResult
 from engine.prompt_graphs import LARGEST
 from engine.roster import Limits
@@ -25,13 +23,6 @@ class Launched:
     """For whoever reads the blocks of `prefill` requests: without what was launched after it."""
     advanced: StepResult | None = None
     chosen: Chosen | None = None
-    gates: Collection[Gate] = ()
-    """That it waits for."""
-
-    @property
-    def waited_s(self) -> float:
-        """Part of its time in which nothing was computed, if not less."""
-        return sum(gate.waited_s for gate in self.gates)
 
 
 def hands_on(plan: Plan) -> bool:

@@ -3,9 +3,6 @@
 from engine.pace import Pace
 from engine.scheduler import Plan
 
-WAITED = 0.05
-"""A step that waited for so much of its time says nothing of how fast this engine is."""
-
 
 class Meter:
     def __init__(self, pace: Pace | None = None) -> None:
@@ -14,8 +11,8 @@ class Meter:
         self.generated_tokens = 0
         self.steps = 0
 
-    def record(self, plan: Plan, seconds: float, num_generated: int, *, waited_s: float = 0.0) -> None:
-        """`num_generated`: tokens that came of it. `waited_s`: for another engine, of its `seconds`."""
+    def record(self, plan: Plan, seconds: float, num_generated: int) -> None:
+        """`num_generated`: tokens that came of it."""
         if not plan.chunks:
             return
         prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
@@ -25,8 +22,6 @@ class Meter:
         self.generated_tokens += num_generated
         if not prompts:
             self.pace.decoded(seconds)
-            return
-        if waited_s > WAITED * seconds:
             return
         self.pace.computed(num_prompt_tokens, seconds)
         if num_writers:

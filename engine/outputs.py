@@ -35,16 +35,7 @@ class FirstTokenInfo:
     cached_tokens: int
     host_tokens: int = 0
     """Cached tokens that came from the host tier."""
-    front_tokens: int = 0
-    """Read by another instance meanwhile."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-
-class Place(NamedTuple):
-    """In the queue, among requests of one priority: what is due earlier is computed first, then what came earlier."""
-
-    due: int
-    order: int
 
 
 class NamedBlock(NamedTuple):
@@ -99,17 +90,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Memory for a prompt that another instance computes. `missing` are the blocks to fetch: the last ones of `names`.
-    Those between them and the first `reused` ones, if any, an earlier part of the prompt computes here.
-
-    `cached`: of a `prefill` request, the reused ones, which transports may read until the request's end.
-    """
+    """Memory for a prompt that another instance computes. `missing` are the blocks to fetch."""
 
     request_id: RequestId
     names: list[BlockName]
     reused: int
     missing: list[NamedBlock]
-    cached: list[NamedBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

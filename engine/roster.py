@@ -13,7 +13,6 @@ from contracts.identity import BlockName, RequestId
 from contracts.messages import Work
 from engine.block_pool import BlockPool
 from engine.errors import RequestError
-from engine.outputs import Place
 from engine.sequence import Mode, Request, Sequence, SortKey, State
 
 OVERTAKING = 4
@@ -59,17 +58,17 @@ class Roster:
         self._next_order = 0
         self._next_epoch = 0
 
-    def enrol(self, work: Work, mode: Mode, now: float, place: Place | None = None) -> Sequence:
-        """A new request; its trunk is in no queue yet. Without `place` it comes last of its kind."""
+    def enrol(self, work: Work, mode: Mode, now: float) -> Sequence:
+        """A new request; its trunk is in no queue yet."""
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         sampling = work.sampling
         stop_ids = frozenset(sampling.stop_token_ids)
-        due = self.num_planned_tokens + (OVERTAKING * len(work.token_ids) if mode == "prefill" else 0)
         request = Request(
             work=work,
             mode=mode,
-            place=place or Place(due, self._next_order),
+            due=self.num_planned_tokens + (OVERTAKING * len(work.token_ids) if mode == "prefill" else 0),
+            order=self._next_order,
             arrived=now,
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             max_model_len=self.limits.max_model_len,
@@ -83,11 +82,6 @@ class Roster:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_tokens)
-
-    def num_tokens(self, request_id: RequestId | None) -> int:
-        """That it was given; 0 if it is not here."""
-        request = self.requests.get(request_id) if request_id is not None else None
-        return len(request.work.token_ids) if request is not None else 0
 
     def enqueue(self, sequence: Sequence) -> None:
         """To the waiting queue, at the place its key gives it."""

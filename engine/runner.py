@@ -91,21 +91,18 @@ class Runner:
         return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
-    def start(
-        self, plan: Plan, *, ahead: bool = False, after_layer: AfterLayer | None = None, is_gated: bool = False
-    ) -> Started:
-        """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for. `is_gated`:
-        `after_layer` decides when the next layer may be computed."""
+    def start(self, plan: Plan, *, ahead: bool = False, after_layer: AfterLayer | None = None) -> Started:
+        """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for."""
         if not plan.chunks:
             return Started(plan, None, None, None)
         # What tokens may follow depends on those before them.
         constraints = None if ahead else self._masking.begin(plan.rows)
         images = [] if self._images is None else self._images.rows(plan)
-        if self._executor.has_graphs and not is_gated and not images and fits(plan):
+        if self._executor.has_graphs and not images and fits(plan):
             result = self._executor.replay(describe(plan, self._tables, self._limits))
             return Started(plan, None, result.greedy, None, constraints, result.vocab_size)
         inputs = self._inputs.describe(plan, images)
-        logits = self._executor.compute(inputs.arrays, after_layer, is_gated=is_gated)
+        logits = self._executor.compute(inputs.arrays, after_layer)
         return Started(plan, logits, None, inputs, constraints, logits.shape[1])
 
     @torch.inference_mode()

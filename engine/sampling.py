@@ -36,8 +36,8 @@ def has_penalties(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
-def check_work(work: Work, limits: Limits, vocab_size: int, *, max_logprobs: int, num_checked: int = 0) -> None:
-    """Raises `RequestError` for what can never be computed. The first `num_checked` tokens are known to be right."""
+def check_work(work: Work, limits: Limits, vocab_size: int, *, max_logprobs: int) -> None:
+    """Raises `RequestError` for what can never be computed."""
     sampling, num_tokens = work.sampling, len(work.token_ids)
     if num_tokens == 0 or not 0 < work.num_prompt_tokens <= num_tokens:
         raise RequestError("invalid", "the prompt is empty")
@@ -47,8 +47,7 @@ def check_work(work: Work, limits: Limits, vocab_size: int, *, max_logprobs: int
             f"the prompt has {num_tokens} tokens; the model takes {limits.max_model_len} in all, so at most"
             f" {limits.max_model_len - 1} and one of the answer",
         )
-    tokens = work.token_ids[num_checked:] or [0]
-    if max(tokens) >= vocab_size or min(tokens) < 0:
+    if max(work.token_ids) >= vocab_size or min(work.token_ids) < 0:
         raise RequestError("invalid", f"token ids must lie in 0..{vocab_size - 1}")
     if not work.sequences or len(set(work.sequences)) != len(work.sequences) or min(work.sequences) < 0:
         raise RequestError("invalid", f"sequences {work.sequences} must be distinct and not negative")

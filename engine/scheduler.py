@@ -340,7 +340,6 @@ class Scheduler:
                 prefill_s=now - request.started,
                 cached_tokens=request.cached_tokens,
                 host_tokens=request.host_tokens,
-                front_tokens=request.front_tokens,
                 prompt_logprobs=[None, *request.prompt_logprobs] if wanted else None,
             )
         )

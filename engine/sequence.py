@@ -12,7 +12,6 @@ from contracts.identity import BlockName
 from contracts.media import end_of
 from contracts.messages import FinishReason, TokenLogprobs, Work
 from contracts.naming import block_names
-from engine.outputs import Place
 
 Mode = Literal["generate", "prefill"]
 
@@ -47,28 +46,21 @@ class SortKey(NamedTuple):
 class Request:
     work: Work
     mode: Mode
-    place: Place
+    due: int
+    order: int
     arrived: float
     stop_ids: frozenset[int]
     max_model_len: int
     to_start: list[int] = field(default_factory=list)  # sequence indexes that have no token of their own yet
     sequences: list["Sequence"] = field(default_factory=list)
     missing: dict[BlockName, int] = field(default_factory=dict)  # reserved, not received
-    lead: "Request | None" = None  # the part of the same prompt that is computed here before this one
-    awaited: range = range(0)  # leading blocks that it computes, not among `blocks` yet
     started: float | None = None
     cached_tokens: int = 0
     host_tokens: int = 0  # cached ones that lay in the host tier
-    front_tokens: int = 0  # after those: read by another instance meanwhile
     num_published: int = 0  # leading blocks already reported as completed
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_images: bool = False  # those of the prompt are here: all of it can be computed
-
-    def come_after(self, lead: "Request") -> None:
-        """In its place among the others."""
-        self.lead = lead
-        self.place, self.arrived = lead.place, lead.arrived
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -115,7 +107,7 @@ class Sequence:
 
     @property
     def key(self) -> SortKey:
-        return SortKey(self.request.work.priority, *self.request.place, self.index)
+        return SortKey(self.request.work.priority, self.request.due, self.request.order, self.index)
 
     @property
     def num_remaining(self) -> int:

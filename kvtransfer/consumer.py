@@ -24,11 +24,9 @@ from kvtransfer.session.steps import (
     Ask,
     ConsumerStep,
     Copy,
-    Demote,
     Fault,
     Give,
     Placement,
-    Reached,
     Relink,
     StopCopies,
     Succeed,
@@ -119,14 +117,7 @@ class ConsumerSide:
         if translation is not None and translation.layout != layout:
             layout, landing = translation.layout, context.landings.begin(translation, wanted)
             wanted = landing.wanted
-        session = ConsumerSession(
-            ticket,
-            wanted,
-            now=now,
-            limits=context.limits,
-            partial=options.partial,
-            tells_groups=options.on_parts is not None,
-        )
+        session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
         future: asyncio.Future[FetchResult] = context.loop.create_future()
         return Fetching(session, future, options, now, layout=layout, landing=landing)
 
@@ -223,18 +214,16 @@ class ConsumerSide:
                         fetching.link.send(step.message)
                 case Copy():
                     continue  # done where its message was received
-                case Arrived() | Reached():
+                case Arrived():
                     self._tell(fetching, step)
                 case StopCopies():
                     self._stop(fetching)
-                case Demote():
-                    self._demote(fetching, step.transport, step.reason)
                 case Relink():
                     self._relink(fetching, step)
                 case Succeed() | Give():
                     self._end(fetching, step)
 
-    def _tell(self, fetching: Fetching, step: Arrived | Reached) -> None:
+    def _tell(self, fetching: Fetching, step: Arrived) -> None:
         if not fetching.tell(step):
             self._apply(fetching, fetching.session.cancel())
 
@@ -245,16 +234,12 @@ class ConsumerSide:
             fetching.fail(step.fault, step.reason)
 
     def _relink(self, fetching: Fetching, step: Relink) -> None:
-        settings, peer = self._context.settings, fetching.ticket.source
+        link, settings, peer = fetching.link, self._context.settings, fetching.ticket.source
         logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
         self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
-        if step.demote is not None:
-            self._demote(fetching, step.demote, step.reason)
+        if step.demote is not None and link is not None:
+            self._broken(link, step.demote, step.reason)
         self._connect(fetching, settings.connect_timeout_s if step.demote else settings.relink_timeout_s)
-
-    def _demote(self, fetching: Fetching, transport: str, reason: str) -> None:
-        if fetching.link is not None:
-            self._broken(fetching.link, transport, reason)
 
     def _stop(self, fetching: Fetching) -> None:
         fetching.stop.is_set = True

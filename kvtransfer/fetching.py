@@ -15,13 +15,12 @@ from kvtransfer.conversion.landings import Landing
 from kvtransfer.conversion.plan import Translation
 from kvtransfer.copying import StopFlag
 from kvtransfer.session.consumer import ConsumerSession
-from kvtransfer.session.steps import Arrived, Fault, Reached, Succeed
+from kvtransfer.session.steps import Arrived, Fault, Succeed
 from kvtransfer.transports.port import Inlet
 
 logger = logging.getLogger(__name__)
 
 OnBlocks = Callable[[list[BlockName]], None]
-OnParts = Callable[[int, int], None]
 OnEnd = Callable[["FetchResult"], None]
 
 ERROR_OF: dict[Fault, type[errors.TransferError]] = {
@@ -58,7 +57,6 @@ class FetchOptions:
     """As `TransferNode.fetch` explains them."""
 
     on_blocks: OnBlocks | None = None
-    on_parts: OnParts | None = None
     on_end: OnEnd | None = None
     partial: bool = False
     translation: Translation | None = None
@@ -82,7 +80,6 @@ class Fetching:
         self.layout = layout
         self.landing = landing
         self._on_blocks = options.on_blocks
-        self._on_parts = options.on_parts
         self._on_end = options.on_end
         self.began = began
         self.link: ConsumerLink | None = None
@@ -101,10 +98,8 @@ class Fetching:
     def ticket(self) -> Ticket:
         return self.session.ticket
 
-    def tell(self, step: Arrived | Reached) -> bool:
+    def tell(self, step: Arrived) -> bool:
         """False: the caller's own callback raised, which is to end its fetch, not the node."""
-        if isinstance(step, Reached):
-            return self._on_parts is None or self._call("on_parts", partial(self._on_parts, step.reached, step.parts))
         names = list(step.names) if self.landing is None else self.landing.arrived(step.names)
         return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
 

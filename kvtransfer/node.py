@@ -20,7 +20,7 @@ from kvtransfer.context import NodeContext, SilentObserver, TransferObserver, li
 from kvtransfer.conversion.landings import Landings
 from kvtransfer.conversion.plan import Translation
 from kvtransfer.errors import LocalTransferError, NodeClosed
-from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd, OnParts
+from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
 from kvtransfer.ladders import Ladders
 from kvtransfer.liveness import this_host
 from kvtransfer.memory import BlockMemory
@@ -174,7 +174,6 @@ class TransferNode:
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: OnBlocks | None = None,
-        on_parts: OnParts | None = None,
         on_end: OnEnd | None = None,
         partial: bool = False,
         translation: Translation | None = None,
@@ -183,19 +182,11 @@ class TransferNode:
 
         `on_blocks` hears of blocks as they arrive, `on_end` of the result as soon as there is one, before the
         caller's own task runs again. With `partial`, what the producer has is enough; see `names`.
-        `on_parts(reached, parts)` hears how many of a block's `parts` groups of layers, from the first on, are here of
-        all wanted blocks: each call more than the one before, (parts, parts) once everything is here, before `on_end`;
-        only that where blocks come whole or are converted, with `parts` 1 where the producer has none. What it heard
-        of may be read at once and is not written again, not even if the fetch raises: between its first call and
-        (parts, parts) the fetch is not tried again, and raises `PeerLost` where the connection or the transport breaks
-        and `Corrupt` where the transport damages bytes repeatedly.
         Where the producer's layout is not this node's, `translation` says how it names the same tokens; `wanted` are
         then the last blocks of them, in order.
         Raises `TransferError`; after that, and after a cancellation, nothing writes into the wanted places any more.
         """
-        options = FetchOptions(
-            on_blocks=on_blocks, on_parts=on_parts, on_end=on_end, partial=partial, translation=translation
-        )
+        options = FetchOptions(on_blocks=on_blocks, on_end=on_end, partial=partial, translation=translation)
         return await self._consuming.fetch(ticket, wanted, options)
 
     def cancel(self, ticket: TicketId) -> None:

@@ -165,7 +165,6 @@ BATON = [
         "Placements by decision",
         [
             by("decision", f"rate(baton:placements_total{{{MODEL}}}{RATE})"),
-            Query(f"sum(rate(baton:joint_prefill_requests_total{{{MODEL}}}{RATE}))", "read by two in turns"),
         ],
         "reqps",
     ),
@@ -227,17 +226,6 @@ BATON = [
         ],
     ),
     latency("Error of the predicted time to first token", "baton:ttft_prediction_error_seconds", "Mean"),
-    latency("The same, of prompts read by two", "baton:joint_ttft_prediction_error_seconds", "Mean"),
-    Panel(
-        "Parts of a prompt that is read by two",
-        [
-            Query(
-                f"sum(rate(baton:joint_prefill_parts_total{{{MODEL}}}{RATE})) "
-                f"/ sum(rate(baton:joint_prefill_requests_total{{{MODEL}}}{RATE}))",
-                "parts",
-            ),
-        ],
-    ),
 ]
 
 DASHBOARDS = {

@@ -100,8 +100,6 @@ class SimulatedCluster:
             http_address="",
             host=name,
             load=Load(free_blocks=total, total_blocks=total),
-            step_tokens=self._cost.max_num_batched_tokens,
-            reads_behind=role == "prefill",
         )
         is_shared = role == "prefill" and self._shared is not None
         cache = self._shared if is_shared and self._shared is not None else BlockCache(total)

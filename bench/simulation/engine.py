@@ -13,13 +13,11 @@ from typing import Protocol
 
 from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
-from bench.simulation.fabric import Behind, LastStep
 from bench.simulation.measures import Gaps
-from bench.simulation.stream import Stream, due_of
+from bench.simulation.stream import Stream
 from contracts.identity import RequestId
 from engine.pace import Pace
 from engine.roster import OVERTAKING
-from services.router.joint import LAYER_GROUPS
 
 
 class Owner(Protocol):
@@ -27,12 +25,6 @@ class Owner(Protocol):
 
     def on_reserved(self, sequence: Stream) -> None: ...
     def on_chunk(self, sequence: Stream) -> None: ...
-    def on_last_step(self, sequence: Stream, step: LastStep) -> None:
-        """It begins."""
-
-    def on_behind(self, sequence: Stream) -> Behind:
-        """The step with the first chunk after `front_tokens` begins."""
-
     def on_first_token(self, sequence: Stream) -> None: ...
     def on_second_token(self, sequence: Stream) -> None:
         """Of a handed-over sequence that goes on after it."""
@@ -72,8 +64,6 @@ class SimulatedEngine:
         """Length of the first of the steps that run now."""
         self._longer_s = 0.0
         """By how much each is longer than the one before."""
-        self._behind_s = 0.0
-        """Part of a step's time that it waits for the blocks of a front."""
         self._num_steps = 0
         self._chunks: list[tuple[Stream, int]] = []
         self._batch: list[Stream] = []
@@ -106,39 +96,12 @@ class SimulatedEngine:
         return not (self.waiting or self.num_running)
 
     def add(self, sequence: Stream) -> None:
-        self._enrol(sequence)
-        insort(self.waiting, sequence, key=due_of)
+        # Memory for a handoff does not wait for prompts that have it already.
+        sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
+        if sequence.mode == "prefill":
+            sequence.due += OVERTAKING * sequence.num_tokens
+        insort(self.waiting, sequence, key=lambda s: s.due)
         self._look()
-
-    def reserve(self, sequence: Stream) -> bool:
-        """Blocks for a prompt that is read behind another instance, but for those of its earlier part: `share` those
-        when that one has been computed. `follow` or `admit_locally` comes next. False: there is no room."""
-        self._enrol(sequence)
-        earlier = sequence.earlier.num_tokens // self._block_tokens if sequence.earlier is not None else 0
-        if not self._place(sequence, num_shared=earlier):
-            return False
-        self.reserved.add(sequence)
-        return True
-
-    def share(self, sequence: Stream) -> None:
-        assert sequence.earlier is not None
-        sequence.named = sequence.earlier.num_tokens // self._block_tokens
-        sequence.holding.names = self.cache.take(sequence.names[: sequence.named], 0).names
-        sequence.cached = sequence.computed = sequence.named * self._block_tokens
-
-    def follow(self, sequence: Stream) -> None:
-        """What comes after its `front_tokens` joins the batch: the other one computes the last of them now."""
-        self.reserved.discard(sequence)
-        sequence.started_at = self._loop.time()
-        sequence.computed = sequence.front_tokens
-        insort(self.prompts, sequence, key=due_of)
-        self._look()
-
-    def admit_locally(self, sequence: Stream) -> None:
-        self.reserved.discard(sequence)
-        self.cache.release(sequence.holding)
-        sequence.front_tokens = 0
-        self.add(sequence)
 
     def join(self, sequence: Stream) -> None:
         """The blocks of a reserved sequence have come."""
@@ -164,13 +127,6 @@ class SimulatedEngine:
             self.cache.release(sequence.holding)
         self._chunks = [chunk for chunk in self._chunks if chunk[0].request_id != request_id]
         self._look()
-
-    def _enrol(self, sequence: Stream) -> None:
-        if sequence.due is None:
-            # Memory for a handoff does not wait for prompts that have it already.
-            sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
-            if sequence.mode == "prefill":
-                sequence.due += OVERTAKING * sequence.num_tokens
 
     def _look(self) -> None:
         """Something has changed: begins a step, or ends the running ones at the next token."""
@@ -210,37 +166,14 @@ class SimulatedEngine:
         self._batch = list(self.decoding)
         batch = len(self.decoding)
         num_kv_tokens = sum(s.kv_tokens for s in self.decoding)
-        self._behind_s = 0.0
         if self._chunks:
             chunks = [(s.computed, length) for s, length in self._chunks]
-            compute_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
-            self._behind_s = self._wait_for_fronts_s(compute_s)
-            self._first_s = compute_s + self._behind_s
+            self._first_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
         else:
             self._first_s = self.cost.step_s(batch, num_kv_tokens)
         self._longer_s = batch * self.cost.step_s_per_kv_token
         self._started_at = self._loop.time()
         self._timer = self._loop.call_at(self._started_at + self._seconds(self._num_steps), self._end)
-        self._tell_last_steps()
-
-    def _wait_for_fronts_s(self, compute_s: float) -> float:
-        """By how much a step is longer than `compute_s`: it begins with the first group of a front's layers, and its
-        own last group when the front's has come."""
-        now = self._loop.time()
-        ends_at = now + compute_s
-        for sequence, _ in self._chunks:
-            if sequence.front_tokens and not sequence.has_met_front:
-                sequence.has_met_front = True
-                behind = self._owner.on_behind(sequence)
-                last_s = compute_s / LAYER_GROUPS
-                ends_at = max(ends_at, behind.first_at + compute_s, behind.last_at + last_s)
-        return ends_at - now - compute_s
-
-    def _tell_last_steps(self) -> None:
-        begins_at, ends_at = self._started_at, self._started_at + self._first_s
-        for sequence, length in self._chunks:
-            if sequence.mode == "prefill" and sequence.computed + length == sequence.num_tokens:
-                self._owner.on_last_step(sequence, LastStep(begins_at, ends_at, sequence.computed, length))
 
     def _schedule_prompts(self) -> None:
         budget = self.cost.max_num_batched_tokens - len(self.decoding)
@@ -259,7 +192,7 @@ class SimulatedEngine:
                 self._owner.on_reserved(head)
             else:
                 head.started_at = head.started_at if head.started_at is not None else self._loop.time()
-                insort(self.prompts, head, key=due_of)
+                insort(self.prompts, head, key=lambda s: s.due)
                 budget -= self._append_chunk(head, budget)
 
     def _append_chunk(self, sequence: Stream, budget: int) -> int:
@@ -269,19 +202,18 @@ class SimulatedEngine:
             self._num_planned_tokens += length
         return max(0, length)
 
-    def _place(self, sequence: Stream, *, num_shared: int = 0) -> bool:
-        """Gives it all its blocks but the first ones that it will share, if they are there."""
+    def _place(self, sequence: Stream) -> bool:
+        """Gives it all its blocks, if they are there."""
         num_tokens = sequence.num_tokens
         # Who computes must compute the last token at least.
         reusable = (num_tokens if sequence.mode == "decode" else num_tokens - 1) // self._block_tokens
-        cached = sequence.names[: self.cache.match(sequence.names[:reusable])] if not num_shared else ()
-        fresh = ceil(num_tokens / self._block_tokens) - num_shared - len(cached)
+        cached = sequence.names[: self.cache.match(sequence.names[:reusable])]
+        fresh = ceil(num_tokens / self._block_tokens) - len(cached)
         reserve = self.cache.num_total // 100 if self.num_running else 0
         if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
             return False
         sequence.holding = self.cache.take(cached, fresh)
-        sequence.named, sequence.cached = len(cached), len(cached) * self._block_tokens
-        sequence.computed = sequence.cached
+        sequence.computed = sequence.cached = len(cached) * self._block_tokens
         return True
 
     def _grow(self) -> int:
@@ -352,7 +284,6 @@ class SimulatedEngine:
         if not num_prompt_tokens:
             self.pace.decoded(seconds / self._num_steps)
         else:
-            seconds -= self._behind_s
             self.pace.computed(num_prompt_tokens, seconds)
             if self._batch:
                 self.pace.mixed(num_prompt_tokens, len(self._batch), seconds)
@@ -365,9 +296,9 @@ class SimulatedEngine:
         self._gaps.add([s.request_id for s in fresh], step_s, self._num_steps - 1)
 
     def _computed(self, sequence: Stream, length: int) -> None:
+        before = sequence.computed // self._block_tokens
         sequence.computed += length
-        before, sequence.named = sequence.named, sequence.computed // self._block_tokens
-        self.cache.name(sequence.holding, sequence.names[before : sequence.named])
+        self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
         is_done = sequence.computed == sequence.num_tokens
         if sequence.mode == "prefill":
             self._owner.on_chunk(sequence)

@@ -1,5 +1,4 @@
-"""Handoffs in virtual time: blocks travel chunk by chunk while prefill computes, and share both instances' links. Those
-of a front go to the instance that reads behind it, and what its last step computes follows by groups of layers."""
+"""Handoffs in virtual time: blocks travel chunk by chunk while prefill computes, and share both instances' links."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +7,6 @@ from dataclasses import dataclass, field
 from bench.simulation.cache import BlockCache
 from contracts.identity import InstanceId, TicketId
 from contracts.messages import Ticket
-from services.router.joint import LAYER_GROUPS
 from services.router.pulls import LATENCY_S
 
 
@@ -22,24 +20,6 @@ class Arrival:
     first_token_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class LastStep:
-    """The step with a prompt's last chunk: `length` tokens after `start`."""
-
-    begins_at: float
-    ends_at: float
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """When the one that reads behind has all blocks, of their first and of their last group of layers."""
-
-    first_at: float
-    last_at: float
-
-
 @dataclass(slots=True)
 class _Handoff:
     produced: int = 0
@@ -51,11 +31,6 @@ class _Handoff:
     num_tokens: int = 0
     on_arrived: Callable[[Arrival], None] | None = None
     on_sent: list[Callable[[], None]] = field(default_factory=list)
-    last_step: LastStep | None = None
-    on_begun: Callable[[LastStep | None], None] | None = None
-    behind: Behind | None = None
-    is_declined: bool = False
-    is_abandoned: bool = False
 
 
 class Fabric:
@@ -86,10 +61,7 @@ class Fabric:
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.first_token_at = self._loop.time()
         handoff.on_sent.append(on_sent)
-        if handoff.is_declined:
-            self.forget(ticket)
-        else:
-            self._end(ticket, handoff)
+        self._end(ticket, handoff)
 
     def reserved(self, ticket: Ticket, num_cached: int, on_arrived: Callable[[Arrival], None]) -> None:
         """The sink has room, and the first `num_cached` tokens already."""
@@ -97,51 +69,6 @@ class Fabric:
         handoff.sent, handoff.reserved_at, handoff.on_arrived = num_cached, self._loop.time(), on_arrived
         self._send(ticket, handoff)
         self._end(ticket, handoff)
-
-    def begins(self, ticket: Ticket, step: LastStep) -> None:
-        """The source computes the rest now."""
-        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
-        handoff.last_step = step
-        if handoff.on_begun is not None:
-            self._begun(ticket, handoff, step)
-
-    def follow(self, ticket: Ticket, num_cached: int, on_begun: Callable[[LastStep | None], None]) -> None:
-        """The sink has room, and the first `num_cached` tokens already. It reads behind the source, once that has begun
-        its last step; None: it never will."""
-        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
-        handoff.sent, handoff.reserved_at, handoff.on_begun = num_cached, self._loop.time(), on_begun
-        if handoff.is_abandoned:
-            self.forget(ticket)
-            on_begun(None)
-            return
-        self._send(ticket, handoff)
-        if handoff.last_step is not None:
-            self._begun(ticket, handoff, handoff.last_step)
-
-    def abandon(self, ticket: Ticket) -> None:
-        """The source was told to stop. What it computes in a step that has begun still arrives."""
-        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
-        if handoff.is_declined:
-            self.forget(ticket)
-        elif handoff.last_step is None:
-            handoff.is_abandoned = True
-            if handoff.on_begun is not None:
-                self.forget(ticket)
-                handoff.on_begun(None)
-
-    def decline(self, ticket: Ticket) -> None:
-        """The sink will not read behind the source, or does so no more."""
-        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
-        handoff.is_declined, handoff.on_begun, handoff.reserved_at = True, None, None
-        if handoff.is_abandoned or handoff.first_token_at is not None:
-            self.forget(ticket)
-
-    def behind(self, ticket: Ticket) -> Behind:
-        """The sink begins to compute."""
-        behind = self._handoffs[ticket.ticket].behind
-        assert behind is not None
-        self._loop.call_at(max(self._loop.time(), behind.last_at), self.forget, ticket)
-        return behind
 
     def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
         """Tokens that the source has cached go to the sink."""
@@ -154,22 +81,6 @@ class Fabric:
         handoff = self._handoffs.pop(ticket.ticket, None)
         for on_sent in handoff.on_sent if handoff is not None else []:
             on_sent()
-
-    def _begun(self, ticket: Ticket, handoff: _Handoff, step: LastStep) -> None:
-        """What came before the step is sent first, and what it computes group by group."""
-        handoff.produced = max(handoff.produced, step.start)
-        self._send(ticket, handoff)
-        num_missing = max(0, step.start + step.length - handoff.sent)
-        group_s = num_missing * self._seconds_per_token / LAYER_GROUPS
-        begins = self._link_free_at(ticket)
-        group_at = step.begins_at + (step.ends_at - step.begins_at) / LAYER_GROUPS
-        first_at = max(begins, group_at) + group_s
-        last_at = max(begins + (LAYER_GROUPS - 1) * group_s, step.ends_at) + group_s
-        handoff.sent += num_missing
-        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = begins + LAYER_GROUPS * group_s
-        handoff.behind = Behind(first_at + LATENCY_S, last_at + LATENCY_S)
-        assert handoff.on_begun is not None
-        handoff.on_begun(step)
 
     def _send(self, ticket: Ticket, handoff: _Handoff) -> None:
         num_tokens = handoff.produced - handoff.sent

@@ -2,24 +2,20 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, inf
-
-import msgspec
 
 from bench.simulation.cache import BlockCache
 from bench.simulation.cost import CostModel
 from bench.simulation.engine import SimulatedEngine
-from bench.simulation.fabric import Arrival, Behind, Fabric, LastStep
+from bench.simulation.fabric import Arrival, Fabric
 from bench.simulation.measures import Gaps
 from bench.simulation.stream import Stream
 from contracts.events import BlockEvent, EventBatch
-from contracts.identity import BlockName, InstanceId, RequestId
+from contracts.identity import InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus, Load
 from contracts.messages import (
     Cancel,
     Decode,
-    Front,
     Generate,
     HandoffReport,
     Heartbeat,
@@ -40,16 +36,6 @@ from engine.pace import DECODE_STRETCH
 
 _TOKEN = 0
 """What every simulated token is."""
-
-
-@dataclass(slots=True, eq=False)
-class _Following:
-    """A prompt that is read behind another instance. `follows` is known once that one has begun its last step."""
-
-    stream: Stream
-    follows: bool | None = None
-    awaits_part: bool = False
-    """An earlier part of it is not computed here yet."""
 
 
 class SimulatedInstance:
@@ -78,12 +64,6 @@ class SimulatedInstance:
         self._held: dict[RequestId, Stream] = {}
         """Streams whose blocks wait to be fetched."""
         self._num_pulls = 0
-        self._fronts: dict[RequestId, Ticket] = {}
-        """Of prompts whose beginning another instance reads, until its blocks are on their way."""
-        self._parts: dict[RequestId, Stream] = {}
-        """Prompts, and parts of prompts, that have not been computed to their ends."""
-        self._later: dict[RequestId, _Following] = {}
-        """By the part that comes before."""
         self._peers: dict[InstanceId, None] = {}
         """Those that blocks have come from."""
         self._fabric.caches[record.instance] = self.engine.cache
@@ -92,7 +72,7 @@ class SimulatedInstance:
 
     @property
     def is_idle(self) -> bool:
-        return self.engine.is_idle and not self._held and not self._num_pulls and not self._fronts
+        return self.engine.is_idle and not self._held and not self._num_pulls
 
     def load(self) -> Load:
         engine = self.engine
@@ -128,8 +108,8 @@ class SimulatedInstance:
 
     def on_message(self, message: ToInstance) -> None:
         match message:
-            case Prefill(work=work, ticket=ticket, pull=pull, front=front):
-                self._begin(work, "prefill", ticket, pull, front)
+            case Prefill(work=work, ticket=ticket, pull=pull):
+                self._begin(work, "prefill", ticket, pull)
             case Decode(work=work, ticket=ticket):
                 self._begin(work, "decode", ticket)
             case Generate(work=work, pull=pull):
@@ -150,13 +130,6 @@ class SimulatedInstance:
         if (ticket := self._tickets.get(sequence.request_id)) is not None:
             self._fabric.produced(ticket, sequence.computed)
 
-    def on_last_step(self, sequence: Stream, step: LastStep) -> None:
-        if (ticket := self._tickets.get(sequence.request_id)) is not None:
-            self._fabric.begins(ticket, step)
-
-    def on_behind(self, sequence: Stream) -> Behind:
-        return self._fabric.behind(self._fronts.pop(sequence.request_id))
-
     def on_first_token(self, sequence: Stream) -> None:
         now = self._loop.time()
         assert sequence.started_at is not None
@@ -164,8 +137,7 @@ class SimulatedInstance:
             request_id=sequence.request_id,
             queue_s=sequence.started_at - sequence.arrived_at,
             prefill_s=now - sequence.started_at,
-            cached_tokens={"device": sequence.found},
-            front_tokens=sequence.fetched,
+            cached_tokens={"device": sequence.cached},
         )
         work = self._works[sequence.request_id]
         self._publish()
@@ -173,7 +145,6 @@ class SimulatedInstance:
         if sequence.mode == "prefill":
             # Before the token: it may end the request.
             self._hold(sequence)
-            self._go_on_after(sequence, is_computed=True)
         self._send_tokens(work, 1, is_last=work.sampling.max_tokens == self._offset(work) + 1)
 
     def on_second_token(self, sequence: Stream) -> None:
@@ -193,89 +164,26 @@ class SimulatedInstance:
     def on_step(self) -> None:
         self._publish()
 
-    def _begin(
-        self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None, front: Front | None = None
-    ) -> None:
-        if front is not None and front.known_tokens:
-            assert front.after is not None
-            known = self._works[front.after].token_ids[: front.known_tokens]
-            work = msgspec.structs.replace(work, token_ids=known + work.token_ids)
+    def _begin(self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None) -> None:
+        block_tokens = self.record.layout.block_tokens
+        num_full = len(work.token_ids) // block_tokens
         num_tokens = work.sampling.max_tokens - self._offset(work)
         stream = Stream(
             request_id=work.request_id,
             mode="prefill" if mode == "prefill" else "decode" if mode == "decode" else "generate",
             num_tokens=len(work.token_ids),
             remaining=1 if mode == "prefill" else num_tokens - (mode == "decode"),
-            names=self._names(work, self._parts.get(front.after) if front is not None and front.after else None),
+            names=block_names(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
             arrived_at=self._loop.time(),
             itl_s=work.itl_s,
         )
         self._works[work.request_id] = work
-        if mode == "prefill":
-            self._parts[work.request_id] = stream
         if ticket is not None:
             self._tickets[work.request_id] = ticket
-        if front is not None:
-            self._follow(stream, front)
-        elif pull is not None:
-            self._pull(stream, pull)
-        else:
+        if pull is None:
             self.engine.add(stream)
-
-    def _names(self, work: Work, part: Stream | None) -> list[BlockName]:
-        """Of full blocks; those of an earlier part are known."""
-        block_tokens = self.record.layout.block_tokens
-        known = list(part.names) if part is not None else []
-        new = work.token_ids[len(known) * block_tokens : len(work.token_ids) // block_tokens * block_tokens]
-        return known + block_names(known[-1] if known else work.root, new, block_tokens)
-
-    def _follow(self, stream: Stream, front: Front) -> None:
-        """Without room it computes all."""
-        following = _Following(stream)
-        self._fronts[stream.request_id] = front.ticket
-        self._peers[front.ticket.source] = None
-        if front.after is not None and (part := self._parts.get(front.after)) is not None:
-            stream.earlier, stream.due, following.awaits_part = part, part.due, True
-            self._later[front.after] = following
-        num_tokens = front.num_blocks * self.record.layout.block_tokens
-        has_room = self.engine.reserve(stream)
-        if not has_room or stream.cached >= num_tokens:
-            following.follows = False
-            self._fabric.decline(self._fronts.pop(stream.request_id))
-            self._join(following)
-            return
-
-        def begun(step: LastStep | None) -> None:
-            following.follows = step is not None
-            if step is None:
-                del self._fronts[stream.request_id]
-            self._join(following)
-
-        stream.front_tokens = num_tokens
-        self._fabric.follow(front.ticket, stream.earlier.num_tokens if stream.earlier else stream.cached, begun)
-
-    def _join(self, following: _Following) -> None:
-        """The batch, or the queue, once all is known."""
-        if following.awaits_part or following.follows is None:
-            return
-        if following.follows:
-            self.engine.follow(following.stream)
         else:
-            self.engine.admit_locally(following.stream)
-
-    def _go_on_after(self, part: Stream, *, is_computed: bool) -> None:
-        """It has been computed, or has ended."""
-        del self._parts[part.request_id]
-        following = self._later.pop(part.request_id, None)
-        if following is None or following.stream.request_id not in self._works:
-            return
-        following.awaits_part = False
-        if is_computed and following.stream in self.engine.reserved:
-            self.engine.share(following.stream)
-        elif (front := self._fronts.pop(following.stream.request_id, None)) is not None:
-            following.follows = False
-            self._fabric.decline(front)
-        self._join(following)
+            self._pull(stream, pull)
 
     def _pull(self, stream: Stream, pull: Pull) -> None:
         """What the source has by now comes first; the prompt is added then."""
@@ -331,14 +239,8 @@ class SimulatedInstance:
         self._works.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         self.engine.cancel(request_id)
-        if (front := self._fronts.pop(request_id, None)) is not None:
-            self._fabric.decline(front)
         if ticket is not None and ticket.sink == self.record.instance:
             self._fabric.forget(ticket)
-        elif ticket is not None:
-            self._fabric.abandon(ticket)
-        if (part := self._parts.get(request_id)) is not None:
-            self._go_on_after(part, is_computed=False)
 
     def _offset(self, work: Work) -> int:
         """Tokens that were written before, elsewhere."""

@@ -60,9 +60,6 @@ def add_cost(made: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, default=2048)
     group.add_argument("--block-size", type=int, help="default: the tokens of a hash of the trace, or 64")
     group.add_argument("--disaggregation-min-tokens", type=int, default=32)
-    group.add_argument(
-        "--joint-prefill-min-tokens", type=int, default=4096, help="as the router's; 0: one instance reads a prompt"
-    )
     group.add_argument("--itl-ms", type=float, help="promised to every request, as by x-baton-itl-ms")
     group.add_argument("--ttft-ms", type=float, help="likewise, as by x-baton-ttft-ms")
     group.add_argument("--kv-pull", choices=get_args(PullPolicy), default="auto", help="as the router's")
@@ -140,7 +137,6 @@ def scenario(
         policy=policy,
         block_tokens=options.block_size or trace.hash_tokens or DEFAULT_BLOCK_TOKENS,
         disaggregation_min_tokens=options.disaggregation_min_tokens,
-        joint_prefill_min_tokens=options.joint_prefill_min_tokens,
         pull=options.kv_pull,
         itl_s=None if options.itl_ms is None else options.itl_ms / 1e3,
         ttft_s=None if options.ttft_ms is None else options.ttft_ms / 1e3,

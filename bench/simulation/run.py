@@ -40,7 +40,6 @@ class Scenario:
     policy: PolicyName = "prefix"
     block_tokens: int
     disaggregation_min_tokens: int = 32
-    joint_prefill_min_tokens: int = 0
     pull: PullPolicy = "auto"
     itl_s: float | None = None
     """Promised to every request, between tokens."""
@@ -73,8 +72,6 @@ class Served:
     exposed_s: float
     predicted_ttft_s: float
     decision: str
-    front_tokens: int
-    """Of its prompt, read by another instance at the same time."""
 
 
 @dataclass(slots=True)
@@ -150,7 +147,6 @@ def _settings(scenario: Scenario) -> RouterSettings:
         model="simulated",
         placement_policy=scenario.policy,
         disaggregation_min_tokens=scenario.disaggregation_min_tokens,
-        joint_prefill_min_tokens=scenario.joint_prefill_min_tokens,
         kv_pull=scenario.pull,
         dispatch_ahead_s=scenario.dispatch_ahead_s,
         request_timeout_s=1e6,
@@ -212,7 +208,6 @@ def _served(flight: Flight, job: Job, gaps: Gaps) -> Served:
         exposed_s=timeline.handoff.exposed_s if timeline.handoff is not None else 0.0,
         predicted_ttft_s=timeline.predicted_ttft_s,
         decision=timeline.decision,
-        front_tokens=timeline.front_tokens,
     )
 
 

@@ -21,21 +21,14 @@ class Stream:
     names: Sequence[BlockName]
     """Of its full blocks."""
     arrived_at: float
-    due: int | None = None
-    """When it is its turn, in tokens of prompts computed here; a part of a prompt takes its earlier part's place."""
+    due: int = 0
+    """When it is its turn, in tokens of prompts computed here."""
     itl_s: float | None = None
     """What was promised to it."""
     ticket: TicketId | None = None
     holding: Holding = field(default_factory=Holding)
     computed: int = 0
     cached: int = 0
-    named: int = 0
-    """Of its blocks."""
-    front_tokens: int = 0
-    """Another instance computes these at the moment that this one begins with what follows."""
-    has_met_front: bool = False
-    earlier: "Stream | None" = None
-    """The part of the same prompt that is computed here before."""
     written: int = 0
     """Tokens after `num_tokens`, the one from prefill included."""
     told: int = 1
@@ -46,22 +39,6 @@ class Stream:
     """The gap before its next token also holds what went before it joined the batch."""
 
     @property
-    def fetched(self) -> int:
-        """Tokens that fronts have read, of earlier parts too."""
-        earlier = self.earlier.fetched if self.earlier is not None else 0
-        return earlier + max(0, self.front_tokens - self.cached)
-
-    @property
-    def found(self) -> int:
-        """Tokens that neither fronts nor this instance have computed for this prompt."""
-        return self.cached if self.earlier is None else min(self.earlier.found, self.cached)
-
-    @property
     def kv_tokens(self) -> int:
         """The newest token has no KV yet."""
         return self.num_tokens + max(0, self.written - 1)
-
-
-def due_of(sequence: Stream) -> int:
-    assert sequence.due is not None
-    return sequence.due

@@ -1,6 +1,5 @@
 """A simulated run in numbers: those of `baton-bench serve`, and what only a simulation sees."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -72,10 +71,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     queue: Spread
     exposed_handoff: Spread
     ttft_prediction_error: Spread
-    joint_requests: int
-    """Whose prompts two instances have read at once."""
-    joint_prediction_error: Spread
-    """`ttft_prediction_error` of those."""
     block_hit_rate: float
     """Of the blocks of all prompts, the last of each included even if it is not full."""
     busy: dict[str, float]
@@ -87,7 +82,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarise(result: Result, objective: Objective) -> Summary:
     scenario, served = result.scenario, result.served
     num_requests = len(scenario.trace.requests)
-    joint = [one for one in served if one.front_tokens]
     good = sum(objective.is_met_by(one) for one in served)
     blocks = sum(ceil(one.prompt_tokens / scenario.block_tokens) for one in served)
     decisions: dict[str, int] = {}
@@ -118,9 +112,7 @@ def summarise(result: Result, objective: Objective) -> Summary:
         e2el=_spread(Distribution(one.e2e_s for one in served)),
         queue=_spread(Distribution(one.queue_s for one in served)),
         exposed_handoff=_spread(Distribution(one.exposed_s for one in served if one.decision == "disaggregated")),
-        ttft_prediction_error=_prediction_error(served),
-        joint_requests=len(joint),
-        joint_prediction_error=_prediction_error(joint),
+        ttft_prediction_error=_spread(Distribution(abs(one.ttft_s - one.predicted_ttft_s) for one in served)),
         block_hit_rate=sum(one.cached_tokens for one in served) / scenario.block_tokens / blocks if blocks else 0.0,
         busy=result.busy,
         decisions=dict(sorted(decisions.items())),
@@ -183,10 +175,6 @@ def _milliseconds(value: float) -> str:
 
 def _spread(values: Distribution) -> Spread:
     return Spread(values.mean * 1e3, values.percentile(50) * 1e3, values.percentile(99) * 1e3)
-
-
-def _prediction_error(served: Sequence[Served]) -> Spread:
-    return _spread(Distribution(abs(one.ttft_s - one.predicted_ttft_s) for one in served))
 
 
 def _mean_instances(result: Result) -> dict[str, float]:

@@ -42,8 +42,7 @@ class LeadingExecutor:
     def has_graphs(self) -> bool:
         return self._own.has_graphs
 
-    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None, *, is_gated: bool = False) -> Tensor:
-        assert not is_gated, "ranks read behind nobody"
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         self._ranks.tell(compute_command(arrays))
         with _together():
             return self._own.compute(arrays, after_layer)

@@ -16,11 +16,9 @@ from kvtransfer.session.steps import (
     Ask,
     ConsumerStep,
     Copy,
-    Demote,
     Fault,
     Give,
     Placement,
-    Reached,
     Relink,
     SessionLimits,
     StopCopies,
@@ -57,11 +55,6 @@ class ConsumerSession:
     Where a connection carries blocks in parts, placements are of blocks or of parts, and a block counts when all of its
     are here.
     An attempt begins with whole blocks: parts of the one before are fetched again.
-
-    With `tells_groups` the caller reads groups of layers once they are told of (`Reached`), so nothing of them may be
-    written again. Within an attempt nothing is: only what is missing is ever placed, and of what is damaged only the
-    damaged placements, which were not told of, are asked for again. Another attempt would write parts again: from the
-    first group on and until all blocks are whole, whatever would lead to one is the end of the fetch instead.
     """
 
     def __init__(
@@ -72,7 +65,6 @@ class ConsumerSession:
         now: float,
         limits: SessionLimits,
         partial: bool = False,
-        tells_groups: bool = False,
     ) -> None:
         self.ticket = ticket
         self.state = State.LINKING
@@ -82,8 +74,6 @@ class ConsumerSession:
         self._wanted = wanted
         self._limits = limits
         self._partial = partial
-        self._tells_groups = tells_groups
-        self._told: Reached | None = None
         self._deadline = now + ticket.timeout_s
         self._state_deadline = now + limits.connect_timeout_s
         self._progress = Progress(len(wanted))
@@ -159,7 +149,7 @@ class ConsumerSession:
         names = [self._wanted[number][0] for number in self._progress.whole(fresh)]
         self.received += names
         steps: list[ConsumerStep] = [Arrived(names)] if names and self.state in LIVE else []
-        return steps + self._tell_groups() + self._after_copies(now)
+        return steps + self._after_copies(now)
 
     def damaged(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
         """The bytes of these placements do not match their checksums."""
@@ -170,7 +160,7 @@ class ConsumerSession:
             return self._after_copies(now)
         if self._mismatches >= self._limits.max_mismatches:
             self._mismatches = 0
-            return self._retry("bytes did not match their checksum", now, demote=self.transport, fault=Fault.CORRUPT)
+            return self._retry("bytes did not match their checksum", now, demote=self.transport)
         place = {index: position for position, index in enumerate(self._requested)}
         again = [place[number // parts] * parts + number % parts for number in numbers]
         return [Ask(Again(self.ticket.ticket, self.attempt, again))]
@@ -215,8 +205,6 @@ class ConsumerSession:
         self._progress.check_invariants()
         assert not lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
         assert self._under_way == {i + n for i, c in self._copying.items() for n in range(c.num_parts)}
-        if self._is_bound():
-            assert self.state not in (State.LINKING, State.REQUESTED)
         if self.state is State.ENDED:
             assert not self._copying
             assert self._end is not None or self._done is not None
@@ -313,32 +301,10 @@ class ConsumerSession:
             return self._fail(Fault.INCOMPLETE, f"the producer finished without {lacking} wanted blocks")
         if self._copying or self._arrived_now < done.num_blocks:
             return []
-        told = self._tell_groups()
         self._move(Trigger.COMPLETE)
-        return [*told, Succeed(done.payload, done.finished_at), self._release("received")]
+        return [Succeed(done.payload, done.finished_at), self._release("received")]
 
-    def _tell_groups(self) -> list[ConsumerStep]:
-        """If there is more to tell. Not of parts of blocks while another attempt is about to fetch them again."""
-        progress, told = self._progress, self._told
-        if not self._tells_groups or self.state not in LIVE or (told is not None and told.reached == told.parts):
-            return []
-        now_here = Reached(progress.reached(), progress.parts)
-        if not now_here.reached or now_here == told or (self.state is State.LINKING and progress.lacking):
-            return []
-        self._told = now_here
-        return [now_here]
-
-    def _is_bound(self) -> bool:
-        """Has the caller been told of parts of blocks that are not whole?"""
-        return self._told is not None and self._told.reached < self._told.parts
-
-    def _retry(
-        self, reason: str, now: float, demote: str | None = None, fault: Fault = Fault.LOST
-    ) -> list[ConsumerStep]:
-        """`fault`: what it is where another attempt cannot be."""
-        if self._is_bound():
-            end = self._fail(fault, f"{reason}; what was told of cannot be fetched again")
-            return [StopCopies(), *([Demote(demote, reason)] if demote else []), *end[1:]]
+    def _retry(self, reason: str, now: float, demote: str | None = None) -> list[ConsumerStep]:
         self._move(Trigger.RETRY)
         self._link = None
         self._done = None

@@ -82,23 +82,6 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """The first `reached` of `parts` groups of layers of all wanted blocks are here and verified, and will not be
-    written again."""
-
-    reached: int
-    parts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Demote:
-    """Never use this transport with this peer again; the fetch itself is over."""
-
-    transport: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Relink:
     """Find a connection again and call `linked`. `demote`: never use this transport with this peer again."""
 
@@ -125,7 +108,7 @@ class Give:
     reason: str
 
 
-ConsumerStep = Ask | Copy | Arrived | Reached | Demote | Relink | StopCopies | Succeed | Give
+ConsumerStep = Ask | Copy | Arrived | Relink | StopCopies | Succeed | Give
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.instance import Load
-from contracts.layout import KVLayout
 from contracts.messages import ToInstance
 from engine import Engine, EngineStats
 from engine.vision.given import ImageReader
@@ -26,9 +25,6 @@ class Parts:
     router: InstanceServer
     counter: TransferMetrics
     puller: Puller
-    layout: KVLayout
-    reads_behind: bool
-    """The engine may go the same way as another one, layer by layer."""
     image_reader: ImageReader | None
     """None: prompts with images are not read here."""
 

@@ -12,8 +12,7 @@ from contracts.instance import LinkStatus
 from contracts.layout import KVLayout
 from contracts.messages import Ticket, ToRouter, Work
 from contracts.pooling import PoolingInput, PoolingParams
-from engine.front import Gate
-from engine.outputs import EngineStats, NamedBlock, Place, Reservation, StepResult
+from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
 from engine.vision.given import NO_PIXELS, Pixels
 from kvtransfer import Translation
 from services.common.rpc import RouterId
@@ -46,17 +45,11 @@ class PoolingPort(SteppingPort, Protocol):
 class EnginePort(SteppingPort, Protocol):
     """`engine.Engine`."""
 
-    def add(
-        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
-    ) -> Place: ...
-    def reserve(
-        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
-    ) -> Reservation | None: ...
+    def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None: ...
+    def reserve(self, work: Work) -> Reservation | None: ...
     def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None: ...
     def admit(self, request_id: RequestId, first_tokens: dict[int, int]) -> None: ...
     def admit_locally(self, request_id: RequestId) -> None: ...
-    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> bool: ...
-    def read_alone(self, request_id: RequestId) -> bool: ...
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None: ...
     def release(self, request_id: RequestId) -> None: ...
     def pin(self, pin_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]: ...
@@ -109,7 +102,6 @@ class SinkPort(Protocol):
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
-        on_parts: Callable[[int, int], None] | None = None,
         on_end: Callable[["FetchResult"], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
@@ -147,7 +139,6 @@ __all__ = [
     "LinksPort",
     "Mode",
     "NamedBlock",
-    "Place",
     "PoolingPort",
     "Reservation",
     "RouterPort",

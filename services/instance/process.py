@@ -160,8 +160,7 @@ class InstanceProcess:
             max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
         )
         lifecycle.on_stop("adoptions", self._handover.close)
-        reads_behind, reader = engine.reads_behind, engine.image_reader
-        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.layout, reads_behind, reader)
+        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.image_reader)
         serving = Serving(
             identity,
             role=ObservedRole(self._make_handler(parts), self._tracing),
@@ -279,17 +278,9 @@ class InstanceProcess:
             load=self._serving.load(),
             draining=self._serving.is_draining,
             adapters=engine.adapters.records() if isinstance(engine, Engine) else [],
-            step_tokens=engine.limits.max_num_batched_tokens if isinstance(engine, Engine) else 0,
-            reads_behind=self._reads_behind(),
             reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
-
-    def _reads_behind(self) -> bool:
-        """Two instances on the same cores win nothing by computing at the same time."""
-        engine = self._engine
-        has_cores = not self._settings.core_turns
-        return self._role == "prefill" and isinstance(engine, Engine) and engine.reads_behind and has_cores
 
     def _links(self) -> Sequence[LinkStatus]:
         return self._transfer.links() if self._transfer is not None else []

@@ -181,7 +181,6 @@ def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:
         pulled_tokens=request.pulled.num_tokens if request.pulled is not None else 0,
         pulled_from=request.pulled.source if request.pulled is not None else None,
         pull_s=request.pulled.seconds if request.pulled is not None else 0.0,
-        front_tokens=info.front_tokens,
         prompt_logprobs=info.prompt_logprobs,
     )
 

@@ -6,8 +6,7 @@ Blocks are freed only when the transfer says that no copy reads them any more, h
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from contracts.messages import Prefill
@@ -21,23 +20,16 @@ from services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from services.instance.pulling import PullPort
 from services.instance.requests import Request
 from services.instance.serving import Assignment, to_the_end
-from services.prefill.following import Following, Fronts, Lead, Leads
 from services.prefill.reading import HandedReading, Reading
 
 logger = logging.getLogger(__name__)
 
-Beginning = Callable[[], Coroutine[object, object, None]]
-
 
 def prefill_handler(parts: Parts) -> "PrefillHandler":
-    fronts = Fronts(
-        parts.engine, parts.transfer, layout=parts.layout, counter=parts.counter, hands_on=parts.reads_behind
-    )
     return PrefillHandler(
         parts.engine,
         parts.transfer,
         parts.puller,
-        fronts,
         counter=parts.counter,
         clock=time.monotonic,
         reader=parts.image_reader,
@@ -52,7 +44,6 @@ class PrefillHandler:
         engine: EngineCalls,
         transfer: SourcePort,
         puller: PullPort,
-        fronts: Fronts,
         *,
         counter: HandoffCounter,
         clock: Callable[[], float],
@@ -62,16 +53,14 @@ class PrefillHandler:
         self._engine = engine
         self._transfer = transfer
         self._puller = puller
-        self._fronts = fronts
         self._counter = counter
         self._clock = clock
-        self.leads = Leads()
 
     def can_serve(self, message: Assignment) -> bool:
         return isinstance(message, Prefill)
 
     def refused(self, message: Assignment, reason: str) -> None:
-        """Who was to fetch its blocks, decode or the reader of the prompt's next part, need not wait for them."""
+        """Who was to fetch its blocks need not wait for them."""
         if isinstance(message, Prefill) and message.ticket is not None:
             try:
                 self._transfer.open(message.ticket)
@@ -82,57 +71,41 @@ class PrefillHandler:
 
     async def serve(self, request: Request, message: Assignment) -> None:
         assert isinstance(message, Prefill)
-        own, following = self.leads.add(request), None
-        if (front := message.front) is not None:
-            lead, ticket = self.leads.find(request.router, front.after), message.ticket or front.ticket
-            following = Following(self._fronts, request, front, own=own, lead=lead, room_within_s=ticket.timeout_s)
         reading = Reading() if message.ticket is None else HandedReading(self._transfer, message.ticket, self._clock)
         request.progress = reading
-        reading.end.add_done_callback(lambda _: own.end())
-        try:
-            beginning = partial(self._begin, request, message, following, own)
-            if isinstance(reading, HandedReading):
-                await self._hand_off(request, reading, beginning, following)
-            else:
-                await self._read(request, reading, beginning, following)
-        finally:
-            self.leads.remove(request, own)
+        if isinstance(reading, HandedReading):
+            await self._hand_off(request, message, reading)
+        else:
+            await self._read(request, message, reading)
 
     def on_stats(self, stats: EngineStats) -> None:
-        self._fronts.room.on_free_blocks(stats.free_blocks)
+        """Nothing waits for it."""
 
     def num_queued(self) -> int:
         """None: what waits for room is in the engine."""
         return 0
 
-    async def _begin(self, request: Request, message: Prefill, following: Following | None, own: Lead) -> None:
-        if following is not None:
-            await following.begin()
-        else:
-            await self._puller.pull(request, message.pull)
-            pixels = await pixels_of(message.images, self._reader)
-            added = self._engine.call(
-                lambda engine: engine.add(request.work, mode="prefill", pixels=pixels), then=own.placed
-            )
-            own.is_asked.set()
-            await added
+    async def _begin(self, request: Request, message: Prefill) -> None:
+        await self._puller.pull(request, message.pull)
+        pixels = await pixels_of(message.images, self._reader)
+        await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
 
-    async def _read(
-        self, request: Request, reading: Reading, beginning: Beginning, following: Following | None
-    ) -> None:
+    async def _compute(self, request: Request, message: Prefill, reading: HandedReading) -> None:
+        await self._begin(request, message)
+        await asyncio.shield(reading.end)  # whether the engine holds the blocks is told by it to the last
+
+    async def _read(self, request: Request, message: Prefill, reading: Reading) -> None:
         try:
-            await beginning()
+            await self._begin(request, message)
             await reading.end
         finally:
-            await to_the_end(self._end(request, reading, following))
+            self._free(request, reading)
 
-    async def _hand_off(
-        self, request: Request, reading: HandedReading, beginning: Beginning, following: Following | None
-    ) -> None:
+    async def _hand_off(self, request: Request, message: Prefill, reading: HandedReading) -> None:
         ticket = reading.ticket
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
-        computing = asyncio.ensure_future(_to_its_end(beginning, reading))
+        computing = asyncio.ensure_future(self._compute(request, message, reading))
         try:
             ends: list[asyncio.Future[Any]] = [computing, released]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -151,7 +124,7 @@ class PrefillHandler:
         finally:
             reading.is_open = False
             computing.cancel()
-            await to_the_end(self._let_go(request, reading, released, computing, following))
+            await to_the_end(self._let_go(request, reading, released, computing))
 
     async def _let_go(
         self,
@@ -159,7 +132,6 @@ class PrefillHandler:
         reading: HandedReading,
         released: "asyncio.Future[str]",
         computing: "asyncio.Future[None]",
-        following: Following | None,
     ) -> None:
         ticket = reading.ticket
         await asyncio.gather(computing, return_exceptions=True)
@@ -168,23 +140,15 @@ class PrefillHandler:
         try:
             reason = await released
         finally:
-            await self._end(request, reading, following)
+            self._free(request, reading)
         if reason not in ("received", "cancelled"):
             self._counter.handoff_failed(reason)
             extra = {"request_id": request.request_id}
             logger.warning("handoff to %s ended: %s", ticket.sink, reason, extra=extra)
 
-    async def _end(self, request: Request, reading: Reading, following: Following | None) -> None:
-        """Frees its blocks as soon as nothing writes to them."""
-        if following is not None:
-            await following.end()
+    def _free(self, request: Request, reading: Reading) -> None:
         inner = request.work.request_id
         if reading.is_held:
             self._engine.post(lambda engine: engine.release(inner))
         else:
             self._engine.post(lambda engine: engine.cancel(inner))
-
-
-async def _to_its_end(beginning: Beginning, reading: Reading) -> None:
-    await beginning()
-    await asyncio.shield(reading.end)  # whether the engine holds the blocks is told by it to the last

@@ -7,10 +7,8 @@ from typing import Protocol
 import msgspec
 
 from contracts.identity import BlockName, RequestId, new_ticket_id
-from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, PrefillReport, Pull, Ticket, Tokens, Work
-from services.router.front import FrontPart, start_parts
+from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Tokens, Work
 from services.router.job import PromptNames
-from services.router.joint import times_predicted
 from services.router.member import Member, Share
 from services.router.placement import Candidate, Placement
 from services.router.sequence import TokenSequence
@@ -18,10 +16,6 @@ from services.router.sequence import TokenSequence
 PULL_PATIENCE = 4.0
 PULL_TIMEOUT_S = 1.0
 """A fetch of a cached prefix is given up after so many times its predicted duration, and this; then it is computed."""
-FRONT_PATIENCE = 4.0
-FRONT_TIMEOUT_S = 10.0
-"""Of two that read a prompt by turns, each waits for the other so many times as long as all of it should take, and
-this; then it goes on alone, and decode need not give up both. A step that has begun waits no longer either."""
 
 
 class Owner(Protocol):
@@ -48,13 +42,8 @@ class Attempt(msgspec.Struct, eq=False):
     """How many attempts for these sequences came before."""
     decode_has_blocks: bool = False
     """The handoff is over: prefill is needed no more."""
-    parts: Sequence[FrontPart] = ()
-    """Of the prompt, those before the last, which `prefill` reads."""
     first_at: dict[int, float] = {}
     """When each sequence's first token came from `prefill`, until its second comes from `decode`."""
-    placement: Placement | None = None
-    """While parts are read."""
-    num_tokens: int = 0
 
     def start(
         self,
@@ -69,28 +58,17 @@ class Attempt(msgspec.Struct, eq=False):
         """Tells all instances at once; each gets the root of its own names. `pull_from` is the source of what the
         placement's reader fetches first, which also gets the `images`."""
         self._assign(placement, len(work.token_ids))
-        pull, front = _pull(self.request_id, placement, pull_from, self._beginning(), naming), None
-        if self.parts and self.prefill is not None:
-            self.placement, self.num_tokens = placement, len(work.token_ids)
-            front_s = min(handoff_timeout_s, FRONT_PATIENCE * placement.predicted_ttft_s + FRONT_TIMEOUT_S)
-            front = start_parts(
-                self.parts,
-                self.prefill,
-                work,
-                placement,
-                naming,
-                pull=pull,
-                ticket=lambda request_id, source, sink: _ticket(request_id, source, sink, naming, front_s),
-            )
-            pull = None
+        reader = self.prefill or self.decode
+        assert reader is not None
+        pull = _pull(self.request_id, placement, pull_from, reader, naming)
         if self.prefill is None:
             assert self.decode is not None
             self.decode.send(Generate(_named(work, naming, self.decode), pull, list(images)))
         elif self.decode is None:
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull, front, list(images)))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull, list(images)))
         else:
             ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull, front, list(images)))
+            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull, list(images)))
             self.decode.send(Decode(_named(work, naming, self.decode), ticket))
 
     def members(self) -> list[Member]:
@@ -109,27 +87,6 @@ class Attempt(msgspec.Struct, eq=False):
         if came_at is not None and self.decode is not None:
             self.decode.first_gaps.observe(now - came_at)
 
-    def prefilled(self, report: PrefillReport, now: float) -> None:
-        """All of the prompt has been read: parts that are still computed are not needed, nor are blocks of those that
-        have ended. Where all went well they are free, or soon will be."""
-        is_any_kept = any([part.has_failed for part in self.parts])
-        if self.parts and not is_any_kept:
-            self._learn(report, now)
-        for part in self.parts:
-            part.end(cancel=is_any_kept)
-        self.parts = ()
-
-    def _learn(self, report: PrefillReport, now: float) -> None:
-        """How late those are who read by turns."""
-        placement = self.placement
-        assert placement is not None
-        assert placement.front is not None
-        assert placement.prefill is not None
-        assert self.prefill is not None
-        took_s = report.queue_s + report.prefill_s
-        pair, ends = (placement.front, placement.prefill), placement.part_ends
-        self.prefill.lateness.observe(times_predicted(*pair, num_tokens=self.num_tokens, ends=ends, took_s=took_s), now)
-
     def end(self, *, cancel: bool) -> None:
         """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
         for member in self.members():
@@ -137,8 +94,6 @@ class Attempt(msgspec.Struct, eq=False):
             member.circuit.given_up()
             if cancel:
                 member.send(Cancel(self.request_id))
-        for part in self.parts:
-            part.end(cancel=cancel)
 
     def cancel_sequence(self, index: int) -> None:
         if self.decode is not None:
@@ -153,25 +108,18 @@ class Attempt(msgspec.Struct, eq=False):
     def on_lost(self, member: Member, reason: str) -> None:
         self.owner.on_lost(self, member, reason)
 
-    def _beginning(self) -> Member:
-        """`Placement.beginning`."""
-        member = self.parts[0].member if self.parts else self.prefill or self.decode
-        assert member is not None
-        return member
-
     def _assign(self, placement: Placement, num_tokens: int) -> None:
         if self.prefill is not None and placement.prefill is not None:
-            self.prefill.assign(self.request_id, self._share(placement.prefill, num_tokens, placement.front_tokens))
+            self.prefill.assign(self.request_id, self._share(placement.prefill, num_tokens, computes=True))
         if self.decode is not None and placement.decode is not None:
-            computed = num_tokens if self.prefill is not None else 0
-            self.decode.assign(self.request_id, self._share(placement.decode, num_tokens, computed))
+            share = self._share(placement.decode, num_tokens, computes=self.prefill is None)
+            self.decode.assign(self.request_id, share)
 
-    def _share(self, candidate: Candidate, num_tokens: int, computed: int) -> Share:
-        """Of one that has blocks for all of the prompt; others compute the first `computed` tokens."""
+    def _share(self, candidate: Candidate, num_tokens: int, *, computes: bool) -> Share:
         missing = max(0, num_tokens - candidate.cached_tokens)
         return Share(
             assignment=self,
-            prefill_tokens=min(ceil(candidate.uncached(num_tokens)), num_tokens - computed),
+            prefill_tokens=ceil(candidate.uncached(num_tokens)) if computes else 0,
             sequences=len(self.sequences),
             blocks=ceil(missing / candidate.layout.block_tokens),
         )
@@ -189,7 +137,7 @@ def _named(work: Work, naming: PromptNames, member: Member) -> Work:
 def _pull(
     request_id: RequestId, placement: Placement, source: Member | None, sink: Member, naming: PromptNames
 ) -> Pull | None:
-    plan = placement.beginning.pull
+    plan = placement.computing.pull
     if plan is None or source is None:
         return None
     block_tokens = sink.record.layout.block_tokens

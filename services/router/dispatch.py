@@ -165,8 +165,6 @@ class Dispatcher:
             arrival=arrival,
             owner=self,
         )
-        if not arrival.continues:
-            self._cluster.takers().of(job.model, job.lora).met(self._clock())
         try:
             flight.start()
         except ApiError as exc:

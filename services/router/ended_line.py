@@ -5,23 +5,19 @@ from services.router.flight import Flight
 
 def ended_line(flight: Flight) -> dict[str, object]:
     """Fields of the line."""
-    timeline, handoff = flight.timeline, flight.timeline.handoff
-    beginning = timeline.beginning
+    timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
     return {
         "request_id": flight.job.request_id,
         "caller": flight.arrival.caller.name,
         "decision": timeline.decision,
         "prefill": timeline.prefill,
         "decode": timeline.decode,
-        "front": timeline.front,
-        "parts": timeline.num_parts or None,
-        "front_tokens": timeline.front_tokens if timeline.front is not None else None,
         "finish_reasons": timeline.finish_reasons,
         "prompt_tokens": len(flight.job.token_ids),
         "images": len(flight.job.media) or None,
         "generated_tokens": flight.num_generated,
         "cached_tokens": sum(timeline.cached_tokens.values()),
-        "pulled_tokens": beginning.pulled_tokens if beginning is not None else None,
+        "pulled_tokens": report.pulled_tokens if report is not None else None,
         "predicted_ttft_s": timeline.predicted_ttft_s,
         "other_ttft_s": timeline.other_ttft_s or None,
         "ttft_s": timeline.ttft_s,

@@ -18,7 +18,6 @@ from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
 from services.router.delivery import Delivery
 from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
-from services.router.front import FrontPart, parts_of
 from services.router.job import Arrival, FlightRules, Job, PromptNames
 from services.router.member import Member
 from services.router.outbox import Outbox
@@ -150,10 +149,9 @@ class Flight:
             case PrefillReport():
                 member.prefilled(attempt.request_id)
                 member.circuit.succeeded()
-                attempt.prefilled(answer, self._clock())
                 self._owner.prefilled(self)
                 if self.timeline.report is None:
-                    self.timeline.read(answer, self._clock())
+                    self.timeline.report = answer
                     self.prompt_logprobs = answer.prompt_logprobs
             case HandoffReport():
                 self.timeline.handoff = answer
@@ -161,19 +159,6 @@ class Flight:
                 attempt.decode_has_blocks = True
             case Failed():
                 self._on_failed(attempt, member, answer)
-
-    def part_read(self, part: FrontPart, report: PrefillReport) -> None:
-        if not part.number and self.timeline.report is None:
-            self.timeline.front_report = report
-        if not self.is_over:
-            self._owner.prefilled(self)
-
-    def part_failed(self, culprit: InstanceId, failed: Failed) -> None:
-        if culprit not in self._avoid and failed.code != "draining":
-            self._avoid |= {culprit}  # others of its parts fail for the same reason: it is blamed once
-            self.blame(culprit, failed)
-        if not self.is_over:
-            self._owner.prefilled(self)
 
     def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
         if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
@@ -201,7 +186,7 @@ class Flight:
             # Nobody's fault, and known to placement from now on.
             self._replay(attempt, failure(failed), delay_s=0.0, is_counted=False)
             return
-        self.blame(culprit, failed)
+        self._blame(culprit, failed)
         if failed.code in ("overloaded", "internal") and not self._owner.allows_retry():
             self._end_attempt(attempt, cancel=True)
             self.fail(failure(failed))
@@ -209,7 +194,7 @@ class Flight:
         delay_s = _BACKOFF_S * 2**attempt.replays if failed.code in ("overloaded", "internal") else 0.0
         self._replay(attempt, failure(failed), delay_s=delay_s)
 
-    def blame(self, culprit: InstanceId, failed: Failed) -> None:
+    def _blame(self, culprit: InstanceId, failed: Failed) -> None:
         """An instance that is merely full is not broken."""
         blamed = self._cluster.member(culprit)
         if blamed is not None and failed.code in ("internal", "timeout", "handoff_failed"):
@@ -281,7 +266,6 @@ class Flight:
             keep_decode=self._keep_decode,
             itl_s=self.arrival.slo.itl_s,
             ttft_s=self.arrival.ttft_left_s(self._clock()),
-            needs_one_reader=self.job.sampling.prompt_logprobs is not None and self.prompt_logprobs is None,
             has_images=bool(self.job.media),
         )
         view = self._cluster.view(naming.names, self.job.model, self.job.lora, has_images=demand.has_images)
@@ -293,14 +277,11 @@ class Flight:
         attempt = self._attempt(placement, sequences, position=num_written, replays=replays)
         self.timeline.placed(placement, self._clock())
         work = self._work(attempt, token_ids, indexes(sequences), naming.root(placement.computing.layout))
-        timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.beginning.pull
+        timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.computing.pull
         source = self._cluster.member(plan.source) if plan is not None else None
         attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source, images=self.job.images)
         for member in attempt.members():
             self._expect(member, naming.names(member.record.layout))
-        if attempt.parts:
-            front, layout = attempt.parts[0].member, attempt.parts[0].member.record.layout
-            self._expect(front, naming.names(layout)[: placement.front_tokens // layout.block_tokens])
         return None
 
     def _expect(self, member: Member, names: Sequence[BlockName]) -> None:
@@ -311,18 +292,16 @@ class Flight:
     def _attempt(
         self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, replays: int
     ) -> Attempt:
-        request_id = RequestId(f"{self.job.request_id}~{self._num_attempts}")
-        front, prefill = self._member_of(placement.front), self._member_of(placement.prefill)
+        prefill = self._member_of(placement.prefill)
         attempt = Attempt(
             owner=self,
-            request_id=request_id,
+            request_id=RequestId(f"{self.job.request_id}~{self._num_attempts}"),
             sequences={sequence.index: sequence for sequence in sequences},
             prefill=prefill,
             decode=self._member_of(placement.decode),
             position=position,
             replays=replays,
             decode_has_blocks=prefill is None,
-            parts=parts_of(self, request_id, placement, front=front, back=prefill),
         )
         self._num_attempts += 1
         self._attempts.add(attempt)

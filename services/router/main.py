@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         description="Speaks the OpenAI API and places each request on the instances that answer it soonest.",
     )
     prepare(settings)
+    warn_of_removed(settings)
     start_all = start if settings.workers == 1 else start_workers
     return run(lambda lifecycle: start_all(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
 
@@ -152,13 +153,21 @@ def http_limits(settings: RouterSettings) -> HttpLimits:
     )
 
 
+def warn_of_removed(settings: RouterSettings) -> None:
+    """Log a line for each setting that is still accepted but has no effect any more."""
+    if settings.joint_prefill_min_tokens is not None:
+        logger.warning(
+            "--joint-prefill-min-tokens has no effect any more and will be refused by the next version: leave it out; "
+            "each prompt is computed by one prefill instance"
+        )
+
+
 def flight_rules(settings: RouterSettings) -> FlightRules:
     return FlightRules(
         policy=PlacementPolicy(
             disaggregation_min_tokens=settings.disaggregation_min_tokens,
             name=settings.placement_policy,
             pull=settings.kv_pull,
-            joint_prefill_min_tokens=settings.joint_prefill_min_tokens,
         ),
         request_timeout_s=settings.request_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,

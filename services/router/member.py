@@ -13,10 +13,8 @@ from contracts.identity import InstanceId, RequestId
 from contracts.instance import InstanceRecord, LinkStatus
 from contracts.messages import Answer, LoadReport, ToInstance
 from services.router.block_index import Match
-from services.router.busy_share import BusyShare
 from services.router.circuit import Circuit
 from services.router.first_gap import FirstGaps
-from services.router.lateness import Lateness
 from services.router.placement import Candidate
 from services.router.step_times import StepTimes
 
@@ -80,11 +78,8 @@ class Member:
     recent_tokens: float = 0.0
     """Placed here to be computed; fades with `RECENT_S`."""
     recent_at: float = 0.0
-    busy: BusyShare = field(default_factory=BusyShare)
     steps: StepTimes = field(default_factory=StepTimes)
     first_gaps: FirstGaps = field(default_factory=FirstGaps)
-    lateness: Lateness = field(default_factory=Lateness)
-    """Where it reads behind others."""
     circuit: Circuit = field(default_factory=Circuit)
 
     @property
@@ -130,17 +125,12 @@ class Member:
         self.link_speeds = {link.peer: link.bytes_per_second for link in report.links}
         self.draining = report.draining
         self.reported_at = now
-        self.busy.observe(load.queued_tokens > 0 or self.own_tokens > 0, now)
         self.steps.observe(load.running, load.decode_step_s)
         self.foreign_tokens = max(0, load.queued_tokens - self.own_tokens)
         self.foreign_sequences = max(0, load.running + load.waiting - self.own_sequences)
         self.unreported_blocks = 0
         for share in self.shares.values():
             share.is_reported = True
-
-    def met(self, now: float) -> None:
-        """By a prompt that has come and is not placed yet."""
-        self.busy.found(self.own_tokens > 0 or self.foreign_tokens > 0, now)
 
     def renew(self, record: InstanceRecord) -> None:
         """What the registry says of this generation now. Load and adapters it tells itself, and sooner."""
@@ -177,7 +167,6 @@ class Member:
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
-            busy=self.busy.value(now),
             machine=record.host,
             held_tokens=held_blocks * block_tokens,
             link_speeds=self.link_speeds,
@@ -185,8 +174,6 @@ class Member:
             next_step_s=self.steps.predict(active_sequences + 1),
             rate_doubt=rate_doubt,
             step_doubt=1.0 if active_sequences else _doubt(now - self.step_at),
-            step_tokens=record.step_tokens,
-            behind=self.lateness.value(now) if record.reads_behind else 0.0,
         )
 
     def check_invariants(self) -> None:

@@ -76,9 +76,6 @@ class RouterMetrics:
         self._ttft_error = self._histogram(
             "baton:ttft_prediction_error_seconds", "Distance of predicted and actual time to first token.", _TTFT_S
         )
-        self._joint_error = self._histogram(
-            "baton:joint_ttft_prediction_error_seconds", "The same where two instances have read the prompt.", _TTFT_S
-        )
         self._itl_error = self._histogram(
             "baton:itl_prediction_error_seconds", "Distance of predicted and mean actual time between tokens.", _TPOT_S
         )
@@ -87,10 +84,6 @@ class RouterMetrics:
         )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
-        self._joint_prefills = self._counter(
-            "baton:joint_prefill_requests", "Requests whose prompt two prefill instances have read by turns."
-        )
-        self._joint_parts = self._counter("baton:joint_prefill_parts", "Parts that these prompts were read in.")
         self._images = self._counter("baton:prompt_images", "Images of all prompts.")
         self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
         self._success = self._labelled("vllm:request_success", "Sequences by how they ended.", "finished_reason")
@@ -158,9 +151,9 @@ class RouterMetrics:
         if decode_s is not None:
             self._decode.observe(decode_s)
         if timeline.report is not None:
-            self._queue.observe(timeline.queue_s or 0.0)
-            self._prefill.observe(timeline.prefill_s or 0.0)
-            for tier, tokens in timeline.cached_tokens.items():
+            self._queue.observe(timeline.report.queue_s)
+            self._prefill.observe(timeline.report.prefill_s)
+            for tier, tokens in timeline.report.cached_tokens.items():
                 self._count(self._hits, tier).value += tokens
         if timeline.handoff is not None:
             self._handoff.observe(timeline.handoff.handoff_s)
@@ -174,14 +167,9 @@ class RouterMetrics:
 
     def _first_token(self, timeline: Timeline, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
-        error_s = abs(ttft_s - timeline.held_s - timeline.predicted_ttft_s)
-        self._ttft_error.observe(error_s)
+        self._ttft_error.observe(abs(ttft_s - timeline.held_s - timeline.predicted_ttft_s))
         if timeline.held_s:
             self._held.observe(timeline.held_s)
-        if timeline.front_tokens:
-            self._joint_prefills.value += 1
-            self._joint_parts.value += timeline.num_parts
-            self._joint_error.observe(error_s)
 
     def _count(self, family: str, label: str) -> Count:
         return self._families.counters.of(family, self._model, label)

@@ -4,7 +4,7 @@ The prefill instance is the one with the smallest predicted time to first token:
 cached there, over its measured rate. Under load, tokens to compute weigh more than tokens queued: those who come next
 wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
 decode instance is the least busy one with room; blocks that it already has count only as bytes not moved. A prefix
-that another has is fetched from there where that is cheaper (`pulls`), and two may read a long prompt (`joint`).
+that another instance has is fetched from there where that is cheaper (`pulls`).
 That is the policy `prefix`; the others are there to compare with.
 """
 
@@ -18,7 +18,6 @@ import msgspec
 from contracts.identity import InstanceId
 from contracts.instance import Role
 from contracts.layout import KVLayout, obstacle
-from services.router.joint import plan_joint
 from services.router.pulls import PullPlan, PullPolicy, best_holders, plan_pull
 from services.router.spread import spread
 
@@ -53,10 +52,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The longest time between tokens that was promised."""
     ttft_s: float | None = None
     """What is left of the time to the first token that was promised."""
-    needs_one_reader: bool = False
-    """Logprobs of the prompt are wanted: one instance must compute all of it."""
     has_images: bool = False
-    """Likewise, and it is no decode instance: those have no vision tower."""
+    """No decode instance computes the prompt: those have no vision tower."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +72,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     host_cached_tokens: int = 0
     turnover: float = 0.0
     """Tokens computed there of late, in sizes of its cache: what is cached there lives the shorter the greater."""
-    busy: float = 0.0
-    """Share of the time in which it had prompts to compute of late."""
     machine: str = ""
     """Equal for instances that can share memory."""
     held_tokens: int = 0
@@ -92,10 +87,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """So many times as fast it may be, for all that is known: it has computed no prompts, or no steps, of late."""
     spare_tokens_per_s: float = 0.0
     """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
-    step_tokens: int = 0
-    """Of prompts that one step computes at most; 0: not told."""
-    behind: float = 0.0
-    """Times as long as predicted that it takes to read a prompt behind another instance; 0: it never does."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""
@@ -139,22 +130,17 @@ class PlacementPolicy:
     disaggregation_min_tokens: int = 32
     name: PolicyName = "prefix"
     pull: PullPolicy = "auto"
-    joint_prefill_min_tokens: int = 0
-    """Tokens to compute from which on two prefill instances may read a prompt together; 0: never."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """`prefill` computes the prompt, `decode` writes the answer; where one instance does both, only `decode` is set.
 
-    `prefill_only` is for requests that end with their first token: there is nothing to hand off. With `front`, that
-    instance and `prefill` read the prompt by turns: `joint.JointPlan`.
+    `prefill_only` is for requests that end with their first token: there is nothing to hand off.
     """
 
     decision: Decision
     prefill: Candidate | None = None
     decode: Candidate | None = None
-    front: Candidate | None = None
-    part_ends: tuple[int, ...] = ()
     predicted_ttft_s: float
     other_ttft_s: float = 0.0
     """Where a prefill and a decode instance could each have read the prompt: of the one that does not."""
@@ -167,20 +153,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def computing(self) -> Candidate:
-        """The instance that reads the prompt, to its end."""
+        """The instance that reads the prompt."""
         chosen = self.prefill or self.decode
         assert chosen is not None
         return chosen
-
-    @property
-    def front_tokens(self) -> int:
-        """In whole blocks, of which the front has a copy in the end."""
-        return self.part_ends[-1] if self.part_ends else 0
-
-    @property
-    def beginning(self) -> Candidate:
-        """The instance that reads the prompt from its start, or fetches what is cached elsewhere."""
-        return self.front or self.computing
 
 
 class NoCapacity(msgspec.Struct, frozen=True):
@@ -261,13 +237,13 @@ def _split(
     demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy, pools: _Pools
 ) -> Placement | None:
     if prefill is not None and demand.max_new_tokens == 1:
-        return _read_by("prefill_only", prefill, None, demand, policy, pools)
+        return _read_by("prefill_only", prefill, None, demand, pools)
     if decode is None or (prefill is None and demand.has_images):
         return None
     few = 0 if demand.has_images else policy.disaggregation_min_tokens
     if prefill is None or decode.uncached(demand.num_tokens) < few:
         return _alone("decode_only", decode, demand, pools)
-    apart = _read_by("disaggregated", prefill, decode, demand, policy, pools)
+    apart = _read_by("disaggregated", prefill, decode, demand, pools)
     beside_s = _beside_s(decode, demand)
     is_soon = demand.ttft_s is not None and apart.predicted_ttft_s <= SOON_ENOUGH * demand.ttft_s
     if beside_s < apart.predicted_ttft_s and not is_soon:
@@ -294,33 +270,14 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand, pools: _Poo
 
 
 def _read_by(
-    decision: Decision,
-    prefill: Candidate,
-    decode: Candidate | None,
-    demand: Demand,
-    policy: PlacementPolicy,
-    pools: _Pools,
+    decision: Decision, prefill: Candidate, decode: Candidate | None, demand: Demand, pools: _Pools
 ) -> Placement:
-    alone = Placement(
+    return Placement(
         decision=decision,
         prefill=prefill,
         decode=decode,
         predicted_ttft_s=prefill.time_to_first_token_s(demand.num_tokens),
         shortest_queue_s=min([c.queue_s for c in pools["prefill"]]),
-    )
-    least = policy.joint_prefill_min_tokens
-    if not least or policy.name != "prefix" or demand.needs_one_reader or demand.has_images:
-        return alone
-    num_tokens, avoid = demand.num_tokens, demand.avoid
-    plan = plan_joint(prefill, pools["prefill"], num_tokens=num_tokens, min_tokens=least, avoid=avoid)
-    if plan is None:
-        return alone
-    return msgspec.structs.replace(
-        alone,
-        prefill=msgspec.structs.replace(plan.back, pull=None),
-        front=prefill,
-        part_ends=plan.ends,
-        predicted_ttft_s=plan.seconds,
     )
 
 

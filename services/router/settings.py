@@ -264,13 +264,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 32
     joint_prefill_min_tokens: Annotated[
-        int,
-        Meta(
-            description="prompts with as many tokens that are not cached are read by two prefill instances that take "
-            "turns, where that gains more than it costs others; 0: never",
-            ge=0,
-        ),
-    ] = 4096
+        int | None, Meta(description="without effect, will be refused by the next version: leave it out")
+    ] = None
     max_replays: Annotated[int, Meta(description="times a broken stream is resumed on other instances", ge=0)] = 3
     instance_wait_s: Annotated[
         float,

@@ -39,11 +39,6 @@ class Takers:
             members = [m for m in members if m.record.reads_images or m.record.role == "decode"]
         return Takers(members)
 
-    def met(self, now: float) -> None:
-        """By a prompt that has come."""
-        for member in self._members:
-            member.met(now)
-
     def sound(self, now: float) -> "Takers":
         """An instance whose circuit is open is better than none: the others of its role decide."""
         if not any([m.circuit.failures for m in self._members]):

@@ -17,12 +17,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decision: str
     prefill: str | None
     decode: str | None
-    front: str | None = None
-    """A prefill instance that was to read the prompt by turns with `prefill`, beginning with its first part."""
-    parts: int = 0
-    """So many parts of the prompt were planned then."""
-    front_tokens: int = 0
-    """Those that `prefill` has from it: 0 where it computed all by itself."""
     cached_tokens: Mapping[str, int]
     pulled_tokens: int = 0
     """Cached ones that the instance fetched from another one, `pulled_from`, first."""
@@ -62,7 +56,6 @@ class Timeline(msgspec.Struct):
     decision: Decision = "decode_only"
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
-    front: InstanceId | None = None
     predicted_ttft_s: float = 0.0
     other_ttft_s: float = 0.0
     predicted_itl_s: float = 0.0
@@ -73,12 +66,6 @@ class Timeline(msgspec.Struct):
     """A first token was held back in the router; the longest, of several sequences."""
     ended_at: float | None = None
     report: PrefillReport | None = None
-    read_at: float = 0.0
-    """When it came."""
-    front_report: PrefillReport | None = None
-    """Of the first part of a prompt that two read."""
-    num_parts: int = 0
-    """Planned, the last one included; 0: the prompt is read by one."""
     handoff: HandoffReport | None = None
     replays: int = 0
     num_later_tokens: int = 0
@@ -89,19 +76,12 @@ class Timeline(msgspec.Struct):
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
-        self.front = placement.front.instance if placement.front is not None else None
-        if self.report is None:
-            self.front_report, self.num_parts = None, len(placement.part_ends) + 1 if placement.part_ends else 0
         if self.first_token_at is None:
             before_s = now - self.arrived_at
             self.predicted_ttft_s = before_s + placement.predicted_ttft_s
             self.other_ttft_s = before_s + placement.other_ttft_s if placement.other_ttft_s else 0.0
             self.predicted_itl_s = placement.predicted_itl_s
             self.placed_at = now
-
-    def read(self, report: PrefillReport, now: float) -> None:
-        """The prompt has been read."""
-        self.report, self.read_at = report, now
 
     @property
     def ttft_s(self) -> float | None:
@@ -131,44 +111,27 @@ class Timeline(msgspec.Struct):
         return None if self.ended_at is None else self.ended_at - self.arrived_at
 
     @property
-    def front_tokens(self) -> int:
-        return 0 if self.report is None else self.report.front_tokens
-
-    @property
-    def beginning(self) -> PrefillReport | None:
-        """Of the instance that read the prompt from its start: what was cached there is what was not computed."""
-        return self.front_report if self.front_tokens and self.front_report is not None else self.report
-
-    @property
     def queue_s(self) -> float | None:
-        return None if self.beginning is None else self.beginning.queue_s
+        return None if self.report is None else self.report.queue_s
 
     @property
     def prefill_s(self) -> float | None:
-        """From the beginning of a prompt's computing to its end; of one that two have read, until it is known."""
-        if self.report is None or self.beginning is self.report:
-            return None if self.report is None else self.report.prefill_s
-        if self.placed_at is None or self.queue_s is None:
-            return None
-        return max(0.0, self.read_at - self.placed_at - self.queue_s)
+        return None if self.report is None else self.report.prefill_s
 
     @property
     def cached_tokens(self) -> dict[Tier, int]:
-        return {} if self.beginning is None else self.beginning.cached_tokens
+        return {} if self.report is None else self.report.cached_tokens
 
     def explain(self, request_id: str, now: float) -> Explanation:
-        beginning, handoff = self.beginning, self.handoff
+        report, handoff = self.report, self.handoff
         explanation = Explanation(
             request_id=request_id,
             decision=self.decision,
             prefill=self.prefill,
             decode=self.decode,
-            front=self.front,
-            parts=self.num_parts,
-            front_tokens=self.front_tokens,
-            pulled_tokens=beginning.pulled_tokens if beginning is not None else 0,
-            pulled_from=beginning.pulled_from if beginning is not None else None,
-            pull_s=beginning.pull_s if beginning is not None else 0.0,
+            pulled_tokens=report.pulled_tokens if report is not None else 0,
+            pulled_from=report.pulled_from if report is not None else None,
+            pull_s=report.pull_s if report is not None else 0.0,
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
             other_ttft_s=self.other_ttft_s,

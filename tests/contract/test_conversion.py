@@ -125,7 +125,7 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
     ticket = pair.ticket()
     names = [name(100 + index) for index in range(len(theirs.device_tensor))]
     wanted = [(name(index), 40 - index) for index in range(first_block, -(-NUM_TOKENS // sink.block_tokens))]
-    heard, groups = list[BlockName](), list[tuple[int, int]]()
+    heard = list[BlockName]()
     pair.producer.node.open(ticket)
     translation = Translation(source, names, first_block, NUM_TOKENS)
     fetch = asyncio.create_task(
@@ -133,7 +133,6 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
             ticket,
             wanted,
             on_blocks=heard.extend,
-            on_parts=lambda reached, parts: groups.append((reached, parts)),
             translation=translation,
         )
     )
@@ -142,7 +141,6 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
     pair.producer.node.finish(ticket.ticket, b"first tokens")
     result = await fetch
     assert result.payload == b"first tokens"
-    assert groups == [(1, 1)]  # whatever parts the producer has
     assert sorted(heard) == sorted(result.names) == sorted(block_name for block_name, _ in wanted)
     assert pair.consumer.tally.bytes[result.transport, "received"] == result.num_bytes
     assert await pair.producer.node.released(ticket.ticket) == "received"

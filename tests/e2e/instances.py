@@ -143,18 +143,15 @@ class Driver:
             timeout_s=timeout_s,
         )
 
-    def ticket(
-        self, timeout_s: float = DEADLINE_S, *, source: Instance | None = None, sink: Instance | None = None
-    ) -> Ticket:
-        """From the first prefill instance to the decode instance that gets what is handed off, unless told."""
-        producer, consumer = (source or self.prefill).record, (sink or self.decode).record
+    def ticket(self, timeout_s: float = DEADLINE_S) -> Ticket:
+        source, sink = self.prefill.record, self.decode.record
         return Ticket(
             ticket=new_ticket_id(),
-            source=producer.instance,
-            source_generation=producer.generation,
-            source_address=producer.transfer_address,
-            sink=consumer.instance,
-            sink_generation=consumer.generation,
+            source=source.instance,
+            source_generation=source.generation,
+            source_address=source.transfer_address,
+            sink=sink.instance,
+            sink_generation=sink.generation,
             timeout_s=timeout_s,
         )
 

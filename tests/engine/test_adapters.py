@@ -93,9 +93,9 @@ def test_a_step_mixes_no_more_adapters_than_it_may(model: Path, adapters: list[P
     with lora_engine(model, *adapters, max_loras=2) as engine:
         compute = engine._runner._executor.compute
 
-        def counted(arrays: Any, after_layer: Any = None, *, is_gated: bool = False) -> Any:
+        def counted(arrays: Any, after_layer: Any = None) -> Any:
             mixed.add(len(arrays.adapters))
-            return compute(arrays, after_layer, is_gated=is_gated)
+            return compute(arrays, after_layer)
 
         engine._runner._executor.compute = counted  # type: ignore[method-assign]
         for name in expected:

@@ -10,7 +10,6 @@ from contracts.sampling import SamplingParams
 from engine.constraints import ConstraintBuilder
 from engine.grammar import Grammars
 from engine.masks import Masking
-from engine.outputs import Place
 from engine.sampler import Sampler, invert_cumulative, keep_most_likely
 from engine.scheduler import SampleRow
 from engine.sequence import Request, Sequence
@@ -27,7 +26,7 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
         sampling=SamplingParams(**values),
         root=BlockName(b""),
     )
-    request = Request(work, "generate", Place(0, 0), 0.0, frozenset(work.sampling.stop_token_ids), 999)
+    request = Request(work, "generate", 0, 0, 0.0, frozenset(work.sampling.stop_token_ids), 999)
     return SampleRow(0, Sequence(request, index, prompt + (output or [])), index)
 
 

@@ -93,7 +93,7 @@ def everything_set() -> list[Manifest]:
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "middleware": "a.B"}
     router |= {"limitMmPerPrompt": "image=2", "allowedMediaDomains": "*", "allowedLocalMediaPath": "/pictures"}
-    router |= {"models": {"small": {"model": "/s"}}}
+    router |= {"models": {"small": {"model": "/s"}}, "jointPrefillMinTokens": 4096}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
     tls = {"secretName": "tls"}

@@ -242,16 +242,3 @@ def test_prompts_that_are_answered_here_come_in_their_order(roster: Roster) -> N
     add(roster, make_work("long", [2] * 9))
     add(roster, make_work("short", [3] * 4))
     assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)] == ["long", "short"]
-
-
-def test_one_that_is_given_a_place_is_computed_before_those_that_came_meanwhile(
-    roster: Roster, scheduler: Scheduler
-) -> None:
-    place = roster.enrol(make_work("lead", [1] * 5, max_tokens=1), "prefill", 0.0).request.place
-    roster.end_request(roster.requests[RequestId("lead")])
-    add(roster, make_work("later", [2] * 7, max_tokens=1), "prefill")
-    roster.enqueue(roster.enrol(make_work("part", [1] * 7, max_tokens=1), "prefill", 0.0, place))
-    plan = scheduler.schedule(0.0)
-    assert [chunk.sequence.request.work.request_id for chunk in plan.chunks] == ["part", "later"]
-    for request in list(roster.requests.values()):
-        roster.end_request(request)

@@ -31,7 +31,6 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.remaining: Counter[tuple[str, int]] = Counter()
         self.held: list[RequestId] = []
         self.reserved: dict[RequestId, list[BlockName]] = {}
-        self.behind: dict[RequestId, tuple[int, list[BlockName]]] = {}  # tokens of the front, and what is to come of it
         self.pinned: list[BlockName] = []
         self.imports = Imports(self.roster)
         self.imported: dict[RequestId, list[BlockName]] = {}
@@ -94,45 +93,6 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.expected[request_id, 0] += 1
             self.remaining[request_id, 0] -= 1
         self.roster.take_copies()
-
-    @rule(length=st.integers(BLOCK_TOKENS + 1, LONGEST_PROMPT), prefix=st.integers(0, 2), data=st.data())
-    def follow(self, length: int, prefix: int, data: st.DataObject) -> None:
-        request_id = RequestId(self.new_id())
-        work = make_work(request_id, [prefix] * length)
-        reservation = self.reservations.reserve(work, 0.0, "prefill")
-        if reservation is None:
-            return
-        self.expected[request_id, 0], self.remaining[request_id, 0] = 0, 1
-        largest = (length - 1) // BLOCK_TOKENS
-        if reservation.reused >= largest:
-            self.reservations.admit_locally(request_id)
-            return
-        num_blocks = data.draw(st.integers(reservation.reused + 1, largest))
-        self.reservations.follow(request_id, num_blocks * BLOCK_TOKENS, 0.0)
-        names = [name for name, _ in reservation.missing][: num_blocks - reservation.reused]
-        self.behind[request_id] = num_blocks * BLOCK_TOKENS, names
-
-    @precondition(lambda self: self.behind)
-    @rule(data=st.data())
-    def receive_of_front(self, data: st.DataObject) -> None:
-        """Before, in or after the step that reads behind it."""
-        request_id = data.draw(st.sampled_from(sorted(self.behind)))
-        front, names = self.behind[request_id]
-        if request_id not in self.roster.requests:
-            del self.behind[request_id]
-            return
-        count = data.draw(st.integers(0, len(names)))
-        self.reservations.mark_received(request_id, names[:count])
-        self.behind[request_id] = front, names[count:]
-
-    @precondition(lambda self: self.behind)
-    @rule(data=st.data())
-    def lose_front(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.behind)))
-        front, _ = self.behind.pop(request_id)
-        request = self.roster.requests.get(request_id)
-        if request is not None and request.sequences[0].num_computed == front and not request.sequences[0].num_launched:
-            assert self.reservations.read_alone(request_id, 0.0)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), whole=st.booleans())

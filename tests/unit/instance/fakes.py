@@ -11,8 +11,7 @@ from contracts.instance import LinkStatus
 from contracts.layout import KVLayout
 from contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from contracts.sampling import SamplingParams
-from engine.front import Gate
-from engine.outputs import EngineStats, NamedBlock, Place, Reservation, SequenceOutput, StepResult
+from engine.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
 from engine.vision.given import NO_PIXELS, Pixels
 from kvtransfer import Translation
 from services.common.rpc import RouterId
@@ -97,30 +96,20 @@ class FakeEngine:
         self.is_closed = False
         self.num_pinned = 2
         self.num_imported = 2
-        self.can_read_alone = True
-        self.places: list[Place | None] = []
-        """That were asked for, of all that were added."""
 
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
 
-    def add(
-        self, work: Work, *, mode: Mode = "generate", place: Place | None = None, pixels: Pixels = NO_PIXELS
-    ) -> Place:
+    def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
         self._ask("add", work.request_id, mode)
-        self.places.append(place)
-        return Place(0, len(self.places))
 
-    def reserve(
-        self, work: Work, *, mode: Mode = "generate", after: RequestId | None = None, place: Place | None = None
-    ) -> Reservation | None:
+    def reserve(self, work: Work) -> Reservation | None:
         if self.free_blocks < self.blocks_per_request:
             return None
         self._ask("reserve", work.request_id)
         self.free_blocks -= self.blocks_per_request
         names = [name(n) for n in range(3)]
-        missing, cached = [NamedBlock(name(1), 4), NamedBlock(name(2), 5)], [NamedBlock(name(0), 3)]
-        return Reservation(work.request_id, names, 1, missing, cached)
+        return Reservation(work.request_id, names, 1, [NamedBlock(name(1), 4), NamedBlock(name(2), 5)])
 
     def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None:
         self._ask("mark_received", request_id, list(names))
@@ -130,15 +119,6 @@ class FakeEngine:
 
     def admit_locally(self, request_id: RequestId) -> None:
         self._ask("admit_locally", request_id)
-
-    def follow(self, request_id: RequestId, num_tokens: int, gate: Gate) -> bool:
-        self._ask("follow", request_id, num_tokens)
-        self.gate = gate
-        return True
-
-    def read_alone(self, request_id: RequestId) -> bool:
-        self._ask("read_alone", request_id)
-        return self.can_read_alone
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         self._ask("cancel", request_id, sequence)
@@ -277,7 +257,6 @@ class FakeTransfer:
         self.release: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
         self.on_blocks: Callable[[list[BlockName]], None] | None = None
-        self.on_parts: Callable[[int, int], None] | None = None
         self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
         self.ended: Callable[[], object] = lambda: None
@@ -312,7 +291,6 @@ class FakeTransfer:
         wanted: Sequence[tuple[BlockName, int]],
         *,
         on_blocks: Callable[[list[BlockName]], None] | None = None,
-        on_parts: Callable[[int, int], None] | None = None,
         on_end: Callable[[Fetched], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
@@ -320,7 +298,6 @@ class FakeTransfer:
         self.asked.append(("fetch", list(wanted)))
         self.translation = translation
         self.on_blocks = on_blocks
-        self.on_parts = on_parts
         try:
             fetched = await self.fetched
         except asyncio.CancelledError:

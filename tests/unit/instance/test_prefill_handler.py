@@ -3,15 +3,13 @@ from contracts.messages import Cancel, Prefill
 from engine.errors import RequestError
 from engine.outputs import CompletedBlocks, CompletedPart, FailedRequest, NamedBlock
 from services.instance.first_tokens import FirstToken, decode_first_tokens
-from services.prefill.following import Fronts
 from services.prefill.handler import PrefillHandler
 from tests.unit.instance.fakes import ROUTER, Bench, NoPulls, name, output, run, settle, ticket, work
 
 
 def bench() -> Bench:
     def make(b: Bench) -> PrefillHandler:
-        fronts = Fronts(b.calls, b.transfer, layout=b.engine.layout, counter=b.transfer)
-        return PrefillHandler(b.calls, b.transfer, NoPulls(), fronts, counter=b.transfer, clock=lambda: 1.25)
+        return PrefillHandler(b.calls, b.transfer, NoPulls(), counter=b.transfer, clock=lambda: 1.25)
 
     return Bench(make)
 

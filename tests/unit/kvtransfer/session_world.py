@@ -17,7 +17,6 @@ from kvtransfer.session.steps import (
     Give,
     Placement,
     ProducerStep,
-    Reached,
     Released,
     Relink,
     Serve,
@@ -65,7 +64,6 @@ class World(RuleBasedStateMachine):
         self.producer_ahead = 0.0
         self.consumer_ahead = 0.0
         self.pulls = False
-        self.tells_groups = False
         self.wanted: list[int] = []
         self.connections = [Connection(1)]
         self.link = self.connections[0]
@@ -76,9 +74,6 @@ class World(RuleBasedStateMachine):
         self.parts = 1
         self.memory: dict[int, bytes] = {}
         self.cache: dict[int, bytes] = {}
-        self.told = Reached(0, 1)
-        self.read: set[int] = set()
-        """Parts in the consumer's cache that its caller was told of, and may be reading."""
         self.copies: list[Placement] = []
         self.wants_link = False
         self.stopped = False
@@ -157,15 +152,12 @@ class World(RuleBasedStateMachine):
         for step in steps:
             match step:
                 case Ask():
-                    assert not isinstance(step.message, Fetch) or self.read.isdisjoint(self.asked_by(step.message))
                     if self.link.is_up:
                         self.link.to_producer.append(step.message)
                 case Copy():
                     self.copies += step.placements
                 case Arrived():
                     assert all(self.is_here(block) for block in self.wanted if name(block) in step.names)
-                case Reached():
-                    self.check_reached(step)
                 case Relink():
                     self.wants_link = True
                 case StopCopies():
@@ -176,22 +168,11 @@ class World(RuleBasedStateMachine):
                     self.outcome = step
                     self.check_outcome(step)
 
-    def check_reached(self, step: Reached) -> None:
-        assert self.outcome is None and self.told.reached < step.reached <= step.parts == self.parts
-        self.told = step
-        self.read = {block * self.parts + part for block in self.wanted for part in range(step.reached)}
-        assert all(self.cache[number] == self.content(number) for number in self.read)
-
-    def asked_by(self, fetch: Fetch) -> set[int]:
-        blocks = [block for block in self.wanted if name(block) in fetch.names]
-        return {number for block in blocks for number in self.numbers(block, 1)}
-
     def check_outcome(self, step: Succeed | Give) -> None:
         assert self.consumer is not None
         if isinstance(step, Succeed):
             assert step.payload == b"payload"
             assert {name(block) for block in self.wanted} == set(self.consumer.received)
-            assert self.told == (Reached(self.parts, self.parts) if self.tells_groups else Reached(0, 1))
         for block in self.wanted:
             if name(block) in self.consumer.received:
                 assert self.is_here(block)

@@ -25,7 +25,7 @@ class BothEnds(World):
         mishaps=st.sampled_from([0, 1, 1, 2, 3]),
         stage=st.integers(0, 6),
         clocks=st.sampled_from([(0.0, 0.0), (5e5, 0.0), (0.0, 5e5)]),
-        parts=st.tuples(st.sampled_from([1, 2, 3]), st.booleans()),
+        parts=st.sampled_from([1, 2, 3]),
     )
     def begin(
         self,
@@ -35,20 +35,17 @@ class BothEnds(World):
         mishaps: int,
         stage: int,
         clocks: tuple[float, float],
-        parts: tuple[int, bool],
+        parts: int,
     ) -> None:
-        """`stage`: how far all goes well before chance takes over; 5: until a tail is cut off.
-        `parts`: how many, and whether they are told of."""
-        self.pulls, (self.parts, self.tells_groups) = pulls, parts
-        self.memory = dict.fromkeys(range(NUM_BLOCKS * self.parts), GARBAGE)
+        """`stage`: how far all goes well before chance takes over; 5: until a tail is cut off."""
+        self.pulls, self.parts = pulls, parts
+        self.memory = dict.fromkeys(range(NUM_BLOCKS * parts), GARBAGE)
         self.cache = dict(self.memory)
         self.producer_ahead, self.consumer_ahead = clocks
         self.mishaps = mishaps
         self.wanted = sorted(wanted)
         pairs = [(name(block), block) for block in self.wanted]
-        self.consumer = ConsumerSession(
-            TICKET, pairs, now=self.consumer_now, limits=LIMITS, partial=partial, tells_groups=self.tells_groups
-        )
+        self.consumer = ConsumerSession(TICKET, pairs, now=self.consumer_now, limits=LIMITS, partial=partial)
         self.wants_link = True
         if stage >= 1:
             self.open()
@@ -149,7 +146,6 @@ class BothEnds(World):
             return
         read, written = (self.numbers(place, placement.parts) for place in (placement.source, placement.destination))
         for source, destination in zip(read, written, strict=True):
-            assert destination not in self.read
             found = self.memory[source] if self.pulls else self.content(source)
             self.cache[destination] = GARBAGE if damaged else found
         if damaged:

@@ -41,7 +41,6 @@ from contracts.messages import (
 )
 from contracts.pooling import PoolingProfile
 from services.router.attempt import Attempt
-from services.router.front import FrontPart
 from services.router.member import Member
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
@@ -77,8 +76,6 @@ def record(
         http_address=f"{instance}:80",
         host="here",
         load=load or Load(free_blocks=100, total_blocks=100, prefill_tokens_per_s=1000.0),
-        step_tokens=16,
-        reads_behind=role == "prefill",
         pooling=pooling,
     )
 
@@ -112,8 +109,6 @@ class FakeInstance:
         self.cached: list[BlockName] = []
         self.link: FakeLink | None = None
         self.sequence = 0
-        self.read: dict[RequestId, tuple[int, int]] = {}
-        """Of prompts and their parts: their tokens, and how many of them fronts have read."""
         self.no_adapters: set[str] | None = set()
         self.on_batch: Callable[[EventBatch], None] | None = None
         self._is_due = False
@@ -248,8 +243,7 @@ class FakeInstance:
     def _advance(self, job: Job) -> list[Tokens | PrefillReport | HandoffReport | Failed]:
         work, message = job.work, job.message
         answers: list[Tokens | PrefillReport | HandoffReport | Failed] = []
-        known = message.front.known_tokens if isinstance(message, Prefill) and message.front is not None else 0
-        offset = known + len(work.token_ids) - work.num_prompt_tokens
+        offset = len(work.token_ids) - work.num_prompt_tokens
         if isinstance(message, Decode):
             if not self.cluster.is_prefilled(message.ticket):
                 return []
@@ -257,7 +251,7 @@ class FakeInstance:
             if not any(job.sent.values()):
                 answers.append(handoff_report(work))
         elif not any(job.sent.values()):
-            answers.append(prefill_report(work, front_tokens=self._read_by_front(message)))
+            answers.append(prefill_report(work))
         for sequence in sorted(job.live):
             position = offset + job.sent[sequence]
             if position < work.sampling.max_tokens:
@@ -271,15 +265,6 @@ class FakeInstance:
         if not job.live:
             self.jobs.pop(work.request_id, None)
         return answers
-
-    def _read_by_front(self, message: Prefill | Generate) -> int:
-        """What has come from it by now, all or nothing, and what earlier parts had from theirs."""
-        front = message.front if isinstance(message, Prefill) else None
-        own, fetched = self.read.get(front.after, (0, 0)) if front is not None and front.after is not None else (0, 0)
-        if front is not None and self.cluster.is_prefilled(front.ticket):
-            fetched += front.num_blocks * self.record.layout.block_tokens - own
-        self.read[message.work.request_id] = (message.work.num_prompt_tokens, fetched)
-        return fetched
 
     def _token(self, job: Job, sequence: int, position: int) -> Tokens:
         work = job.work
@@ -319,7 +304,7 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
     return TokenLogprobs(Logprob(token_id, -0.5, 1), top)
 
 
-def prefill_report(work: Work, *, front_tokens: int = 0) -> PrefillReport:
+def prefill_report(work: Work) -> PrefillReport:
     prompt_logprobs = None
     if (wanted := work.sampling.prompt_logprobs) is not None:
         prompt_logprobs = [None, *(logprobs_of(token, wanted) for token in work.token_ids[1:])]
@@ -328,7 +313,6 @@ def prefill_report(work: Work, *, front_tokens: int = 0) -> PrefillReport:
         queue_s=0.25,
         prefill_s=0.5,
         cached_tokens={"device": 4},
-        front_tokens=front_tokens,
         prompt_logprobs=prompt_logprobs,
     )
 
@@ -346,10 +330,10 @@ def handoff_report(work: Work) -> HandoffReport:
 
 
 class FakeFlight:
-    """Owner of an attempt, or of parts of a prompt: it only remembers what it hears, with who said it."""
+    """Owner of an attempt: it only remembers what it hears, with who said it."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Attempt | FrontPart | InstanceId, Answer | str]] = []
+        self.heard: list[tuple[Attempt, Answer | str]] = []
 
     def on_tokens(self, attempt: Attempt, member: Member, tokens: Tokens, now: float) -> None:
         self.heard.append((attempt, tokens))
@@ -359,12 +343,6 @@ class FakeFlight:
 
     def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
         self.heard.append((attempt, reason))
-
-    def part_read(self, part: FrontPart, report: PrefillReport) -> None:
-        self.heard.append((part, report))
-
-    def part_failed(self, culprit: InstanceId, failed: Failed) -> None:
-        self.heard.append((culprit, failed))
 
 
 class FakeLink:

@@ -9,7 +9,6 @@ import pytest
 
 from contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
 from contracts.messages import Logprob, TokenLogprobs
-from services.router.busy_share import BusyShare
 from services.router.ranking import best_of
 from services.router.writer import Piece
 from tests.unit.router.conftest import Router, Serve
@@ -180,23 +179,5 @@ def test_what_beams_cannot_do_is_refused(serve: Serve, body: dict[str, Any], par
         answer = await router.http.post("/v1/completions", json={"prompt": "a", **body})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
-
-    serve(scenario)
-
-
-def test_beams_come_once_for_what_prompts_find(serve: Serve) -> None:
-    """Their steps are many prompts, each after the other, and would find everybody idle."""
-
-    class Counted(BusyShare):
-        came = 0
-
-        def found(self, is_busy: bool, now: float) -> None:
-            Counted.came += 1
-
-    async def scenario(router: Router) -> None:
-        for member in router.cluster.members():
-            member.busy = Counted()
-        await router.complete(prompt="hello", max_tokens=6, use_beam_search=True, n=2)
-        assert Counted.came == len(list(router.cluster.members()))
 
     serve(scenario)

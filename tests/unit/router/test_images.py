@@ -114,18 +114,6 @@ def test_a_short_prompt_with_an_image_is_not_read_by_decode(see: Callable[..., N
     see(scenario, disaggregation_min_tokens=100)
 
 
-def test_with_two_readers_one_reads_a_prompt_with_images(see: Callable[..., None]) -> None:
-    async def scenario(router: Router) -> None:
-        for content in (("x" * 60, A), ("y" * 66,)):
-            answer = await router.http.post(PATH, json=shown(*content))
-            assert answer.status_code == 200, answer.text
-        messages = [m for name in ("prefill-0", "prefill-1") for m in router.fakes[name].assignments()]
-        of_image = [m for m in messages if m.work.media]
-        assert len(of_image) == 1 and len(messages) > 2, "the text alone is read by turns"
-
-    see(scenario, prefill=2, joint_prefill_min_tokens=16)
-
-
 def test_a_unified_instance_does_all_of_it(see: Callable[..., None]) -> None:
     async def scenario(router: Router) -> None:
         await router.http.post(PATH, json=shown("ab", A))
