@@ -14,6 +14,7 @@ from kvtransfer import Translation
 from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
 from services.common.tracing import Attributes
 from services.decode.admission import Admission, Arrivals
+from services.decode.room import Room
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
 from services.instance.generation import Writing, generate
@@ -27,7 +28,6 @@ from services.instance.ports import (
 )
 from services.instance.pulling import PullPort
 from services.instance.requests import Request
-from services.instance.room import Room
 from services.instance.serving import Assignment
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class DecodeHandler:
         *,
         counter: HandoffCounter,
         fallback: Literal["fail", "local"],
-        room: Room[Reservation],
+        room: Room,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
@@ -84,11 +84,7 @@ class DecodeHandler:
         arrivals = Arrivals(self._engine, request)
         try:
             with request.span.child("reserve"):
-                reservation = await self._room.get(
-                    lambda engine: engine.reserve(request.work),
-                    priority=request.work.priority,
-                    within_s=ticket.timeout_s,
-                )
+                reservation = await self._room.reserve(request.work, within_s=ticket.timeout_s)
             report = partial(self._router.send, request.router)
             admission = Admission(request, reservation, arrivals, self._engine, report)
             fetched = await self._fetch(request, ticket, admission)

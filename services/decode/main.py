@@ -21,8 +21,8 @@ def main(argv: list[str]) -> None:
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
     from services.decode.handler import DecodeHandler
+    from services.decode.room import Room
     from services.instance.process import run_instance
-    from services.instance.room import Room
 
     status = run_instance(
         settings,

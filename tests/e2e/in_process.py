@@ -19,9 +19,9 @@ from bench.ports import free_port
 from contracts.instance import Role
 from services.common.lifecycle import Lifecycle
 from services.decode.handler import DecodeHandler
+from services.decode.room import Room
 from services.instance.parts import Parts
 from services.instance.process import InstanceProcess
-from services.instance.room import Room
 from services.instance.serving import RoleHandler
 from services.instance.settings import InstanceSettings
 from services.prefill.handler import prefill_handler

@@ -14,8 +14,8 @@ from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from services.common.tracing import Span
 from services.decode.admission import Admission, Arrivals
 from services.decode.handler import DecodeHandler
+from services.decode.room import Room
 from services.instance.first_tokens import FirstToken, encode_first_tokens
-from services.instance.room import Room
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
 
 

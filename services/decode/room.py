@@ -1,51 +1,44 @@
-"""Those that wait for blocks: granted strictly by priority, then arrival, so that a large one is never starved.
+"""Prompts that wait for blocks: granted strictly by priority, then arrival, so that a large one is never starved.
 
 All that wait ask the engine together, in one command, and again whenever more blocks are free than at the last refusal.
 """
 
 import asyncio
 import bisect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
+from contracts.messages import Work
 from engine.errors import RequestError
 from services.instance.engine_thread import EngineCalls
 from services.instance.errors import RequestFailed
-from services.instance.ports import EnginePort
-
-T = TypeVar("T")
-
-Ask = Callable[[EnginePort], T | None]
-"""Takes the blocks. None: there are not enough now."""
+from services.instance.ports import EnginePort, Reservation
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter(Generic[T]):
-    ask: Ask[T]
-    priority: int
+class _Waiter:
+    work: Work
     order: int
-    granted: "asyncio.Future[T]"
+    granted: "asyncio.Future[Reservation]"
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.priority, self.order
+        return self.work.priority, self.order
 
 
 @dataclass(frozen=True, slots=True)
-class _Grants(Generic[T]):
+class _Grants:
     """Answers to the first of those who asked. If there are fewer than asked, `free_blocks` were not enough."""
 
-    answers: list[T | RequestError]
+    answers: list[Reservation | RequestError]
     free_blocks: int
 
 
-class Room(Generic[T]):
-    def __init__(self, engine: EngineCalls, *, max_waiting: int | None = None) -> None:
+class Room:
+    def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
-        self._waiting: list[_Waiter[T]] = []
+        self._waiting: list[_Waiter] = []
         self._num_asked = 0
         self._is_asking = False
         self._refused_at: int | None = None
@@ -53,17 +46,17 @@ class Room(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def get(self, ask: Ask[T], *, priority: int, within_s: float) -> T:
-        """What `ask` gets, once there is room. Raises `RequestFailed` when too many wait or the time is over, and what
-        `ask` raises.
+    async def reserve(self, work: Work, *, within_s: float) -> Reservation:
+        """Blocks for a prompt, once there is room. Raises `RequestFailed` when too many wait or the time is over, and
+        what `Engine.reserve` raises.
 
         When cancelled or late, the caller frees what may have been taken meanwhile.
         """
-        if self._max_waiting is not None and self._refused_at is not None and len(self._waiting) >= self._max_waiting:
+        if self._refused_at is not None and len(self._waiting) >= self._max_waiting:
             raise RequestFailed("overloaded", f"{len(self._waiting)} handoffs wait for blocks")
         try:
             async with asyncio.timeout(within_s):
-                return await self._wait(ask, priority)
+                return await self._wait(work)
         except TimeoutError:
             raise RequestFailed("overloaded", f"no room for the prompt within {within_s:g} s") from None
 
@@ -75,9 +68,9 @@ class Room(Generic[T]):
             else:
                 self._refused_at = free_blocks
 
-    async def _wait(self, ask: Ask[T], priority: int) -> T:
-        granted: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(ask, priority, self._num_asked, granted)
+    async def _wait(self, work: Work) -> Reservation:
+        granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(work, self._num_asked, granted)
         self._num_asked += 1
         bisect.insort(self._waiting, waiter, key=lambda w: w.key)
         if self._waiting[0] is waiter:
@@ -98,11 +91,11 @@ class Room(Generic[T]):
         asked = list(self._waiting)
         # Before any later numbers: blocks that become free after a refusal may be the last for long.
         answer = self._engine.call(
-            lambda engine: _grant(engine, [waiter.ask for waiter in asked]), then=partial(self._answered, asked)
+            lambda engine: _grant(engine, [waiter.work for waiter in asked]), then=partial(self._answered, asked)
         )
         answer.add_done_callback(partial(self._unanswered, asked))
 
-    def _unanswered(self, asked: list[_Waiter[T]], done: "asyncio.Future[_Grants[T]]") -> None:
+    def _unanswered(self, asked: list[_Waiter], done: "asyncio.Future[_Grants]") -> None:
         """The engine has stopped, or could not say."""
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or error is not None:
@@ -111,7 +104,7 @@ class Room(Generic[T]):
                 self._settle(waiter, error or RequestFailed("internal", "the engine has stopped"))
             self._ask()
 
-    def _answered(self, asked: list[_Waiter[T]], grants: _Grants[T]) -> None:
+    def _answered(self, asked: list[_Waiter], grants: _Grants) -> None:
         self._is_asking = False
         for waiter, answer in zip(asked, grants.answers, strict=False):
             self._settle(waiter, answer)
@@ -120,7 +113,7 @@ class Room(Generic[T]):
             self._refused_at = grants.free_blocks
         self._ask()
 
-    def _settle(self, waiter: _Waiter[T], answer: T | BaseException) -> None:
+    def _settle(self, waiter: _Waiter, answer: Reservation | BaseException) -> None:
         if waiter in self._waiting:
             self._waiting.remove(waiter)
         if waiter.granted.done():
@@ -131,12 +124,12 @@ class Room(Generic[T]):
             waiter.granted.set_result(answer)
 
 
-def _grant(engine: EnginePort, asks: list[Ask[T]]) -> _Grants[T]:
+def _grant(engine: EnginePort, works: list[Work]) -> _Grants:
     """In the engine's thread: one after the other until one finds no room."""
-    answers: list[T | RequestError] = []
-    for ask in asks:
+    answers: list[Reservation | RequestError] = []
+    for work in works:
         try:
-            answer = ask(engine)
+            answer = engine.reserve(work)
         except RequestError as exc:
             answers.append(exc)
             continue
