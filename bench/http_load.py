@@ -88,5 +88,5 @@ class Connection(asyncio.Protocol):
 
 
 def post(path: str, body: bytes, *, headers: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}{headers}\r\n".encode() + body
+    fields = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{headers}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode() + body

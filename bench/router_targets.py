@@ -143,7 +143,7 @@ async def _knows_all(port: int, num_times: int) -> bool:
     with contextlib.suppress(OSError, HttpError):
         for _ in range(num_times):
             connection = await Connection.open(port)
-            health = json.loads(await connection.ask(b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"))
+            health = json.loads(await connection.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))
             connection.close()
             if len(health["instances"]) < len(ROLES):
                 return False

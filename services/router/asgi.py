@@ -8,7 +8,13 @@ import msgspec
 
 from services.common.http_exchange import EXTENSION, Exchange
 from services.router.caller import ANONYMOUS, NO_SLO, Caller, Slo
-from services.router.errors import ApiError, ClientGoneError, RequestTimeoutError, RequestTooLargeError
+from services.router.errors import (
+    ApiError,
+    ClientGoneError,
+    MediaTypeError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,8 +80,21 @@ def exchange_of(scope: Scope) -> Exchange | None:
     return exchange
 
 
+def check_media_type(scope: Scope) -> None:
+    """Raise `MediaTypeError` for a body that is not said to be JSON: one that is said to be a text, a form or nothing
+    is what any web page may have a browser send here without asking first (CORS)."""
+    given = header(scope, b"content-type")
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    found = f"{given[:100]!r} is no JSON" if given else "there is none"
+    raise MediaTypeError(f"the body's Content-Type must be application/json, and {found}: send that header (curl: -H)")
+
+
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Raises `RequestTooLargeError`, after reading to the end: a client that still sends would not see the answer."""
+    """Raises `MediaTypeError`; and `RequestTooLargeError`, after reading to the end: a client that still sends would
+    not see the answer."""
+    check_media_type(scope)
     context = RequestContext.of(scope)
     limits = context.limits
     limit = limits.max_body_bytes

@@ -6,10 +6,12 @@ RouterError
 └── ApiError                ends a request; has a status
     ├── BadRequestError           400
     ├── AuthenticationError       401
+    ├── HostNotAllowedError       403  the server is not to be called by that name
     ├── ModelNotFoundError        404
     ├── NotFoundError             404
     ├── RequestTimeoutError       408  the client did not send its body
     ├── RequestTooLargeError      413
+    ├── MediaTypeError            415  the body is not said to be JSON
     ├── RateLimitError            429  with Retry-After
     ├── InternalError             500
     ├── UnavailableError          503  no instance, or replays are used up
@@ -80,6 +82,12 @@ class AuthenticationError(ApiError):
     code = "invalid_api_key"
 
 
+class HostNotAllowedError(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "host_not_allowed"
+
+
 class ModelNotFoundError(ApiError):
     status = 404
     type = "invalid_request_error"
@@ -102,6 +110,12 @@ class RequestTooLargeError(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class MediaTypeError(ApiError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
 
 
 class RateLimitError(ApiError):

@@ -31,6 +31,7 @@ from services.router.connections import ZeromqConnector
 from services.router.dispatch import Admission
 from services.router.errors import ModelFolderError
 from services.router.frontend import Frontend
+from services.router.hosts import with_allowed_hosts
 from services.router.job import FlightRules
 from services.router.metrics import RouterMetrics
 from services.router.middleware import with_middleware
@@ -101,7 +102,11 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
     crew = crew_of(worker, models.frontends[0], admission.ledger)
     app = create_app(models.frontends[0], api_keys=keys, audit=audit, crew=crew)
     server = HttpServer(
-        with_middleware(with_cors(app, settings), settings.middleware),
+        with_allowed_hosts(
+            with_middleware(with_cors(app, settings), settings.middleware),
+            settings.allowed_hosts,
+            bound_to=settings.host,
+        ),
         host=settings.host,
         port=settings.port,
         ssl_keyfile=settings.ssl_keyfile,

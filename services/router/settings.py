@@ -70,6 +70,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     audit_log: Annotated[
         str | None, Meta(description="file that gets one JSON line a request: who asked, and what came of it")
     ] = None
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(
+            description="names that clients may call this server by (Host), beside IP addresses and localhost;"
+            " *.example.com for all below one, * for any (default: * unless it listens on a loopback address)"
+        ),
+    ] = []
     allowed_origins: Annotated[
         list[str], Meta(description="web pages that browsers may let ask (CORS); * for all; none: no foreign page")
     ] = []

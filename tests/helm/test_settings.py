@@ -91,7 +91,7 @@ def everything_set() -> list[Manifest]:
     engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
     engine |= {"maxCpuLoras": 4, "enableLora": True, "loraModules": "poet=/adapters/poet,clerk=/adapters/clerk"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
-    router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "middleware": "a.B"}
+    router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "allowedHosts": "*", "middleware": "a.B"}
     router |= {"limitMmPerPrompt": "image=2", "allowedMediaDomains": "*", "allowedLocalMediaPath": "/pictures"}
     router |= {"models": {"small": {"model": "/s"}}, "jointPrefillMinTokens": 4096}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}

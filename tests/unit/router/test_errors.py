@@ -1,5 +1,6 @@
 """What clients hear when something is wrong: OpenAI's shape, the right status, the cause by name, nothing internal."""
 
+import json
 from typing import Any
 
 import pytest
@@ -77,8 +78,8 @@ BAD: list[tuple[str, Any, str | None, str]] = [
 def test_bad_requests_are_400_and_name_their_cause(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         for path, body, param, named in BAD:
-            sent = {"content": body.encode()} if isinstance(body, str) else {"json": body}
-            answer = await router.http.post(path, **sent)
+            content = body if isinstance(body, str) else json.dumps(body)
+            answer = await router.http.post(path, content=content, headers={"content-type": "application/json"})
             case = f"{path} {str(body)[:80]}: {answer.text[:300]}"
             assert answer.status_code == 400, case
             error = answer.json()["error"]

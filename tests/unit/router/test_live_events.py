@@ -15,6 +15,7 @@ from tests.recorded_connection import RecordedConnection
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.test_message_reader import CALL, HERMES, TOOLS, writes
 
+JSON = (b"content-type", b"application/json")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
 TEXT: dict[str, Any] = {"prompt": "hello", "max_tokens": 12}
 OWN = re.compile(r'"created(?:_at)?":\d+|(?:call|toolu|fc|msg|rs)_[0-9a-f]{8,}')
@@ -52,7 +53,7 @@ async def both(router: Router, path: str, body: dict[str, Any]) -> list[str]:
     exchange = Exchange(connection, is_http_10=False, is_head=False, keeps_alive=True)
     exchange.on_body(content)
     exchange.on_received()
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"x-request-id", b"r")]}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"x-request-id", b"r"), JSON]}
     await exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}})
     assert connection.completed_ones == [exchange]
     return [OWN.sub("", text) for text in (by_the_task.text, connection.body().decode())]
@@ -87,7 +88,7 @@ def test_a_token_is_written_before_the_call_that_brought_it_returns(serve: Serve
         exchange = Exchange(connection, is_http_10=False, is_head=False, keeps_alive=True)
         exchange.on_body(json.dumps({**TEXT, "stream": True}).encode())
         exchange.on_received()
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
         running = asyncio.create_task(exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}}))
         await settle()
         (first,) = connection.written
@@ -125,7 +126,7 @@ def test_a_client_that_is_slow_in_between_gets_the_same(serve: Serve) -> None:
         exchange = Exchange(connection, is_http_10=False, is_head=False, keeps_alive=True)
         exchange.on_body(json.dumps({**TEXT, "stream": True}).encode())
         exchange.on_received()
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
         await exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}})
         texts = [event["choices"][0]["text"] for event in events_of(connection.body().decode())]
         assert texts == [event["choices"][0]["text"] for event in at_once]

@@ -21,6 +21,7 @@ from services.router.pooling.vectors import cosine
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import pooled, record
 
+JSON = (b"content-type", b"application/json")
 EMBEDS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3)
 SHRINKS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3, is_matryoshka=True)
 SCORES = PoolingProfile(tasks=["classify"], labels=["LABEL_0"])
@@ -291,7 +292,7 @@ def test_a_client_that_leaves_ends_the_work(serve: Serve) -> None:
         async def send(message: object) -> None:
             raise AssertionError(f"nobody is left to hear {message}")
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": [JSON]}
         serving = asyncio.create_task(router.app(scope, receive, send))
         await settle()
         leaves.set()

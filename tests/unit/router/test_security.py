@@ -18,6 +18,7 @@ from services.router.main import with_cors
 from services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve
 
+JSON = (b"content-type", b"application/json")
 PAGE = {"origin": "https://chat.example.com"}
 
 
@@ -71,7 +72,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve) -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
         began = time.monotonic()
         await router.app(scope, receive, send)
         assert sent[0]["status"] == 408 and time.monotonic() - began < 5
