@@ -5,15 +5,14 @@ followed: neither a name nor an answer can lead to what lies behind the router."
 import asyncio
 import ssl
 from functools import cache
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
 from services.router.images.limits import ANY_DOMAIN, ImageLimits, refused, too_long
+from services.router.images.public_addresses import is_public
 
 _PORTS = {"http": 80, "https": 443}
-_NAT64 = IPv6Network("64:ff9b::/96")
 
 
 async def fetch(url: str, limits: ImageLimits) -> bytes:
@@ -50,20 +49,6 @@ async def _public_address(host: str, port: int) -> str:
             " --allowed-media-domains names the host itself"
         )
     return addresses[0]
-
-
-def is_public(address: str) -> bool:
-    """Of one host, and not a way to an IPv4 address that is not public."""
-    ip = ip_address(address.partition("%")[0])
-    within = _within(ip) if isinstance(ip, IPv6Address) else None
-    return ip.is_global and not ip.is_multicast and (within is None or within.is_global)
-
-
-def _within(ip: IPv6Address) -> IPv4Address | None:
-    """The IPv4 address that a gateway would pass on to."""
-    if ip in _NAT64:
-        return IPv4Address(int(ip) & 0xFFFFFFFF)
-    return ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo is not None else None)
 
 
 async def _get(parts: SplitResult, host: str, address: str, limits: ImageLimits) -> bytes:
