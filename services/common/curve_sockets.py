@@ -8,6 +8,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from services.common.cluster_key import ClusterKey
+from services.common.limited_log import LimitedLog
 from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class CurveRouter:
         self._on_message = on_message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
+        self._log = LimitedLog(logger)
 
     async def start(self, address: str) -> str:
         """Raises `zmq.ZMQError` when the address is in use."""
@@ -92,6 +94,6 @@ class CurveRouter:
 
     def _on_frames(self, frames: Frames) -> None:
         if len(frames) != 2:
-            logger.warning("message refused: %d frames", len(frames))
+            self._log.warning("message refused: %d frames", len(frames))
             return
         self._on_message(frames[0], frames[1])

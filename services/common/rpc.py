@@ -16,6 +16,7 @@ from contracts.wire import Decoder, WireError, encode
 from services.common.cluster_key import ClusterKey
 from services.common.curve_sockets import CurveDealer, CurveRouter
 from services.common.errors import PeerUnreachable
+from services.common.limited_log import LimitedLog
 from services.common.zmtp_sockets import ZmtpDealer, ZmtpRouter
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class InstanceServer:
         self._key = key
         self._router_timeout_s = router_timeout_s
         self._decoder = Decoder[ToInstance](ToInstance)
+        self._log = LimitedLog(logger)
         self._heard: dict[RouterId, float] = {}
         self._lost: dict[RouterId, None] = {}
         """The last ones, oldest first."""
@@ -97,7 +99,7 @@ class InstanceServer:
         try:
             message = self._decoder.decode(frame)
         except WireError as exc:
-            logger.warning("message of router %s refused: %s", router.hex(), exc)
+            self._log.warning("message of router %s refused: %s", router.hex(), exc)
             return
         self._heard[router] = self._loop.time()
         self._on_message(router, message)
@@ -165,6 +167,7 @@ class InstanceLink:
         self._timeout_s = timeout_s
         self._key = key
         self._decoder = Decoder[ToRouter](ToRouter)
+        self._log = LimitedLog(logger)
         self._context = context
         self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._dealer: Dealer | None = None
@@ -214,7 +217,7 @@ class InstanceLink:
         try:
             message = self._decoder.decode(frame)
         except WireError as exc:
-            logger.warning("message of the instance at %s refused: %s", self._address, exc)
+            self._log.warning("message of the instance at %s refused: %s", self._address, exc)
             return
         self._heard = self._loop.time()
         if isinstance(message, LoadReport):

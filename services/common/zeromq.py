@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 Frames = list[bytes]
 _READS_PER_TURN = 512
+_PING_EVERY_MS = 10_000
+_MOST_SILENT_MS = 30_000
 _ASKED_READS = 2
 _READABLE = int(zmq.POLLIN)
 
@@ -86,12 +88,15 @@ class LoopSocket:
 
 
 def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_length: int) -> zmq.Socket[bytes]:
-    """A socket that drops its queue when closed, bounds frames and speaks IPv6 where an address asks for it."""
+    """A socket that drops its queue when closed, bounds frames, speaks IPv6 where an address asks for it, and ends
+    connections whose other end does not answer a PING."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, queue_length)
     socket.setsockopt(zmq.RCVHWM, queue_length)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_EVERY_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _MOST_SILENT_MS)
     return socket
 
 

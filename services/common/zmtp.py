@@ -39,6 +39,8 @@ class ZmtpReader:
 
     def __init__(self) -> None:
         self.is_ready = False
+        self.pong: bytes | None = None
+        """What the last PING wants to be answered with; whoever sends it sets this to None again."""
         self._is_greeted = False
         self._parts: list[bytes] = []
         self._missing = 0
@@ -96,3 +98,5 @@ class ZmtpReader:
             self.is_ready = True
         elif body.startswith(b"\x05ERROR"):
             raise ZmtpError(f"refused: {body[7:]!r}")
+        elif body.startswith(b"\x04PING"):  # then two bytes of a time, and a context of at most 16 to be sent back
+            self.pong = command(b"\x04PONG" + body[7:23])

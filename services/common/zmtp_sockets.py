@@ -14,10 +14,14 @@ from urllib.parse import urlsplit
 
 from contracts.wire import MAX_FRAME_BYTES
 from services.common.errors import PeerUnreachable
+from services.common.late_timer import LateTimer
+from services.common.limited_log import LimitedLog
 from services.common.zmtp import ZmtpError, ZmtpReader, framed, handshake
 
 logger = logging.getLogger(__name__)
 
+HANDSHAKE_S = 10.0
+SILENCE_S = 30.0
 _RECONNECT_S = 0.1
 _MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """To one peer, connected or not. One message more is taken."""
@@ -68,11 +72,20 @@ class ZmtpDealer:
 
 
 class ZmtpRouter:
-    """`services.common.rpc.Router`."""
+    """`services.common.rpc.Router`. Closes connections that are silent: every peer sends a heartbeat."""
 
-    def __init__(self, *, on_message: Callable[[bytes, bytes], None], on_lost: Callable[[bytes, str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        on_message: Callable[[bytes, bytes], None],
+        on_lost: Callable[[bytes, str], None],
+        handshake_s: float = HANDSHAKE_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
+        self._patience = (handshake_s, silence_s)
+        self._log = LimitedLog(logger)
         self._connections: dict[bytes, _Connection] = {}
         self._server: asyncio.AbstractServer | None = None
 
@@ -111,7 +124,13 @@ class ZmtpRouter:
             del self._connections[peer]
             self._on_lost(peer, reason)
 
-        connection = _Connection(b"ROUTER", lambda message: self._on_message(peer, message), on_lost)
+        connection = _Connection(
+            b"ROUTER",
+            lambda message: self._on_message(peer, message),
+            on_lost,
+            patience=self._patience,
+            log=self._log,
+        )
         self._connections[peer] = connection
         return connection
 
@@ -129,8 +148,15 @@ class _Connection(asyncio.Protocol):
         on_message: Callable[[bytes], None],
         on_lost: Callable[[str], None],
         most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+        *,
+        patience: tuple[float, float] | None = None,
+        log: LimitedLog | None = None,
     ) -> None:
+        """`patience`: seconds for the handshake, and between two reads after it. None: the caller has its own."""
         self._socket_type = socket_type
+        self._patience = patience
+        self._log = log or LimitedLog(logger)
+        self._timer: LateTimer | None = None
         self._on_message = on_message
         self._on_lost = on_lost
         self._most_unsent_bytes = most_unsent_bytes
@@ -154,6 +180,9 @@ class _Connection(asyncio.Protocol):
 
     def close(self, linger_ms: int = 0) -> None:
         self._is_closed = True
+        if self._timer is not None:
+            self._timer.close()
+            self._timer = None
         if self._transport is not None:
             self._flush()
             self._transport.close()
@@ -174,6 +203,10 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._transport.write(handshake(self._socket_type))
+            if self._patience is not None:
+                loop = asyncio.get_running_loop()
+                self._timer = LateTimer(loop)
+                self._timer.set(loop.time() + self._patience[0], self._on_silence)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -182,10 +215,25 @@ class _Connection(asyncio.Protocol):
                     return
                 self._hand_on(message)
         except ZmtpError as exc:
-            logger.warning("a connection ends: %s", exc)
+            self._log.warning("a connection ends: %s", exc)
             self._lose("the handshake failed")
+        if self._reader.is_ready:
+            self._on_ready_data()
         if self._unsent and not self._is_flush_due:
             self._flush()  # the handshake may just have ended
+
+    def _on_ready_data(self) -> None:
+        if self._timer is not None and self._patience is not None:
+            self._timer.set(asyncio.get_running_loop().time() + self._patience[1], self._on_silence)
+        pong, self._reader.pong = self._reader.pong, None
+        if pong is None or self._transport is None or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() < self._most_unsent_bytes:
+            self._transport.write(pong)
+
+    def _on_silence(self) -> None:
+        """Nothing says that the other end is there; a peer that is not may have left without a word."""
+        self._lose("nothing came for too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the connection broke")

@@ -13,6 +13,7 @@ from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens
 from contracts.wire import encode
 from services.common.cluster_key import ClusterKey, cluster_key
 from services.common.rpc import InstanceLink, InstanceServer, RouterId
+from services.common.zmtp import command, framed, handshake
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 
@@ -249,3 +250,17 @@ def test_only_who_has_the_clusters_key_can_connect() -> None:
         await server.close()
 
     asyncio.run(whole())
+
+
+def test_messages_that_are_none_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        server = InstanceServer()
+        await server.start(lambda router, message: None, lambda router: None)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
+        writer.write(handshake(b"DEALER") + framed(b"") * 1000 + command(b"\x04PING\x00\x00x"))
+        await reader.readuntil(b"\x04PONGx")
+        writer.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert len([record for record in caplog.records if "refused" in record.message]) == 1

@@ -15,6 +15,7 @@ from contracts.messages import Leave, Register, Registered, ToRegistry
 from contracts.wire import Decoder, WireError, encode
 from services.common.cluster_key import ClusterKey
 from services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
+from services.common.limited_log import LimitedLog
 from services.common.registry.table import RecordTable
 from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
 
@@ -41,6 +42,7 @@ class MemoryRegistryView:
         self._on_message = on_message
         self._key = key
         self._table = RecordTable()
+        self._log = LimitedLog(logger)
         self._decoder = Decoder[ToRegistry](ToRegistry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
@@ -78,7 +80,7 @@ class MemoryRegistryView:
         try:
             message = self._decoder.decode(frames[-1])
         except WireError as exc:
-            logger.warning("registration refused: %s", exc)
+            self._log.warning("registration refused: %s", exc)
             return
         match message:
             case Register(record=record, ttl_s=ttl_s):

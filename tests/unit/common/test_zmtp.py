@@ -26,6 +26,12 @@ def test_of_several_frames_the_last_is_the_message_and_commands_are_none() -> No
     assert list(reader.feed(HANDSHAKE + more + command(b"\x04PING") + framed(b"last"))) == [b"last"]
 
 
+def test_a_ping_is_answered_with_its_context() -> None:
+    reader = ZmtpReader()
+    assert list(reader.feed(HANDSHAKE + command(b"\x04PING\x00\x0acontext"))) == []
+    assert reader.pong == command(b"\x04PONGcontext")
+
+
 def test_a_long_frame_is_put_together_once() -> None:
     reader = ZmtpReader()
     frame = framed(bytes(1_000_000))

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from services.common.errors import PeerUnreachable
-from services.common.zmtp import framed, handshake
-from services.common.zmtp_sockets import ZmtpDealer
+from services.common.zmtp import command, framed, handshake
+from services.common.zmtp_sockets import ZmtpDealer, ZmtpRouter
 
 
 class Listener(asyncio.Protocol):
@@ -111,3 +111,55 @@ def test_messages_to_a_peer_that_does_not_read_are_kept_up_to_a_limit() -> None:
         server.close()
 
     asyncio.run(scenario())
+
+
+async def silent_after(begin: bytes) -> list[str]:
+    """Why a router that has little patience loses a peer that sends `begin` and nothing more."""
+    reasons: list[str] = []
+    router = ZmtpRouter(
+        on_message=lambda peer, message: None,
+        on_lost=lambda peer, reason: reasons.append(reason),
+        handshake_s=0.1,
+        silence_s=0.1,
+    )
+    address = await router.start("tcp://127.0.0.1:0")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    writer.write(begin)
+    async with asyncio.timeout(10):
+        await reader.read(-1)
+    writer.close()
+    await router.close()
+    return reasons
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"", handshake(b"DEALER")[:20], handshake(b"DEALER"), handshake(b"DEALER") + framed(b"")],
+    ids=["nothing", "half a handshake", "a handshake", "an empty message"],
+)
+def test_a_connection_that_is_silent_ends(begin: bytes) -> None:
+    assert asyncio.run(silent_after(begin)) == ["nothing came for too long"]
+
+
+def test_a_connection_whose_peer_is_there_stays() -> None:
+    async def scenario() -> None:
+        reasons: list[str] = []
+        router = ZmtpRouter(
+            on_message=lambda peer, message: None,
+            on_lost=lambda peer, reason: reasons.append(reason),
+            silence_s=0.3,
+        )
+        address = await router.start("tcp://127.0.0.1:0")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        writer.write(handshake(b"DEALER"))
+        await reader.readexactly(len(handshake(b"ROUTER")))
+        pong = command(b"\x04PONGx")
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            writer.write(command(b"\x04PING\x00\x00x"))
+            assert await reader.readexactly(len(pong)) == pong
+        assert reasons == []
+        writer.close()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
