@@ -31,7 +31,17 @@ EXPRESSION = record(
 SELECTOR = record({}, {"matchLabels": LABELS, "matchExpressions": array(EXPRESSION)})
 ENDPOINT = record(
     {"port": TEXT, "path": TEXT, "interval": DURATION},
-    {"scheme": {"enum": ["http", "https"]}, "tlsConfig": record({"insecureSkipVerify": {"type": "boolean"}})},
+    {
+        "scheme": {"enum": ["http", "https"]},
+        "tlsConfig": record(
+            {},
+            {
+                "insecureSkipVerify": {"type": "boolean"},
+                "serverName": TEXT,
+                "ca": record({"secret": record({"name": TEXT, "key": TEXT})}),
+            },
+        ),
+    },
 )
 ALERT = record(
     {"alert": TEXT, "expr": TEXT, "labels": LABELS, "annotations": LABELS},

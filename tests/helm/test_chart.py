@@ -1,20 +1,24 @@
 """The chart: strict lint, every variant rendered, every object valid against strict schemas."""
 
+import os
 import re
 import subprocess
 import sys
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
 import helm_python
 import kubernetes_validate
 import pytest
+import yaml
 
 from tests.helm.chart import (
     CHART,
     ROLES,
     ROOT,
     VARIANTS,
+    Manifest,
     container_of,
     named,
     objects,
@@ -289,7 +293,57 @@ def test_egress_reaches_the_collector_of_traces(endpoint: str, port: int) -> Non
     rendered = objects({"tracing": {"otlpTracesEndpoint": endpoint}, "model": {"source": source}})
     for role in ("router", "prefill", "decode"):
         egress = named(rendered, "NetworkPolicy", f"-{role}")["spec"]["egress"]
-        assert {"ports": [{"port": port}]} in egress
+        assert port in {number["port"] for rule in egress for number in rule.get("ports", [])}
+
+
+@pytest.mark.parametrize("path", [None, variant("external-redis")], ids=["defaults", "external-redis"])
+def test_no_pod_reaches_the_metadata_of_a_cloud(path: Path | None) -> None:
+    values = {**values_of(path), "tracing": {"otlpTracesEndpoint": "http://collector"}}
+    rendered = objects(values)
+    for role in ("router", "prefill", "decode"):
+        for rule in named(rendered, "NetworkPolicy", f"-{role}")["spec"]["egress"]:
+            if {port["port"] for port in rule.get("ports", [])} == {53}:
+                continue  # a node's own DNS cache has a link-local address
+            for peer in rule["to"]:
+                block = peer.get("ipBlock", {"cidr": "10.0.0.0/8"})
+                covers = ip_address("169.254.169.254") in ip_network(block["cidr"])
+                assert not covers or "169.254.0.0/16" in block["except"]
+
+
+def test_prometheus_checks_the_certificate_of_the_router() -> None:
+    def settings_of_scrapes(tls: Manifest) -> list[Manifest]:
+        monitors = {name: {"enabled": True} for name in ("podMonitor", "serviceMonitor")}
+        rendered = objects({"router": {"tls": {"secretName": "cert"}}, "monitoring": {**monitors, "tls": tls}})
+        specs = [o["spec"] for o in rendered if o["kind"] in ("PodMonitor", "ServiceMonitor")]
+        found = [scrape for spec in specs for scrape in spec.get("podMetricsEndpoints", spec.get("endpoints"))]
+        assert [scrape.get("scheme", "http") for scrape in found] == ["https", "http"] * 2
+        return [scrape["tlsConfig"] for scrape in found if "tlsConfig" in scrape]
+
+    name = "test-baton-router.llm.svc"
+    checked = {"serverName": name, "ca": {"secret": {"name": "cert", "key": "ca.crt"}}}
+    assert settings_of_scrapes({}) == [checked] * 2
+    other = {"caSecret": "ca", "caKey": "tls.crt", "serverName": "a"}
+    assert settings_of_scrapes(other)[0] == {"serverName": "a", "ca": {"secret": {"name": "ca", "key": "tls.crt"}}}
+    assert settings_of_scrapes({"caKey": ""})[0] == {"serverName": name}
+    assert settings_of_scrapes({"insecureSkipVerify": True})[0] == {"insecureSkipVerify": True}
+
+
+@pytest.mark.parametrize("password", ["plain", 'a"b', "a\\b$HOME`x`'c d"])
+def test_no_argument_of_redis_holds_its_password(tmp_path: Path, password: str) -> None:
+    """Its command with a `redis-server` that writes down what it was given."""
+    server = tmp_path / "redis-server"
+    server.write_text('#!/bin/sh\necho "$@"\ncat\n')
+    server.chmod(0o755)
+    compose = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]["redis"]["command"]
+    (redis,) = named(render(None), "StatefulSet", "-redis")["spec"]["template"]["spec"]["containers"]
+    for command in (redis["command"], [word.replace("$$", "$") for word in compose]):
+        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": password, "HOME": "/root"}
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=10)
+        arguments, *lines = ended.stdout.splitlines()
+        assert arguments == "-" and lines[:2] == ['save ""', "appendonly no"]
+        name, _, value = lines[2].partition(" ")
+        assert name == "requirepass" and value[0] == value[-1] == '"'
+        assert re.sub(r"\\(.)", r"\1", value[1:-1]) == password
 
 
 def test_extra_objects_are_rendered_as_templates() -> None:
