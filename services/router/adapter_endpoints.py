@@ -10,7 +10,7 @@ from services.router.errors import BadRequestError, NotFoundError, UnavailableEr
 from services.router.frontend import Frontend
 from services.router.member import Member
 from services.router.openai_schema import AdapterRequest, LoadAdapterRequest, UnloadAdapterRequest
-from services.router.parsing import parse
+from services.router.parsing import parsed
 from services.router.shell import Asgi
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Endpoint(Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._frontend.settings.allow_runtime_lora_updating:
             raise NotFoundError("adapters change only where the router runs with --allow-runtime-lora-updating")
-        request = parse(await read_body(scope, receive), self._request)
+        request = await parsed(await read_body(scope, receive), self._request)
         what = await self._change(self._frontend.of(request.model), request)
         caller = RequestContext.of(scope).caller.name
         logger.info("adapter %s: %s on request of %s", request.lora_name, what, caller)

@@ -12,7 +12,7 @@ from services.router.generation import Answering
 from services.router.logprobs import LogprobWriter
 from services.router.message_reader import MessageFormat, MessageReader
 from services.router.openai_schema import ChatCompletionRequest
-from services.router.parsing import parse
+from services.router.parsing import is_long, parsed
 from services.router.responses import (
     ChatAnswer,
     ChatChoice,
@@ -35,10 +35,11 @@ class ChatEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
-        request = parse(await read_body(scope, receive), ChatCompletionRequest)
+        body = await read_body(scope, receive)
+        request = await parsed(body, ChatCompletionRequest)
         frontend = await frontend.serving(request.model)
         api_id = f"chatcmpl-{request.request_id or context.request_id}"
-        begun = await begin_chat(frontend, request, context, api_id)
+        begun = await begin_chat(frontend, request, context, api_id, is_long=is_long(body))
         head = Head(api_id, "chat.completion.chunk", frontend.now(), begun.model)
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
         shape = ChatShape(request, begun.message_format, role=frontend.settings.response_role)

@@ -1,6 +1,7 @@
 """`POST /v1/completions`: prompts as text or token ids, one or several."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -13,11 +14,20 @@ from services.router.generation import Answering
 from services.router.images.places import Prompt
 from services.router.logprobs import LogprobWriter
 from services.router.openai_schema import CompletionRequest
-from services.router.parameters import Limits, check_prompt, check_token_ids, text_rules, truncated
-from services.router.parsing import parse
+from services.router.parameters import (
+    Limits,
+    breadth,
+    check_num_tokens,
+    check_prompt,
+    check_token_ids,
+    text_rules,
+    truncated,
+)
+from services.router.parsing import parsed
 from services.router.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from services.router.structured import asked_of
 from services.router.timeline import Explanation
+from services.router.tokenization import beside_loop
 from services.router.writer import Piece
 
 
@@ -29,28 +39,26 @@ class CompletionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
-        request = parse(await read_body(scope, receive), CompletionRequest)
+        request = await parsed(await read_body(scope, receive), CompletionRequest)
         frontend = await frontend.serving(request.model)
         model = frontend.model_name(request.model)
         limits = frontend.limits()
+        given = _prompts(request)
+        breadth(request, len(given), limits)  # before there is work
         tokenizing_at = frontend.clock()
-        prompts = [await _token_ids(frontend, request, prompt, limits) for prompt in _prompts(request)]
+        prompts = await _all_token_ids(frontend, request, given, limits)
         arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
-        for token_ids in prompts:
-            check_prompt(token_ids, limits, param="prompt")
         head = Head(f"cmpl-{request.request_id or context.request_id}", "text_completion", frontend.now(), model)
         rules = text_rules(
             request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
         )
         rules = await frontend.constrained(rules, request, asked_of(request))
+        echoed = await _echoed(frontend, request, given, prompts)
         generation = frontend.generate(
             request, head.id, [Prompt(ids) for ids in prompts], rules, limits, arrival=arrival
         )
         writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
-        texts = [_echoed(frontend, prompt, ids) for prompt, ids in zip(_prompts(request), prompts, strict=True)]
-        if request.return_token_ids:  # as in vLLM: the prompt is there as tokens
-            texts = [""] * len(texts)
-        form = CompletionFormat(request, head, generation, writer, texts if request.echo else None)
+        form = CompletionFormat(request, head, generation, writer, echoed)
         await answer(request, generation, form, head, context=context, receive=receive, send=send)
 
 
@@ -181,24 +189,52 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if not given:
         raise BadRequestError("prompt: the list is empty", param="prompt")
     if isinstance(given[0], int):
-        return [[token for token in given if isinstance(token, int)]]
+        return [given]
     return [prompt for prompt in given if not isinstance(prompt, int)]
+
+
+async def _all_token_ids(
+    frontend: Frontend, request: CompletionRequest, prompts: Sequence[str | list[int]], limits: Limits
+) -> list[list[int]]:
+    """Raises `BadRequestError`."""
+    found: list[list[int]] = []
+    num_tokens = 0
+    for prompt in prompts:
+        token_ids = await _token_ids(frontend, request, prompt, limits)
+        check_prompt(token_ids, limits, param="prompt")
+        num_tokens += len(token_ids)
+        check_num_tokens(num_tokens, param="prompt")
+        found.append(token_ids)
+    return found
 
 
 async def _token_ids(
     frontend: Frontend, request: CompletionRequest, prompt: str | list[int], limits: Limits
 ) -> list[int]:
+    wanted = request.truncate_prompt_tokens
     if isinstance(prompt, str):
-        prompt = await frontend.tokenize(
-            prompt,
-            limits,
-            add_special_tokens=request.add_special_tokens is not False,
-            truncate=request.truncate_prompt_tokens,
-        )
-    else:
-        check_token_ids(prompt, limits, param="prompt")
-    return truncated(prompt, request.truncate_prompt_tokens, limits)
+        is_framed = request.add_special_tokens is not False
+        tokens = await frontend.tokenize(prompt, limits, add_special_tokens=is_framed, truncate=wanted)
+        return truncated(tokens, wanted, limits)
+    tokens = truncated(prompt, wanted, limits)
+    check_prompt(tokens, limits, param="prompt")  # shorter before each is looked at
+    check_token_ids(tokens, limits, param="prompt")
+    return tokens
 
 
-def _echoed(frontend: Frontend, prompt: str | list[int], token_ids: list[int]) -> str:
-    return prompt if isinstance(prompt, str) else frontend.model.detokenizer.text(token_ids)
+async def _echoed(
+    frontend: Frontend,
+    request: CompletionRequest,
+    prompts: Sequence[str | list[int]],
+    token_ids: Sequence[list[int]],
+) -> list[str] | None:
+    """What answers begin with; None: nothing."""
+    if not request.echo:
+        return None
+    if request.return_token_ids:  # as in vLLM: the prompt is there as tokens
+        return [""] * len(prompts)
+    text = frontend.model.detokenizer.text
+    return [
+        prompt if isinstance(prompt, str) else await beside_loop(len(ids), partial(text, ids))
+        for prompt, ids in zip(prompts, token_ids, strict=True)
+    ]

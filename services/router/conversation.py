@@ -24,15 +24,15 @@ class BegunChat(msgspec.Struct, frozen=True):
 
 
 async def begin_chat(
-    frontend: Frontend, request: ChatCompletionRequest, context: RequestContext, api_id: str
+    frontend: Frontend, request: ChatCompletionRequest, context: RequestContext, api_id: str, *, is_long: bool
 ) -> BegunChat:
-    """Raises `ApiError`."""
+    """`is_long`: the request had a long body. Raises `ApiError`."""
     model = frontend.model_name(request.model)
     limits = frontend.limits()
     logprobs = chat_logprobs(request)
     tokenizing_at = frontend.clock()
     urls = urls_of(request.messages)
-    text = await frontend.model.render_chat(request, shows_images=True)
+    text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long)
     message_format = frontend.message_formats.of(request, text)
     token_ids = await frontend.tokenize(
         text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
@@ -50,12 +50,12 @@ async def begin_chat(
     return BegunChat(model, message_format, rules, generation)
 
 
-async def count_tokens(frontend: Frontend, request: ChatCompletionRequest) -> int:
+async def count_tokens(frontend: Frontend, request: ChatCompletionRequest, *, is_long: bool) -> int:
     """Of the prompt that the request would be. Raises `ApiError`."""
     frontend = frontend.of(request.model)
     frontend.model_name(request.model)
-    text = await frontend.model.render_chat(request, shows_images=True)
-    token_ids = await frontend.model.tokenize(text, add_special_tokens=False)
+    text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long)
+    token_ids = await frontend.model.tokenize(text, add_special_tokens=False, max_tokens=frontend.max_tokenised())
     return len(await placed(token_ids, urls_of(request.messages), frontend.model.vision, frontend.image_limits))
 
 

@@ -44,6 +44,10 @@ class ClientGoneError(RouterError):
     """The client disconnected."""
 
 
+LONGEST_MESSAGE = 1_000
+"""Characters. Messages quote what clients sent, and are logged."""
+
+
 class ApiError(RouterError):
     """`message` is for the client; it never quotes a traceback."""
 
@@ -59,9 +63,11 @@ class ApiError(RouterError):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[: LONGEST_MESSAGE * 2 // 3]} … {message[-LONGEST_MESSAGE // 3 :]}"
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param if param is None else param[:LONGEST_MESSAGE]
         self.retry_after_s = retry_after_s
         if code is not None:
             self.code = code

@@ -27,10 +27,21 @@ from services.router.metrics import RouterMetrics
 from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import GenerationRequest
 from services.router.outbox import Outbox
-from services.router.parameters import Breadth, Limits, TextRules, breadth, check_beams, ranked, sampling_params
+from services.router.parameters import (
+    Breadth,
+    Limits,
+    TextRules,
+    breadth,
+    check_beams,
+    kept,
+    ranked,
+    sampling_params,
+    token_rules,
+)
 from services.router.pooling.calls import PoolingCalls
 from services.router.ranking import BestOf
 from services.router.settings import RouterSettings
+from services.router.sizes import MAX_TOKENISED
 from services.router.structured import Asked
 from services.router.takers import serves
 from services.router.writer import SequenceWriter
@@ -229,17 +240,27 @@ class Frontend:
         Returns in the next turn of the loop, so that requests that came together go through each half of their way
         together: what is done for several in a row takes a tenth less (docs/experiments.md).
         """
-        longest = limits.max_model_len if truncate is None else None
-        token_ids = await self.model.tokenize(text, add_special_tokens=add_special_tokens, max_tokens=longest)
+        keep = kept(truncate, limits)
+        if keep is None:
+            token_ids = await self.model.tokenize(
+                text, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len
+            )
+        else:
+            token_ids = await self.model.tokenize_end(text, add_special_tokens=add_special_tokens, num_tokens=keep)
         await _next_turn()
         return token_ids
+
+    def max_tokenised(self) -> int:
+        """The most tokens that are answered with, or counted."""
+        return max(MAX_TOKENISED, self.max_model_len() or 0)
 
     async def constrained(self, rules: TextRules, request: GenerationRequest, asked: Asked | None) -> TextRules:
         """`rules` with the form that the answer must have. Raises `BadRequestError` for one that cannot be."""
         if asked is None and not request.bad_words:
             return rules
         grammar = None if asked is None else await self.model.grammar(asked)
-        return msgspec.structs.replace(rules, grammar=grammar, bad_words=self.model.bad_words(request.bad_words or ()))
+        bad_words = await self.model.bad_words(request.bad_words or ())
+        return msgspec.structs.replace(rules, grammar=grammar, bad_words=bad_words)
 
     def generate(
         self,
@@ -277,15 +298,14 @@ class Frontend:
     ) -> list[Job]:
         # Clients choose ids, and may choose one twice.
         unique = f"{api_id}-{_random.getrandbits(32):08x}"
+        tokens = token_rules(request, rules, limits, num_prompts=len(prompts))
         jobs = [
             Job(
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
                 token_ids=prompt.token_ids,
                 media=prompt.media,
                 images=prompt.images,
-                sampling=ranked(
-                    sampling_params(request, num_prompt_tokens=len(prompt.token_ids), rules=rules, limits=limits), size
-                ),
+                sampling=ranked(sampling_params(request, len(prompt.token_ids), rules, tokens, limits), size),
                 num_sequences=size.width,
                 first_choice=i * size.width,
                 priority=request.priority or 0,

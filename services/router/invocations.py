@@ -1,14 +1,19 @@
 """`POST /invocations`, as SageMaker asks: any of the other requests, told apart by what it has."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
 from services.router.asgi import Receive, Scope, Send, read_body
+from services.router.body_scan import check_counts
 from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
+from services.router.parsing import beside_loop
 from services.router.shell import Asgi
+from services.router.sizes import MAX_NAME_CHARS
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 
 _MARKS = (
     ("text_1", "/score"),
@@ -28,7 +33,7 @@ class InvocationsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
         await self._frontend.serving(None)  # what the model does, an instance says
-        endpoint = self._direct[path_of(body, self._tasks)]
+        endpoint = self._direct[path_for(await beside_loop(body, marks_of), self._tasks)]
         is_read = False
 
         async def again() -> MutableMapping[str, Any]:
@@ -45,15 +50,34 @@ class InvocationsEndpoint:
         return [task for profile in profiles if profile is not None for task in profile.tasks]
 
 
+class Marks(msgspec.Struct, frozen=True):
+    """What a body says of which request it is."""
+
+    keys: Container[str]
+    model: str | None
+
+
 def path_of(body: bytes, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
-    """The endpoint that a request is for. `tasks_of` a model are those of one that answers with vectors; none for one
-    that writes text. Raises `ApiError`."""
+    """The endpoint that a request is for. Raises `ApiError`."""
+    return path_for(marks_of(body), tasks_of)
+
+
+def marks_of(body: bytes) -> Marks:
+    """Raises `BadRequestError`."""
+    check_counts(body)
     try:
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        model = msgspec.json.decode(keys["model"], type=str | None) if "model" in keys else None
+        model = msgspec.json.decode(keys["model"], type=Name | None) if "model" in keys else None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadRequestError(f"the body is no JSON object with a model's name: {exc}", code="invalid_json") from exc
-    tasks = tasks_of(model)
+    return Marks(frozenset(keys), model)
+
+
+def path_for(marks: Marks, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
+    """`tasks_of` a model are those of one that answers with vectors; none for one that writes text. Raises
+    `ApiError`."""
+    keys = marks.keys
+    tasks = tasks_of(marks.model)
     if tasks and ("input" in keys or "messages" in keys):
         if "task" in keys:
             return "/pooling"

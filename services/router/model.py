@@ -11,6 +11,7 @@ import msgspec
 
 from contracts.model_path import model_folder
 from contracts.vision import VisionProfile, vision_profile
+from services.router.body_scan import check_counts
 from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Message
 from services.router.detokenizer import Detokenizer
 from services.router.errors import BadRequestError, ModelFolderError
@@ -19,7 +20,7 @@ from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Pa
 from services.router.parameters import SamplingDefaults
 from services.router.settings import RouterSettings
 from services.router.structured import Asked, Vocabulary
-from services.router.tokenization import ENCODED_INLINE_CHARS, TextTokenizer, read_json
+from services.router.tokenization import TextTokenizer, beside_loop, read_json
 
 SHORT_ID_CHARS = 9
 """Mistral's templates refuse ids of calls of any other length."""
@@ -29,6 +30,9 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 _RENDERED_INLINE_PARTS = 200
 """More messages are rendered in a thread, so that other streams go on: each takes 1 us, however long its text is."""
+
+_CHARS_PER_WORD = 100
+"""A word takes as long to tokenise as so many characters of a text."""
 
 
 class _Ends(msgspec.Struct, frozen=True):
@@ -94,46 +98,67 @@ class ServedModel:
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
-        """Raises `BadRequestError` for a text that cannot fit into `max_tokens`, without tokenising it."""
+    async def tokenize(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
+        """Raises `BadRequestError` for a text that has more than `max_tokens`, where it is so long that finding out
+        by tokenising all of it would take long; the caller checks others."""
         longest = self.tokenizer.longest_token_chars
-        if max_tokens is not None and len(text) > max_tokens * longest:
-            raise BadRequestError(
-                f"this model's context is {max_tokens} tokens; a prompt of {len(text)} characters has at least "
-                f"{len(text) // longest} tokens",
-                code="context_length_exceeded",
-            )
-        if len(text) <= ENCODED_INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) > max_tokens * longest:
+            raise _too_long(max_tokens, len(text), f"at least {len(text) // longest}")
+        encode = partial(self.tokenizer.encode_within, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        token_ids = await beside_loop(len(text), lambda: encode(text))
+        if token_ids is None:
+            raise _too_long(max_tokens, len(text), f"more than {max_tokens}")
+        return token_ids
+
+    async def tokenize_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
+        """The last `num_tokens` of a text's tokens, and perhaps some before them."""
+        encode = partial(self.tokenizer.encode_end, add_special_tokens=add_special_tokens, num_tokens=num_tokens)
+        return await beside_loop(len(text), lambda: encode(text))
 
     async def grammar(self, asked: Asked) -> str:
         """Compiled in a thread: it may take a moment. Raises `BadRequestError`."""
         return await asyncio.to_thread(self.vocabulary.compile, asked.rule, param=asked.param)
 
-    def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Tokens of each word at the beginning of a text and, where that is written otherwise, after a space."""
+        if not words:
+            return []
+        # Words are short: what each costs is the call.
+        return await beside_loop(_CHARS_PER_WORD * len(words), lambda: self._bad_words(words))
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        firsts = self.tokenizer.encode_words(words)
+        laters = self.tokenizer.encode_words([" " + word.lstrip() for word in words])
         found: list[list[int]] = []
-        for word in words:
-            first = self.tokenizer.encode(word, add_special_tokens=False)
-            later = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        for first, later in zip(firsts, laters, strict=True):
             found += [first] if first else []
             if first and later[0] != first[0] and len(later) == len(first):
                 found.append(later)
         return found
 
-    async def render_chat(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool = False) -> str:
-        """The prompt's text, with the token that stands for an image where one is shown. Raises `BadRequestError`."""
-        continues = bool(request.continue_final_message)
-        generates = request.add_generation_prompt
-        if continues and generates:
+    async def render_chat(
+        self,
+        request: ChatCompletionRequest | TokenizeRequest,
+        *,
+        shows_images: bool = False,
+        is_long: bool = False,
+    ) -> str:
+        """The prompt's text, with the token that stands for an image where one is shown. `is_long`: the request had a
+        long body. Raises `BadRequestError`."""
+        if request.continue_final_message and request.add_generation_prompt:
             raise BadRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
-        messages = request.messages or []
+        num_parts = sum([len(m.content) if isinstance(m.content, list) else 1 for m in request.messages or ()])
+        if not is_long and num_parts + len(request.tools or ()) <= _RENDERED_INLINE_PARTS:
+            return self._rendered(request, shows_images=shows_images)
+        return await asyncio.to_thread(self._rendered, request, shows_images=shows_images)
+
+    def _rendered(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
+        continues = bool(request.continue_final_message)
         template = self._template(request)
         image = self.image_token if shows_images else None
-        chat = [self._message(message, template, image) for message in messages]
+        chat = [self._message(message, template, image) for message in request.messages or ()]
         tools = [_json(tool) for tool in request.tools] if request.tools else None
         kwargs = request.chat_template_kwargs or {}
         extra: dict[str, Json] = {name: value for name, value in kwargs.items() if name not in _OURS}
@@ -142,19 +167,14 @@ class ServedModel:
             documents = list(request.documents) if request.documents is not None else None
             if request.reasoning_effort is not None:
                 extra.setdefault("reasoning_effort", request.reasoning_effort)
-        num_parts = sum([len(m.content) if isinstance(m.content, list) else 1 for m in messages])
-        render = partial(
-            template.render,
+        return template.render(
             chat,
             tools=tools,
             documents=documents,
-            add_generation_prompt=generates is not False and not continues,
+            add_generation_prompt=request.add_generation_prompt is not False and not continues,
             continue_final_message=continues,
             variables=self._templates.variables(extra),
         )
-        if num_parts + len(tools or ()) <= _RENDERED_INLINE_PARTS:
-            return render()
-        return await asyncio.to_thread(render)
 
     def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatTemplate:
         if request.chat_template is None:
@@ -219,6 +239,13 @@ class ModelNames:
         return self._stated or list(dict.fromkeys([*advertised, *self._own]))
 
 
+def _too_long(max_tokens: int, num_chars: int, num_tokens: str) -> BadRequestError:
+    return BadRequestError(
+        f"this model's context is {max_tokens} tokens; a prompt of {num_chars} characters has {num_tokens} tokens",
+        code="context_length_exceeded",
+    )
+
+
 def _eos_ids(*configs: _Ends | None) -> frozenset[int]:
     """Every token that an engine takes for the end of sequence."""
     stated = [config.eos_token_id for config in configs if config is not None]
@@ -238,8 +265,7 @@ def _part(part: Part, shown: Sequence[str]) -> Json:
 
 
 def _json(tool: Tool) -> Json:
-    dumped: Json = tool.model_dump()
-    return dumped
+    return {"type": tool.type, "function": tool.function, **(tool.model_extra or {})}
 
 
 def _with_parsed_arguments(call: Json) -> Json:
@@ -247,8 +273,10 @@ def _with_parsed_arguments(call: Json) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    text = str(function["arguments"])
+    check_counts(text.encode(), "messages: an argument of a call")
     try:
-        arguments: Json = msgspec.json.decode(str(function["arguments"]))
+        arguments: Json = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -11,10 +11,10 @@ import msgspec
 from contracts.sampling import SamplingParams
 from services.router.errors import BadRequestError
 from services.router.openai_schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from services.router.sizes import MAX_TOKEN_RULES, MAX_TOKENS
 
 _random = random.Random()
 _SEED_MASK = 2**63 - 1
-_MAX_STOPS = 64
 
 _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     "temperature": (None, 0.0),
@@ -82,8 +82,6 @@ def chat_logprobs(request: ChatCompletionRequest) -> int | None:
 
 def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_ids: bool) -> TextRules:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if len(stop) > _MAX_STOPS:
-        raise BadRequestError(f"stop: at most {_MAX_STOPS} strings, got {len(stop)}", param="stop")
     wanted = request.return_tokens_as_token_ids
     return TextRules(
         stop=stop,
@@ -97,8 +95,41 @@ def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_id
     )
 
 
+class TokenRules(msgspec.Struct, frozen=True):
+    """What a request says of single tokens. All its prompts share the lists."""
+
+    logit_bias: dict[int, float]
+    allowed_token_ids: list[int] | None
+    stop_token_ids: list[int]
+    bad_words: list[list[int]]
+
+
+def token_rules(request: GenerationRequest, rules: TextRules, limits: Limits, *, num_prompts: int) -> TokenRules:
+    """Raises `BadRequestError`."""
+    sizes = {
+        "logit_bias": len(request.logit_bias or ()),
+        "allowed_token_ids": len(request.allowed_token_ids or ()),
+        "stop_token_ids": len(request.stop_token_ids or ()),
+        "bad_words": sum([len(word) for word in rules.bad_words]),
+    }
+    if num_prompts * sum(sizes.values()) > MAX_TOKEN_RULES:
+        param = max(sizes, key=sizes.__getitem__)
+        raise BadRequestError(
+            f"{param}: {sum(sizes.values())} tokens for each of {num_prompts} prompts, the limit is {MAX_TOKEN_RULES} "
+            "for all of them: send several requests",
+            param=param,
+            code="too_many_values",
+        )
+    return TokenRules(
+        logit_bias=_logit_bias(request.logit_bias or {}, limits),
+        allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids", limits),
+        stop_token_ids=_token_ids(request.stop_token_ids, "stop_token_ids", limits) or [],
+        bad_words=list(rules.bad_words),
+    )
+
+
 def sampling_params(
-    request: GenerationRequest, *, num_prompt_tokens: int, rules: TextRules, limits: Limits
+    request: GenerationRequest, num_prompt_tokens: int, rules: TextRules, tokens: TokenRules, limits: Limits
 ) -> SamplingParams:
     """Raises `BadRequestError`. Call once per prompt: `max_tokens` depends on its length."""
     logprobs = rules.logprobs
@@ -122,11 +153,11 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-        logit_bias=_logit_bias(request.logit_bias or {}, limits),
-        allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids", limits),
-        bad_words=list(rules.bad_words),
+        logit_bias=tokens.logit_bias,
+        allowed_token_ids=tokens.allowed_token_ids,
+        bad_words=tokens.bad_words,
         grammar=rules.grammar,
-        stop_token_ids=_token_ids(request.stop_token_ids, "stop_token_ids", limits) or [],
+        stop_token_ids=tokens.stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -190,6 +221,16 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, *, param: str) -> Non
         raise too_long(len(token_ids), limits.max_model_len, param)
 
 
+def check_num_tokens(num_tokens: int, *, param: str) -> None:
+    """Of all prompts of a request. Raises `BadRequestError`."""
+    if num_tokens > MAX_TOKENS:
+        raise BadRequestError(
+            f"{param}: the request has more than {MAX_TOKENS} tokens, the limit of this server: send several requests",
+            param=param,
+            code="too_many_values",
+        )
+
+
 def check_token_ids(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
     """For ids that come from a client. Raises `BadRequestError`."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
@@ -206,17 +247,23 @@ def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError
     )
 
 
-def truncated(token_ids: list[int], wanted: int | None, limits: Limits) -> list[int]:
-    """Keeps the last `wanted` tokens; -1 means as many as the context allows."""
+def kept(wanted: int | None, limits: Limits) -> int | None:
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps; None: all. Raises `BadRequestError`."""
     if wanted is None:
-        return token_ids
+        return None
     keep = limits.max_model_len - 1 if wanted == -1 else wanted
     if keep > limits.max_model_len:
         raise BadRequestError(
             f"truncate_prompt_tokens is {keep}, greater than the context of {limits.max_model_len} tokens",
             param="truncate_prompt_tokens",
         )
-    return token_ids[len(token_ids) - keep :] if 0 < keep < len(token_ids) else token_ids
+    return keep or None
+
+
+def truncated(token_ids: list[int], wanted: int | None, limits: Limits) -> list[int]:
+    """Keeps the last `wanted` tokens; -1 means as many as the context allows."""
+    keep = kept(wanted, limits)
+    return token_ids if keep is None or keep >= len(token_ids) else token_ids[len(token_ids) - keep :]
 
 
 def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limits) -> int:

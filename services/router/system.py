@@ -1,6 +1,7 @@
 """Endpoints that need no model to run: what is served, how the cluster is, tokens and text."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,9 @@ from services.router.images.parts import urls_of
 from services.router.images.shown import placed
 from services.router.member import Member
 from services.router.openai_schema import DetokenizeRequest, TokenizeRequest
-from services.router.parsing import parse
+from services.router.parsing import is_long, parsed
 from services.router.responses import DetokenizeAnswer, TokenizeAnswer
+from services.router.tokenization import beside_loop
 from services.router.workers.crew import Crew
 from services.router.workers.figures import Figures, joined_metrics, newest_first
 
@@ -190,21 +192,25 @@ class TokenizeEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend = self._frontend
-        request = parse(await read_body(scope, receive), TokenizeRequest)
+        body = await read_body(scope, receive)
+        request = await parsed(body, TokenizeRequest)
         frontend = frontend.of(request.model)
         frontend.model_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequestError("give either prompt or messages", param="prompt")
         if request.prompt is None:
-            text = await frontend.model.render_chat(request, shows_images=True)
+            text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long(body))
             add_special_tokens = bool(request.add_special_tokens)
         else:
             text, add_special_tokens = request.prompt, request.add_special_tokens is not False
-        tokens = await frontend.model.tokenize(text, add_special_tokens=add_special_tokens)
-        tokens = await placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
-        strings = (
-            [frontend.model.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
+        tokens = await frontend.model.tokenize(
+            text, add_special_tokens=add_special_tokens, max_tokens=frontend.max_tokenised()
         )
+        tokens = await placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
+        strings = None
+        if request.return_token_strs:
+            token = frontend.model.tokenizer.token
+            strings = await beside_loop(len(tokens), lambda: [token(token_id) or "" for token_id in tokens])
         answer = TokenizeAnswer(
             count=len(tokens), max_model_len=frontend.max_model_len(), tokens=tokens, token_strs=strings
         )
@@ -216,15 +222,16 @@ class DetokenizeEndpoint:
         self._frontend = frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse(await read_body(scope, receive), DetokenizeRequest)
+        request = await parsed(await read_body(scope, receive), DetokenizeRequest)
         frontend = self._frontend.of(request.model)
         frontend.model_name(request.model)
         model = frontend.model
         if request.tokens and max(request.tokens) >= model.vocab_size:
             raise BadRequestError(f"tokens: ids must lie in 0..{model.vocab_size - 1}", param="tokens")
-        await send_json(
-            send, DetokenizeAnswer(prompt=model.detokenizer.text(request.tokens, skip_special_tokens=False))
-        )
+        if len(request.tokens) > (most := frontend.max_tokenised()):
+            raise BadRequestError(f"tokens: {len(request.tokens)} were given, the limit is {most}", param="tokens")
+        text = partial(model.detokenizer.text, request.tokens, skip_special_tokens=False)
+        await send_json(send, DetokenizeAnswer(prompt=await beside_loop(len(request.tokens), text)))
 
 
 def _json(body: object, *, status: int = 200) -> Response:

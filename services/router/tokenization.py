@@ -5,12 +5,15 @@ transformers: `add_bos_token` in the config is ignored there too. Chats are for 
 `detokenizer`.
 """
 
-from collections.abc import Sequence
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from services.router.errors import ModelFolderError
 
@@ -19,6 +22,15 @@ T = TypeVar("T")
 ENCODED_INLINE_CHARS = 4_000
 """Longer texts are encoded in a thread, so that running streams do not wait for more than a millisecond: it takes
 0.26 us a character, with the interpreter's lock released."""
+
+PIECE_CHARS = 64 * 1024
+"""Longer texts are counted piece by piece before they are encoded: the library takes 200 bytes a token."""
+
+_CUT_TOKENS = 64
+"""A word that is cut in two may have more tokens than before; so many more at most."""
+
+_pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="texts")
+"""For long texts. Python ends it with the process."""
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FILES = ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "vocab.json")
@@ -81,11 +93,63 @@ class TextTokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def encode_within(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int] | None:
+        """None for a text that is far too long: `has_at_most`."""
+        if not self.has_at_most(text, max_tokens):
+            return None
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def has_at_most(self, text: str, max_tokens: int) -> bool:
+        """Counted piece by piece, so that no piece's tokens are kept. True for short texts, and for longer ones that
+        have a few more."""
+        num_tokens = 0
+        for start in range(0, len(text) if len(text) > PIECE_CHARS else 0, PIECE_CHARS):
+            piece = self.encode(text[start : start + PIECE_CHARS], add_special_tokens=False)
+            num_tokens += len(piece) - _CUT_TOKENS
+            if num_tokens > max_tokens:
+                return False
+        return True
+
+    def beginning(self, text: str, num_tokens: int) -> Encoding:
+        """`num_tokens` tokens at least, as far as the text has them. No special ones."""
+        num_chars = num_tokens + PIECE_CHARS
+        while num_chars < len(text):
+            found = self._batched(text[:num_chars])
+            if len(found.ids) >= num_tokens + _CUT_TOKENS:
+                return found
+            num_chars *= 2
+        return self._batched(text)
+
+    def encode_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
+        """The last `num_tokens` tokens, and perhaps some before them: not all of a long text is encoded. The first
+        tokens of what is may be others than in the whole text, so that many more are asked for."""
+        num_chars = num_tokens + PIECE_CHARS
+        while num_chars < len(text):
+            found = self.encode(text[-num_chars:], add_special_tokens=add_special_tokens)
+            if len(found) >= num_tokens + _CUT_TOKENS:
+                return found
+            num_chars *= 2
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _batched(self, text: str) -> Encoding:
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
+        return encoding
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(words), add_special_tokens=False)]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
         return self.backend.id_to_token(token_id)
+
+
+async def beside_loop(num_chars: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread where it is for many characters."""
+    if num_chars <= ENCODED_INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_pool, work)
 
 
 def read_json(file: Path, expected: type[T]) -> T | None:

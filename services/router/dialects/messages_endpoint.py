@@ -36,7 +36,8 @@ from services.router.dialects.messages_schema import CountTokensRequest, Message
 from services.router.dialects.serving import End, Event, serve
 from services.router.errors import ApiError
 from services.router.frontend import Frontend
-from services.router.parsing import parse
+from services.router.openai_schema import ChatCompletionRequest
+from services.router.parsing import beside_loop, is_long, parse
 from services.router.responses import Usage
 
 
@@ -48,10 +49,11 @@ class MessagesEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
-        request = parse(await read_body(scope, receive), MessagesRequest)
+        body = await read_body(scope, receive)
+        request, chat = await beside_loop(body, _request)
         api_id = f"msg_{context.request_id}"
         frontend = await frontend.serving(request.model)
-        begun = await begin_chat(frontend, as_chat(request), context, api_id)
+        begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
         await serve(
             begun,
             Messages(api_id, begun.model),
@@ -69,8 +71,15 @@ class CountTokensEndpoint:
         self._frontend = frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse(await read_body(scope, receive), CountTokensRequest)
-        await send_json(send, TokenCount(await count_tokens(self._frontend, as_chat(request))))
+        body = await read_body(scope, receive)
+        chat = await beside_loop(body, lambda given: as_chat(parse(given, CountTokensRequest)))
+        await send_json(send, TokenCount(await count_tokens(self._frontend, chat, is_long=is_long(body))))
+
+
+def _request(body: bytes) -> tuple[MessagesRequest, ChatCompletionRequest]:
+    """Raises `BadRequestError`."""
+    request = parse(body, MessagesRequest)
+    return request, as_chat(request)
 
 
 class Messages:

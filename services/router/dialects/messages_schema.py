@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.openai_schema import StopString
+from services.router.openai_schema import Metadata, Name, StopStrings
+from services.router.sizes import MAX_MESSAGES, MAX_NAME_CHARS, MAX_OBJECTS, MAX_TOOLS
 
 
 class _Lenient(BaseModel):
@@ -14,32 +15,35 @@ class _Lenient(BaseModel):
 class ContentBlock(_Lenient):
     """Of any type; which fields it has depends on that."""
 
-    type: str
+    type: Name
     text: str | None = None
     thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
+    id: Name | None = None
+    name: Name | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
+    tool_use_id: Name | None = None
     source: dict[str, Any] | None = None
-    content: "str | list[ContentBlock] | None" = None
+    content: "str | Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_OBJECTS)] | None" = None
+
+
+Blocks = Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 
 
 class AnthropicMessage(_Lenient):
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
+    content: str | Blocks
 
 
 class AnthropicTool(_Lenient):
-    name: Annotated[str, Field(min_length=1)]
-    type: str | None = None
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    type: Name | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class ToolChoice(_Lenient):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -53,10 +57,10 @@ class Thinking(_Lenient):
 class CountTokensRequest(_Lenient):
     """`POST /v1/messages/count_tokens`."""
 
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    model: str | None = None
-    system: str | list[ContentBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    model: Name | None = None
+    system: str | Blocks | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -66,11 +70,11 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: list[StopString] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
 

@@ -33,7 +33,8 @@ from services.router.dialects.responses_schema import InputTokensRequest, Respon
 from services.router.dialects.serving import End, Event, serve
 from services.router.errors import ApiError
 from services.router.frontend import Frontend
-from services.router.parsing import parse
+from services.router.openai_schema import ChatCompletionRequest
+from services.router.parsing import beside_loop, is_long, parse
 from services.router.responses import Usage
 
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -52,11 +53,11 @@ class ResponsesEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         frontend, context = self._frontend, RequestContext.of(scope)
-        request = parse(await read_body(scope, receive), ResponsesRequest)
+        body = await read_body(scope, receive)
+        request, chat = await beside_loop(body, _request)
         frontend = await frontend.serving(request.model)
-        chat = as_chat(request)
         api_id = f"resp_{request.request_id or context.request_id}"
-        begun = await begin_chat(frontend, chat, context, api_id)
+        begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
         dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
         await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
@@ -68,9 +69,15 @@ class InputTokensEndpoint:
         self._frontend = frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse(await read_body(scope, receive), InputTokensRequest)
-        num_tokens = await count_tokens(self._frontend, input_as_chat(request))
-        await send_json(send, InputTokens(num_tokens))
+        body = await read_body(scope, receive)
+        chat = await beside_loop(body, lambda given: input_as_chat(parse(given, InputTokensRequest)))
+        await send_json(send, InputTokens(await count_tokens(self._frontend, chat, is_long=is_long(body))))
+
+
+def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
+    """Raises `BadRequestError`."""
+    request = parse(body, ResponsesRequest)
+    return request, as_chat(request)
 
 
 class Responses:

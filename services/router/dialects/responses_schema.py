@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.openai_schema import NonNegative, StopString
+from services.router.openai_schema import Name, NonNegative, Objects, StopString, StopStrings
+from services.router.sizes import MAX_MESSAGES, MAX_METADATA, MAX_NAME_CHARS, MAX_TOOLS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -22,28 +23,28 @@ class ReasoningOptions(_Lenient):
 
 class TextOptions(_Lenient):
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Name | None = None
 
 
 class InputItem(_Lenient):
     """A message, a call of a tool, its result, or reasoning of an earlier answer."""
 
-    type: str | None = None
-    role: str | None = None
-    content: str | list[dict[str, Any]] | None = None
-    call_id: str | None = None
-    name: str | None = None
+    type: Name | None = None
+    role: Name | None = None
+    content: str | Objects | None = None
+    call_id: Name | None = None
+    name: Name | None = None
     arguments: str | None = None
-    output: str | list[dict[str, Any]] | None = None
+    output: str | Objects | None = None
 
 
 class InputTokensRequest(_Lenient):
     """`POST /v1/responses/input_tokens`: what the model would read."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
-    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    model: Name | None = None
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -59,20 +60,20 @@ class ResponsesRequest(InputTokensRequest):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    include: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(fail_fast=True, max_length=MAX_METADATA)] | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | StopStrings | None = None
     ignore_eos: bool | None = None
     min_tokens: NonNegative | None = None
     priority: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 

@@ -12,7 +12,7 @@ from services.router.asgi import DisconnectWatch, Receive, RequestContext, Scope
 from services.router.errors import BadRequestError, ClientGoneError
 from services.router.frontend import Frontend
 from services.router.openai_schema import TokenizeRequest
-from services.router.parsing import parse
+from services.router.parsing import is_long, parsed
 from services.router.pooling.calls import PoolingJob
 from services.router.pooling.inputs import InputRules, of_texts, of_token_ids
 from services.router.pooling.schema import InputRequest, PoolingCommon
@@ -46,8 +46,10 @@ class Endpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
-        request = parse(await read_body(scope, receive), self._schema)
-        call = Call(await self._frontend.serving(request.model), request, context, prefix=self._prefix)
+        body = await read_body(scope, receive)
+        request = await parsed(body, self._schema)
+        frontend = await self._frontend.serving(request.model)
+        call = Call(frontend, request, context, prefix=self._prefix, is_long=is_long(body))
         answering = asyncio.ensure_future(self._respond(call, request))
         is_gone = False
 
@@ -70,8 +72,10 @@ class Endpoint(Generic[R]):
 class Call:
     """One request on its way: what it asks of which model, and how many tokens it has read."""
 
-    def __init__(self, frontend: Frontend, request: PoolingCommon, context: RequestContext, *, prefix: str) -> None:
-        """Raises `ApiError`."""
+    def __init__(
+        self, frontend: Frontend, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
+    ) -> None:
+        """`is_long`: the request had a long body. Raises `ApiError`."""
         self.frontend = frontend
         self.model = frontend.model_name(request.model)
         self.profile: PoolingProfile = frontend.pooling_profile()
@@ -83,6 +87,7 @@ class Call:
         self._slo = frontend.slo(context)
         self._trace_headers = context.trace_headers
         self._num_tokens = 0
+        self._is_long = is_long
 
     def require(self, *tasks: PoolingTask) -> None:
         """Raises `BadRequestError` unless the model serves one of `tasks`."""
@@ -108,7 +113,7 @@ class Call:
         self, texts: Sequence[str] | Sequence[tuple[str, str]], *, param: str, rules: InputRules | None = None
     ) -> list[PoolingInput]:
         """Raises `BadRequestError`."""
-        return await of_texts(self.frontend.model.tokenizer.backend, texts, rules or self.rules(), param=param)
+        return await of_texts(self.frontend.model.tokenizer, texts, rules or self.rules(), param=param)
 
     async def inputs(self, request: InputRequest) -> list[PoolingInput]:
         """Of `input` or `messages`. Raises `BadRequestError`."""
@@ -122,7 +127,7 @@ class Call:
                 chat_template=request.chat_template,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
-            text = await self.frontend.model.render_chat(chat)
+            text = await self.frontend.model.render_chat(chat, is_long=self._is_long)
             rules = self.rules(add_special_tokens=bool(request.add_special_tokens))
             return await self.texts([text], param="messages", rules=rules)
         rules = self.rules(add_special_tokens=request.add_special_tokens is not False)

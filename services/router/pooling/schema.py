@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.openai_schema import ChatMessage, NonNegative
+from services.router.openai_schema import Messages, Name, NonNegative
+from services.router.sizes import MAX_INPUTS, MAX_NUMBERS
 
-Texts = str | Annotated[list[str], Field(min_length=1)]
-TokenIds = Annotated[list[NonNegative], Field(min_length=1)]
-Input = Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
+Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+TokenIds = Annotated[list[NonNegative], Field(fail_fast=True, min_length=1, max_length=MAX_NUMBERS)]
+Input = Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 
 
 class PoolingCommon(BaseModel):
@@ -16,18 +17,18 @@ class PoolingCommon(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    model: str | None = None
+    model: Name | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: int | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    user: str | None = None
+    user: Name | None = None
 
 
 class InputRequest(PoolingCommon):
     """Whatever is read as texts, token ids, or a chat."""
 
     input: Input | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -74,7 +75,7 @@ class RerankRequest(PoolingCommon):
     """`POST /rerank`. `top_n` 0 means all."""
 
     query: str
-    documents: Annotated[list[str | Document], Field(min_length=1)]
+    documents: Annotated[list[str | Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
     top_n: NonNegative | None = None
     return_documents: bool | None = None
     activation: bool | None = None

@@ -3,6 +3,7 @@
 A classifier with a single class reads both at once; of an embedding model it is the cosine of the two embeddings.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -80,15 +81,14 @@ async def _pair_inputs(call: Call, pairs: Sequence[tuple[str, str]], param: str)
     """Through the template that the server was given, else as the tokenizer frames a pair."""
     if call.frontend.settings.chat_template is None:
         return await call.texts(pairs, param=param)
-    rendered = [
-        await call.frontend.model.render_chat(
-            TokenizeRequest(
-                messages=[ChatMessage(role="query", content=first), ChatMessage(role="document", content=second)],
-                add_generation_prompt=False,
-            )
+    rendered = []
+    for first, second in pairs:
+        chat = TokenizeRequest(
+            messages=[ChatMessage(role="query", content=first), ChatMessage(role="document", content=second)],
+            add_generation_prompt=False,
         )
-        for first, second in pairs
-    ]
+        rendered.append(await call.frontend.model.render_chat(chat))
+        await asyncio.sleep(0)  # rendering waits for nothing, and there may be thousands
     return await call.texts(rendered, param=param, rules=call.rules(add_special_tokens=False))
 
 

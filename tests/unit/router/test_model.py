@@ -11,7 +11,7 @@ from services.router.errors import BadRequestError, ModelFolderError
 from services.router.main import api_keys
 from services.router.model import ModelNames, ServedModel
 from services.router.openai_schema import CompletionRequest
-from services.router.parameters import Limits, TextRules, sampling_params
+from services.router.parameters import Limits, TextRules, sampling_params, token_rules
 from services.router.settings import RouterSettings
 from tests.unit.router.tokenizers_for_tests import write_folder
 
@@ -28,7 +28,8 @@ def sampled(folder: Path, request: CompletionRequest, **settings: str) -> Sampli
         beam_search_max_tokens=6,
         defaults=model.sampling_defaults,
     )
-    return sampling_params(request, num_prompt_tokens=10, rules=TextRules(), limits=limits)
+    tokens = token_rules(request, TextRules(), limits, num_prompts=1)
+    return sampling_params(request, 10, TextRules(), tokens, limits)
 
 
 def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_names_are_those_stated_or_else_those_advertised() -> None:
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: ServedModel) -> None:
     with pytest.raises(BadRequestError, match="100 tokens"):
         asyncio.run(model.tokenize("x" * 10_000, add_special_tokens=True, max_tokens=100))
-    long = asyncio.run(model.tokenize("x" * 30_000, add_special_tokens=True))
+    long = asyncio.run(model.tokenize("x" * 30_000, add_special_tokens=True, max_tokens=100_000))
     assert len(long) == 30_000
 
 

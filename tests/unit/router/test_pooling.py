@@ -18,6 +18,7 @@ from services.router.pooling.calls import split
 from services.router.pooling.inputs import InputRules, of_texts, shares
 from services.router.pooling.score_endpoints import paired
 from services.router.pooling.vectors import cosine
+from services.router.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import pooled, record
 
@@ -311,7 +312,7 @@ def test_pairs_keep_their_frame_when_they_are_cut() -> None:
 
     def read(*texts: Any, truncate: int | None = None) -> list[PoolingInput]:
         rules = InputRules(max_tokens=64, vocab_size=4, truncate=truncate)
-        return asyncio.run(of_texts(tokenizer, list(texts), rules, param="input"))
+        return asyncio.run(of_texts(TextTokenizer(tokenizer, {}), list(texts), rules, param="input"))
 
     assert read(("a a", "b b")) == [PoolingInput([0, 2, 2, 1, 3, 3, 1], [0, 0, 0, 0, 1, 1, 1])]
     assert read(("a", "b b b b"), truncate=6) == [PoolingInput([0, 2, 1, 3, 3, 1], [0, 0, 0, 1, 1, 1])]
