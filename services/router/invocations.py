@@ -68,7 +68,7 @@ def marks_of(body: bytes) -> Marks:
     try:
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(keys["model"], type=Name | None) if "model" in keys else None
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise BadRequestError(f"the body is no JSON object with a model's name: {exc}", code="invalid_json") from exc
     return Marks(frozenset(keys), model)
 

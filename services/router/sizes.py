@@ -6,13 +6,13 @@ slow core: a number costs 0.04 us and up to 40 bytes, a text 0.1 us and 60 bytes
 part of one 2 us and a kilobyte. `tools/fuzz_bodies.py` searches for bodies that break the bounds.
 """
 
-MAX_NUMBERS = 1_000_000
-"""Of a whole body. OpenAI takes 300,000 tokens in one request for embeddings; a router lets a million wait."""
+MAX_NUMBERS = 524_288
+"""Of a whole body. OpenAI takes 300,000 tokens in one request for embeddings. Longer prompts go as texts."""
 
 MAX_OBJECTS = 16_384
 """Of a whole body, lists included. OpenAI takes 2,048 inputs and 128 tools with some hundred objects each at most."""
 
-MAX_TEXTS = 100_000
+MAX_TEXTS = 65_536
 """Of a whole body, names of fields included."""
 
 MAX_UNKNOWN = 256
@@ -53,5 +53,5 @@ MAX_TOKENS = 1_000_000
 MAX_TOKEN_RULES = 262_144
 """Tokens in lists (`allowed_token_ids`, `logit_bias`, ...) times the prompts that each of them is sent along with."""
 
-MAX_TOKENISED = 262_144
+MAX_TOKENISED = 65_536
 """Tokens that /tokenize and /detokenize answer with, unless the model's context is greater."""
