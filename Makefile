@@ -13,8 +13,9 @@ INTEL_PINS := oneccl==2021.17.2 impi-rt==2021.18.1 intel-sycl-rt==2025.3.3 intel
 FUZZ := .venv-fuzz
 FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 0
 
-.PHONY: setup demo test test-computations test-processes test-intel fuzz check format clean bench
+.PHONY: setup demo test test-computations test-processes test-intel fuzz fuzz-bodies check format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make test    set up and run the whole test suite"
 	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
 	@echo "make fuzz    strange bytes into the decoders of the wire, for FUZZ_SECONDS (60), in a .venv-fuzz of its own"
+	@echo "make fuzz-bodies  requests that cost a router too much time or memory, searched for FUZZ_SECONDS (60)"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
 
 $(BIN)/python:
@@ -70,6 +72,10 @@ $(FUZZ)/.installed: Makefile
 
 fuzz: $(FUZZ)/.installed
 	PYTHONPATH=$(CURDIR) $(FUZZ)/bin/python tools/fuzz_wire.py $(FUZZ)/corpus -max_total_time=$(FUZZ_SECONDS)
+
+# Linux only.
+fuzz-bodies: setup
+	PYTHONPATH=$(CURDIR) $(BIN)/python tools/fuzz_bodies.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 check: setup
 	$(BIN)/ruff check .

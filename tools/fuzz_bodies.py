@@ -259,15 +259,13 @@ class Meter:
 
     def __init__(self) -> None:
         self._allocator = ctypes.CDLL(None)
-        self._log_lines = 0
 
     async def cost(self, router: Router, case: Case) -> Cost:
         gc.collect()
         self._allocator.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the greatest size is counted anew
-        before = _status_bytes("VmRSS")
+        before = _begin_to_count_memory()
         ticker = _Ticker()
-        with self._counting_lines():
+        with self._counting_lines() as lines:
             begun = time.perf_counter()
             ticking = asyncio.get_running_loop().create_task(ticker.run())
             await asyncio.sleep(2 * _TICK_S)
@@ -281,30 +279,34 @@ class Meter:
             status=status,
             stall_s=ticker.longest_s,
             memory=max(0, _status_bytes("VmHWM") - before),
-            log_lines=self._log_lines,
+            log_lines=lines.num_lines,
             answer_bytes=num_bytes,
             seconds=seconds,
         )
 
     @contextmanager
-    def _counting_lines(self) -> Iterator[None]:
-        self._log_lines = 0
-        handler = logging.Handler()
-        handler.emit = self._on_line  # type: ignore[method-assign]
+    def _counting_lines(self) -> "Iterator[_LineCounter]":
+        handler = _LineCounter()
         root = logging.getLogger("services")
         level, propagates = root.level, root.propagate
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         root.propagate = False
         try:
-            yield
+            yield handler
         finally:
             root.removeHandler(handler)
             root.setLevel(level)
             root.propagate = propagates
 
-    def _on_line(self, line: logging.LogRecord) -> None:
-        self._log_lines += 1
+
+class _LineCounter(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num_lines += 1
 
 
 class _Ticker:
@@ -338,9 +340,16 @@ async def _ask(router: Router, case: Case) -> tuple[int, int]:
         status = message.get("status", status)
         num_bytes += len(message.get("body", b""))
 
-    scope = {"type": "http", "method": "POST", "path": case.path, "headers": [], "query_string": b""}
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": case.path, "headers": headers, "query_string": b""}
     await router.app(scope, receive, send)
     return status, num_bytes
+
+
+def _begin_to_count_memory() -> int:
+    """What is used now. The greatest use is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:
@@ -397,11 +406,14 @@ async def _main(seconds: float, seed: int) -> int:
             num_cases += 1
             if excesses:
                 num_findings += 1
-                file = Path(f"costly-{seed}-{num_cases}.json")
-                file.write_bytes(case.body)
-                print(f"{file}: {case.path} {case.note}: {'; '.join(excesses)}; {msgspec.json.encode(cost).decode()}")
+                _report(case, cost, excesses, Path(f"costly-{seed}-{num_cases}.json"))
     print(f"{num_cases} bodies, {num_findings} cost too much")
     return 1 if num_findings else 0
+
+
+def _report(case: Case, cost: Cost, excesses: Sequence[str], file: Path) -> None:
+    file.write_bytes(case.body)
+    print(f"{file}: {case.path} {case.note}: {'; '.join(excesses)}; {msgspec.json.encode(cost).decode()}")
 
 
 if __name__ == "__main__":

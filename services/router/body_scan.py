@@ -4,6 +4,7 @@ An empty object takes two bytes of a body and 64 of memory, and an allocation. N
 too much must be known before one begins.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.router.errors import BadRequestError
@@ -30,19 +31,25 @@ def check_counts(body: bytes, what: str = "the body") -> None:
     if len(body) <= UNCOUNTED_BYTES:
         return
     counts = Counts()
+    for _ in count(body, counts, piece_bytes=_PIECE_BYTES):
+        _check(counts, what)
+
+
+def count(body: bytes, counts: Counts, *, piece_bytes: int) -> Iterator[None]:
+    """Adds what is in `body` to `counts`, piece by piece."""
     is_text = False
     at = 0
     while at < len(body):
-        end = _end_of_piece(body, at)
+        end = _end_of_piece(body, at, piece_bytes)
         is_text = _count(body[at:end], counts, is_text=is_text)
-        _check(counts, what)
+        yield
         at = end
 
 
-def _end_of_piece(body: bytes, start: int) -> int:
+def _end_of_piece(body: bytes, start: int, piece_bytes: int) -> int:
     """A piece ends with no backslash, so that no escape sequence is cut in two; one of backslashes alone has an even
     number of them."""
-    end = min(start + _PIECE_BYTES, len(body))
+    end = min(start + piece_bytes, len(body))
     backslashes = end - start - len(body[start:end].rstrip(b"\\"))
     return min(end + backslashes % 2, len(body))
 

@@ -31,6 +31,13 @@ _LOGGED_CHARS = 40
 
 _UNIONS = frozenset({"str", "int", "float", "bool", "StreamOptions", "constrained-str", "constrained-int"})
 
+_JSON_WORDS = {
+    "list_type": "Input should be a valid array",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+}
+"""pydantic has Python's words for a long body, which is parsed before it is validated."""
+
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "ec_transfer_params": ({},),
@@ -155,5 +162,6 @@ def _reason(error: ErrorDetails) -> str:
     # Within a union pydantic adds the name of the tried type to the path; keep only places in the client's JSON.
     path = [str(part) for part in error["loc"][1:] if isinstance(part, int) or part.isidentifier()]
     path = [part for part in path if part not in _UNIONS]
-    text = error["msg"][:1].lower() + error["msg"][1:]
+    message = _JSON_WORDS.get(error["type"], error["msg"])
+    text = message[:1].lower() + message[1:]
     return f"{text} (at {'.'.join(path)})" if path else text

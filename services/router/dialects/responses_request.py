@@ -1,6 +1,7 @@
 """A request to OpenAI's Responses API, said as a chat."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.router.dialects.responses_schema import (
@@ -12,7 +13,7 @@ from services.router.dialects.responses_schema import (
 )
 from services.router.errors import BadRequestError
 from services.router.images.parts import image_part
-from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, Tool, chat_message
+from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, Parts, Tool, chat_message
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()
@@ -83,25 +84,50 @@ def _message(item: InputItem) -> ChatMessage:
             raise BadRequestError(f"input: items of type {other!r} are not supported", param="input")
 
 
+@dataclass(slots=True)
+class _Merging:
+    """What of one answer has come so far. Lists, since there may be thousands of items: sums of texts would take the
+    square of their length."""
+
+    content: str | Parts | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+
+    def continues(self, message: ChatMessage) -> bool:
+        """The one has no text where the other has some, and no call is followed by text."""
+        return not message.content or not (self.content or self.calls)
+
+    def add(self, message: ChatMessage) -> None:
+        extra = message.model_extra or {}
+        if message.content is not None and not self.content:
+            self.content = message.content
+        self.calls += extra.get("tool_calls", ())
+        if "reasoning_content" in extra:
+            self.reasoning.append(extra["reasoning_content"])
+
+    def message(self) -> ChatMessage:
+        extra: dict[str, Any] = {}
+        if self.reasoning:
+            extra["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            extra["tool_calls"] = self.calls
+        return chat_message("assistant", self.content, **extra)
+
+
 def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
     """Reasoning, text and calls of one answer come as items of their own, and are one message for templates."""
     merged: list[ChatMessage] = []
+    merging: _Merging | None = None
     for message in messages:
-        last = merged[-1] if merged else None
-        if last is None or (last.role, message.role) != ("assistant", "assistant") or not _continues(last, message):
+        if merging is not None and (message.role != "assistant" or not merging.continues(message)):
+            merged.append(merging.message())
+            merging = None
+        if message.role != "assistant":
             merged.append(message)
             continue
-        extra = dict(last.model_extra or {})
-        for name, value in (message.model_extra or {}).items():
-            extra[name] = extra[name] + value if name in extra else value
-        merged[-1] = chat_message("assistant", message.content or last.content, **extra)
-    return merged
-
-
-def _continues(last: ChatMessage, message: ChatMessage) -> bool:
-    """The one has no text where the other has some, and no call is followed by text."""
-    has_calls = "tool_calls" in (last.model_extra or {})
-    return not (last.content and message.content) and not (has_calls and message.content)
+        merging = merging or _Merging()
+        merging.add(message)
+    return merged if merging is None else [*merged, merging.message()]
 
 
 def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[Part]:
