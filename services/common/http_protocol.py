@@ -222,7 +222,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._is_read_paused and not self._waiting:
             self._is_read_paused = False
             self._transport.resume_reading()
-        if not self._timer.is_set:
+        if self._receiving is not None and not self._timer.is_set:
             self._await_input()
 
     def break_off(self) -> None:
@@ -298,16 +298,19 @@ class HttpProtocol(asyncio.Protocol):
 
     def _await_input(self) -> None:
         """Set the time by which the client has to send something, and what this connection counts for."""
-        now, limits = self._loop.time(), self._limits
+        if self._receiving is None and self._answering is not None:
+            self._slot.works()
+            self._timer.clear()
+            return
         if self._transport.is_closing():
             return
+        now, limits = self._loop.time(), self._limits
         if self._lingers_until is not None:
             self._slot.idles()
             self._timer.set(min(now + limits.lingering_timeout_s, self._lingers_until), self._close)
-        elif self._receiving is not None or self._answering is not None:
+        elif self._receiving is not None:
             self._slot.works()
-            exchange = self._receiving
-            if exchange is None or self._is_read_paused or exchange.expects_continue:
+            if self._is_read_paused or self._receiving.expects_continue:
                 self._timer.clear()
             else:
                 self._timer.set(now + limits.body_timeout_s, self._on_slow_body)

@@ -43,8 +43,6 @@ class Slots:
         return True
 
     def _release(self, slot: "Slot") -> None:
-        self._idle.pop(slot, None)
-        self._opening.pop(slot, None)
         self._num_open -= 1
         self._by_address[slot.address] -= 1
         if not self._by_address[slot.address]:
@@ -54,7 +52,7 @@ class Slots:
 class Slot:
     """Of one connection, which says what it does. A new one waits for the head of its first request."""
 
-    __slots__ = ("_is_released", "_slots", "address", "on_evicted")
+    __slots__ = ("_evictable", "_is_released", "_slots", "address", "on_evicted")
 
     def __init__(self, slots: Slots, address: str) -> None:
         self.address = address
@@ -62,30 +60,35 @@ class Slot:
         """Closes the connection at once; what it had to write is lost."""
         self._slots = slots
         self._is_released = False
-        slots._opening[self] = None
+        self._evictable: dict[Slot, None] | None = None
+        """Which of the lists of connections that may be closed this one is in."""
+        self.opens()
 
     def opens(self) -> None:
         """The head of a request has begun."""
-        if not self._is_released and self not in self._slots._opening:
-            self._slots._idle.pop(self, None)
-            self._slots._opening[self] = None
+        self._move(self._slots._opening)
 
     def works(self) -> None:
         """A request is received or answered."""
-        self._slots._idle.pop(self, None)
-        self._slots._opening.pop(self, None)
+        if self._evictable is not None:
+            del self._evictable[self]
+            self._evictable = None
 
     def idles(self) -> None:
-        if not self._is_released:
-            self._slots._opening.pop(self, None)
-            self._slots._idle.pop(self, None)
-            self._slots._idle[self] = None
+        self._move(self._slots._idle)
 
     def release(self) -> None:
         """At the connection's end; more than once does nothing."""
         if not self._is_released:
+            self.works()
             self._is_released = True
             self._slots._release(self)
+
+    def _move(self, evictable: "dict[Slot, None]") -> None:
+        if self._evictable is not evictable and not self._is_released:
+            self.works()
+            self._evictable = evictable
+            evictable[self] = None
 
 
 def _do_nothing() -> None: ...
