@@ -1,6 +1,6 @@
 """What an instance says about itself: to the registry, and to routers as its load changes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -67,7 +67,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name under which clients ask for the model."""
     layout: KVLayout
-    max_model_len: int
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)]
     rpc_address: str
     """ZeroMQ ROUTER that takes `contracts.messages`."""
     transfer_address: str

@@ -21,16 +21,17 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """
 
     fingerprint: str
-    num_layers: int
-    num_kv_heads: int
+    num_layers: Annotated[int, Meta(ge=0)]
+    num_kv_heads: Annotated[int, Meta(ge=0)]
     block_tokens: Annotated[int, Meta(ge=1)]
-    head_dim: int
+    head_dim: Annotated[int, Meta(ge=0)]
     dtype: str
-    num_planes: int = 2
+    num_planes: Annotated[int, Meta(ge=1)] = 2
 
     @property
     def scale_rows(self) -> int:
-        return -(-SCALE_BYTES * self.block_tokens // self.head_dim) if DTYPE_BYTES[self.dtype] == 1 else 0
+        has_scales = DTYPE_BYTES[self.dtype] == 1 and self.head_dim
+        return -(-SCALE_BYTES * self.block_tokens // self.head_dim) if has_scales else 0
 
     @property
     def block_bytes(self) -> int:

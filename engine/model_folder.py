@@ -14,7 +14,27 @@ from engine.errors import ConfigError, ModelError, UnsupportedModelError
 
 HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
 
-LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+LOAD_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+_SIZES = (
+    "head_dim",
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_LARGEST_SIZE = 2**31 - 1
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -32,15 +52,28 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
         raise ModelError(f"{folder} has no config.json; it is not a model in Hugging Face's format")
     try:
         stated = json.loads(path.read_text())
-    except ValueError as exc:
+    except (RecursionError, ValueError) as exc:
         raise ModelError(f"{path} is not valid JSON: {exc}") from exc
-    _refuse_unknown(folder, stated if isinstance(stated, dict) else {}, config)
+    if not isinstance(stated, dict):
+        raise ModelError(f"{path} is not an object; it is not a model's config in Hugging Face's format")
+    _refuse_sizes(path, stated)
+    _refuse_unknown(folder, stated, config)
     if config.load_format == "auto" and not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "gguf")):
         raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
     except LOAD_ERRORS as exc:
         raise ModelError(f"{path} cannot be used: {first_line(exc)}") from exc
+
+
+def _refuse_sizes(path: Path, stated: dict[str, Any]) -> None:
+    """No model has 0 heads: whatever divides by a size would fail later, and say less. Raises `ModelError`."""
+    inner = stated.get("text_config")
+    for part in (stated, inner if isinstance(inner, dict) else {}):
+        for name in _SIZES:
+            size = part.get(name)
+            if isinstance(size, int | float) and not (isinstance(size, int) and 0 < size <= _LARGEST_SIZE):
+                raise ModelError(f"{path}: {name} is {size}; a whole number above 0 is wanted: download the file again")
 
 
 def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) -> None:

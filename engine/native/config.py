@@ -15,7 +15,7 @@ from msgspec import Meta
 _Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 _Dtype = Literal["float32", "float16", "bfloat16"]
 _Ids = int | list[int] | None
-_Size = Annotated[int, Meta(gt=0)]
+_Size = Annotated[int, Meta(gt=0, le=2**31 - 1)]
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -121,7 +121,7 @@ def read_folder(folder: Path) -> DenseConfig | None:
     try:
         stated = json.loads((folder / "config.json").read_text())
         ends = msgspec.json.decode(generation.read_bytes(), type=_Generation) if generation.is_file() else None
-    except (OSError, ValueError, msgspec.MsgspecError):
+    except (OSError, RecursionError, ValueError, msgspec.MsgspecError):
         return None
     return dense_config(stated, also_ends=_ids(ends.eos_token_id) if ends is not None else frozenset())
 

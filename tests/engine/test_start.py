@@ -46,6 +46,20 @@ def test_a_broken_config_is_told(folder: Path) -> None:
         make_engine(folder)
 
 
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, 10**30])
+def test_a_size_that_no_model_has_is_named(folder: Path, name: str, size: float) -> None:
+    edit_config(folder, **{name: size})
+    with pytest.raises(ModelError, match=rf"config\.json: {name} is "):
+        make_engine(folder)
+
+
+def test_a_config_that_is_nested_too_deep_is_told(folder: Path) -> None:
+    (folder / "config.json").write_text(100_000 * "[" + 100_000 * "]")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        make_engine(folder)
+
+
 def test_an_unknown_architecture_is_told(folder: Path) -> None:
     edit_config(folder, model_type="nonesuch", architectures=["NonesuchForCausalLM"])
     with pytest.raises(ModelError, match="nonesuch"):
