@@ -12,11 +12,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class WireError(ValueError):
-    """A frame that is too long, not MessagePack, or not of the expected type."""
+    """A frame that is too long, not MessagePack, or not of the expected type; or a message that no frame can carry."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
+    """Raises `WireError` for what MessagePack cannot carry: integers beyond 64 bits, lone surrogates."""
+    try:
+        return _encoder.encode(message)
+    except (OverflowError, RecursionError, TypeError, ValueError) as exc:
+        raise WireError(f"{type(message).__name__} cannot be encoded: {exc}") from exc
 
 
 class Decoder(Generic[T]):

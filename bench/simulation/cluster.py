@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -30,8 +31,8 @@ class _Link:
         self._instance.router = self._on_message
         self._instance.report()
 
-    def send(self, message: ToInstance) -> None:
-        self._instance.on_message(message)
+    def prepare(self, message: ToInstance) -> Callable[[], None]:
+        return partial(self._instance.on_message, message)
 
     async def close(self) -> None:
         self._instance.router = None

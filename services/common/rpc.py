@@ -7,12 +7,13 @@ about a lost peer, is for the caller to know.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NewType, Protocol
 
 import zmq
 
 from contracts.messages import Heartbeat, LoadReport, ToInstance, ToRouter
-from contracts.wire import Decoder, WireError, encode
+from contracts.wire import MAX_FRAME_BYTES, Decoder, WireError, encode
 from services.common.cluster_key import ClusterKey
 from services.common.curve_sockets import CurveDealer, CurveRouter
 from services.common.errors import PeerUnreachable
@@ -191,12 +192,22 @@ class InstanceLink:
         self._heard = self._loop.time()
         self._watch = asyncio.create_task(self._beat(), name="rpc-heartbeat")
 
+    def prepare(self, message: ToInstance) -> Callable[[], None]:
+        """Encode `message` and return what sends it. Raises `WireError`; sending the result never does."""
+        frame = encode(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WireError(f"a message of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        return partial(self._send, frame)
+
     def send(self, message: ToInstance) -> None:
-        """Never blocks. When the instance is lost it does nothing: `on_lost` has told, or is about to."""
+        """Never blocks. When the instance is lost it does nothing: `on_lost` was called, or is about to be."""
+        self.prepare(message)()
+
+    def _send(self, frame: bytes) -> None:
         if self._dealer is None or self.is_lost:
             return
         try:
-            self._dealer.send(encode(message))
+            self._dealer.send(frame)
         except PeerUnreachable as exc:
             self._lose(str(exc))
 

@@ -78,7 +78,8 @@ async def answer(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation."""
+    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation; the caller ends it in
+    any case (`generation.ended`)."""
     try:
         with DisconnectWatch(receive, generation.abandon, context.exchange):
             if request.stream:
@@ -88,8 +89,6 @@ async def answer(
                 await _whole(generation, form, send, explain=context.explain)
     except ClientGoneError:
         return
-    finally:
-        generation.cancel("its answer has ended")
 
 
 async def _whole(generation: Answering, form: Format, send: Send, *, explain: bool) -> None:

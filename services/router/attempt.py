@@ -9,7 +9,7 @@ import msgspec
 from contracts.identity import BlockName, RequestId, new_ticket_id
 from contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Tokens, Work
 from services.router.job import PromptNames
-from services.router.member import Member, Share
+from services.router.member import Lease, Member, Sending, Share
 from services.router.placement import Candidate, Placement
 from services.router.sequence import TokenSequence
 
@@ -26,6 +26,9 @@ class Owner(Protocol):
         """Any other."""
 
     def on_lost(self, attempt: "Attempt", member: Member, reason: str) -> None: ...
+
+    def on_error(self, error: Exception) -> None:
+        """Handling an answer, or a loss, has raised `error`: the request fails, and no other one."""
 
 
 class Attempt(msgspec.Struct, eq=False):
@@ -44,6 +47,8 @@ class Attempt(msgspec.Struct, eq=False):
     """The handoff is over: prefill is needed no more."""
     first_at: dict[int, float] = {}
     """When each sequence's first token came from `prefill`, until its second comes from `decode`."""
+    leases: list[Lease] = []
+    """What it occupies of `prefill` and `decode`. Released by `end`."""
 
     def start(
         self,
@@ -56,20 +61,29 @@ class Attempt(msgspec.Struct, eq=False):
         images: Sequence[bytes] = (),
     ) -> None:
         """Tells all instances at once; each gets the root of its own names. `pull_from` is the source of what the
-        placement's reader fetches first, which also gets the `images`."""
-        self._assign(placement, len(work.token_ids))
+        placement's reader fetches first, which also gets the `images`.
+
+        All messages are encoded before load is assigned for them and the first is sent. Raises
+        `contracts.wire.WireError` and whatever a link raises: the caller then calls `end`.
+        """
         reader = self.prefill or self.decode
         assert reader is not None
         pull = _pull(self.request_id, placement, pull_from, reader, naming)
+        sendings: list[Sending] = []
         if self.prefill is None:
             assert self.decode is not None
-            self.decode.send(Generate(_named(work, naming, self.decode), pull, list(images)))
-        elif self.decode is None:
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), None, pull, list(images)))
+            sendings.append(self.decode.prepare(Generate(_named(work, naming, self.decode), pull, list(images))))
         else:
-            ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
-            self.prefill.send(Prefill(_named(work, naming, self.prefill), ticket, pull, list(images)))
-            self.decode.send(Decode(_named(work, naming, self.decode), ticket))
+            ticket = None
+            if self.decode is not None:
+                ticket = _ticket(self.request_id, self.prefill, self.decode, naming, handoff_timeout_s)
+            prefill = Prefill(_named(work, naming, self.prefill), ticket, pull, list(images))
+            sendings.append(self.prefill.prepare(prefill))
+            if self.decode is not None and ticket is not None:
+                sendings.append(self.decode.prepare(Decode(_named(work, naming, self.decode), ticket)))
+        self._assign(placement, len(work.token_ids))
+        for send in sendings:
+            send()
 
     def members(self) -> list[Member]:
         return [member for member in (self.prefill, self.decode) if member is not None]
@@ -89,31 +103,45 @@ class Attempt(msgspec.Struct, eq=False):
 
     def end(self, *, cancel: bool) -> None:
         """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
-        for member in self.members():
-            member.release(self.request_id)
-            member.circuit.given_up()
-            if cancel:
+        for lease in self.leases:
+            lease.release()
+        if cancel:
+            for member in self.members():
                 member.send(Cancel(self.request_id))
+
+    def prefill_left(self) -> None:
+        """It was lost, and is not needed any more."""
+        for lease in self.leases:
+            if lease.member is self.prefill:
+                lease.release()
+        self.prefill = None
 
     def cancel_sequence(self, index: int) -> None:
         if self.decode is not None:
             self.decode.send(Cancel(self.request_id, index))
 
     def on_answer(self, member: Member, answer: Answer, now: float) -> None:
-        if type(answer) is Tokens:  # nearly all
-            self.owner.on_tokens(self, member, answer, now)
-        else:
-            self.owner.on_answer(self, member, answer)
+        try:
+            if type(answer) is Tokens:  # nearly all
+                self.owner.on_tokens(self, member, answer, now)
+            else:
+                self.owner.on_answer(self, member, answer)
+        except Exception as exc:  # noqa: BLE001 - one request's, among answers to many
+            self.owner.on_error(exc)
 
     def on_lost(self, member: Member, reason: str) -> None:
-        self.owner.on_lost(self, member, reason)
+        try:
+            self.owner.on_lost(self, member, reason)
+        except Exception as exc:  # noqa: BLE001 - one request's, among all that the instance served
+            self.owner.on_error(exc)
 
     def _assign(self, placement: Placement, num_tokens: int) -> None:
         if self.prefill is not None and placement.prefill is not None:
-            self.prefill.assign(self.request_id, self._share(placement.prefill, num_tokens, computes=True))
+            share = self._share(placement.prefill, num_tokens, computes=True)
+            self.leases.append(self.prefill.assign(self.request_id, share))
         if self.decode is not None and placement.decode is not None:
             share = self._share(placement.decode, num_tokens, computes=self.prefill is None)
-            self.decode.assign(self.request_id, share)
+            self.leases.append(self.decode.assign(self.request_id, share))
 
     def _share(self, candidate: Candidate, num_tokens: int, *, computes: bool) -> Share:
         missing = max(0, num_tokens - candidate.cached_tokens)

@@ -8,7 +8,7 @@ from services.router.answer import Head, answer
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
 from services.router.conversation import begin_chat
 from services.router.frontend import Frontend
-from services.router.generation import Answering
+from services.router.generation import Answering, ended
 from services.router.logprobs import LogprobWriter
 from services.router.message_reader import MessageFormat, MessageReader
 from services.router.openai_schema import ChatCompletionRequest
@@ -40,11 +40,12 @@ class ChatEndpoint:
         frontend = await frontend.serving(request.model)
         api_id = f"chatcmpl-{request.request_id or context.request_id}"
         begun = await begin_chat(frontend, request, context, api_id, is_long=is_long(body))
-        head = Head(api_id, "chat.completion.chunk", frontend.now(), begun.model)
-        writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
-        shape = ChatShape(request, begun.message_format, role=frontend.settings.response_role)
-        form = ChatFormat(shape, head, begun.generation, writer)
-        await answer(request, begun.generation, form, head, context=context, receive=receive, send=send)
+        with ended(begun.generation):
+            head = Head(api_id, "chat.completion.chunk", frontend.now(), begun.model)
+            writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
+            shape = ChatShape(request, begun.message_format, role=frontend.settings.response_role)
+            form = ChatFormat(shape, head, begun.generation, writer)
+            await answer(request, begun.generation, form, head, context=context, receive=receive, send=send)
 
 
 class ChatShape:

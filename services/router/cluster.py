@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -34,6 +35,7 @@ from contracts.messages import (
     Tokens,
     ToRouter,
 )
+from services.common.callbacks import call_each
 from services.router.adapters import lacking
 from services.router.block_index import BlockIndex
 from services.router.heirs import bequeath
@@ -156,7 +158,8 @@ class Cluster:
         return self._takers
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        """`on_change` is called whenever an instance becomes ready or is lost. Returns what ends that."""
+        """`on_change` is called whenever an instance becomes ready or is lost; an exception of it is logged. Returns
+        what ends that."""
         self._listeners.add(on_change)
         return lambda: self._listeners.discard(on_change)
 
@@ -188,9 +191,8 @@ class Cluster:
                 self._remove(member, "another process has taken its name")
             else:
                 member.renew(record)
-        for instance, record in records.items():
-            if instance not in self._members:
-                self._add(record)
+        new = [record for instance, record in records.items() if instance not in self._members]
+        call_each("an instance's record", [partial(self._add, record) for record in new])
         self._notify()
 
     def _add(self, record: InstanceRecord) -> None:
@@ -259,8 +261,8 @@ class Cluster:
             self._spawn(member.link.close())
             member.link = None
         # Those told may place again at once: this instance no longer takes work.
-        for share in list(member.shares.values()):
-            share.assignment.on_lost(member, reason)
+        shares = list(member.shares.values())
+        call_each("a request", [partial(share.assignment.on_lost, member, reason) for share in shares])
         if was_ready:
             self._notify()
 
@@ -269,12 +271,9 @@ class Cluster:
             return
         match message:
             case Batch(messages=answers):
-                now, shares = self._clock(), member.shares
-                for answer in answers:
-                    if (share := shares.get(answer.request_id)) is not None:
-                        share.assignment.on_answer(member, answer, now)
+                self._deliver(member, answers)
             case Tokens() | Pooled() | PrefillReport() | HandoffReport() | Failed():
-                self._deliver(member, message)
+                self._deliver(member, [message])
             case LoadReport():
                 self._on_load(member, message)
             case Snapshot():
@@ -284,10 +283,14 @@ class Cluster:
             case AdapterChanged():
                 self.on_adapter_changed(member, message)
 
-    def _deliver(self, member: Member, answer: Answer) -> None:
-        share = member.shares.get(answer.request_id)
-        if share is not None:
-            share.assignment.on_answer(member, answer, self._clock())
+    def _deliver(self, member: Member, answers: Sequence[Answer]) -> None:
+        now, shares = self._clock(), member.shares
+        for answer in answers:
+            if (share := shares.get(answer.request_id)) is not None:
+                try:
+                    share.assignment.on_answer(member, answer, now)
+                except Exception:  # the other answers are other requests'
+                    logger.exception("an answer of %s could not be handled", member.record.instance)
 
     def _on_load(self, member: Member, report: LoadReport) -> None:
         record = member.record
@@ -369,8 +372,7 @@ class Cluster:
     def _notify(self) -> None:
         self.version += 1
         self._takers = None
-        for listener in list(self._listeners):
-            listener()
+        call_each("a listener of the cluster", list(self._listeners))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

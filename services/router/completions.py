@@ -10,7 +10,7 @@ from services.router.answer import Head, answer
 from services.router.asgi import Receive, RequestContext, Scope, Send, read_body
 from services.router.errors import BadRequestError
 from services.router.frontend import Frontend
-from services.router.generation import Answering
+from services.router.generation import Answering, ended
 from services.router.images.places import Prompt
 from services.router.logprobs import LogprobWriter
 from services.router.openai_schema import CompletionRequest
@@ -57,9 +57,10 @@ class CompletionEndpoint:
         generation = frontend.generate(
             request, head.id, [Prompt(ids) for ids in prompts], rules, limits, arrival=arrival
         )
-        writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
-        form = CompletionFormat(request, head, generation, writer, echoed)
-        await answer(request, generation, form, head, context=context, receive=receive, send=send)
+        with ended(generation):
+            writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
+            form = CompletionFormat(request, head, generation, writer, echoed)
+            await answer(request, generation, form, head, context=context, receive=receive, send=send)
 
 
 class CompletionFormat:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection
 
+from services.common.callbacks import call_each
 from services.router.flight import Flight
 
 
@@ -32,7 +33,6 @@ class Deadlines:
     def _look(self) -> None:
         self._timer = None
         now = self._clock()
-        for flight in [flight for flight in self._flights if flight.deadline <= now]:
-            flight.expire()
+        call_each("a request", [flight.expire for flight in self._flights if flight.deadline <= now])
         if self._flights:
             self._set(min(flight.deadline for flight in self._flights))

@@ -4,9 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
+from services.common.callbacks import call_each
 from services.common.tracing import Span, Tracing
 from services.router.admission import AdmissionRules, Refusal, Waiting, breaks_promise, judge
 from services.router.cluster import Cluster
@@ -78,22 +80,25 @@ class Dispatcher:
         return len(self._waiting)
 
     def launch(self, jobs: Sequence[Job], outbox: Outbox, *, arrival: Arrival) -> list[Flight]:
-        """One flight a job, all or none; what comes back goes to `outbox`. Raises `ApiError`."""
+        """One flight a job, all or none; what comes back goes to `outbox`. Raises `ApiError`. After any exception
+        none of them runs, and their tokens are not counted for the caller."""
         if not arrival.continues:
             self._check_limits(jobs, arrival)
         flights: list[Flight] = []
         try:
             for job in jobs:
                 flights.append(self._start(job, outbox, arrival))
-        except ApiError:
+        except BaseException:
             for flight in flights:
                 flight.cancel("another prompt of the request was refused")
+            if not arrival.continues:
+                self._refund(jobs, arrival)
             raise
         return flights
 
     def close(self) -> None:
-        for flight in list(self._flights):
-            flight.fail(UnavailableError("the router stops", code="stopping"))
+        error = UnavailableError("the router stops", code="stopping")
+        call_each("a request", [partial(flight.fail, error) for flight in self._flights])
         if self._look_again is not None:
             self._look_again.cancel()
         self._deadlines.close()
@@ -133,11 +138,11 @@ class Dispatcher:
         self._learn_end(self._clock())
         if self._waiting.remove(flight):
             self._count_waiting()
-        if (span := self._flights.pop(flight, None)) is not None and span.is_recording:
-            _record(span, flight)
-        admission = self._admission
+        span, admission = self._flights.pop(flight, None), self._admission
         admission.ledger.add(flight.arrival.caller, tokens=flight.num_generated, now=admission.wall_clock())
         self.endings.add(flight)
+        if span is not None and span.is_recording:
+            call_each("tracing", [partial(_record, span, flight)])
         self._pump()
 
     def _check_limits(self, jobs: Sequence[Job], arrival: Arrival) -> None:
@@ -153,6 +158,11 @@ class Dispatcher:
             raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
         admission.retries.request()
 
+    def _refund(self, jobs: Sequence[Job], arrival: Arrival) -> None:
+        """Nothing was computed: the caller has used no tokens."""
+        admission, tokens = self._admission, sum([len(job.token_ids) for job in jobs])
+        admission.ledger.refund(arrival.caller, tokens=tokens, now=admission.wall_clock())
+
     def _start(self, job: Job, outbox: Outbox, arrival: Arrival) -> Flight:
         span = self._tracing.span("llm_request", arrival.trace_headers, at=arrival.at)
         span.child("tokenize", at=arrival.tokenizing_at).end(at=arrival.tokenized_at)
@@ -167,12 +177,16 @@ class Dispatcher:
         )
         try:
             flight.start()
-        except ApiError as exc:
-            span.end(error=exc.message)
+            self._flights[flight] = span
+            self._deadlines.watch(flight)
+            self._metrics.started(flight)
+        except BaseException as exc:
+            if self._waiting.remove(flight):
+                self._count_waiting()
+            if self._flights.pop(flight, None) is not None:
+                flight.cancel("the request was refused")
+            span.end(error=exc.message if isinstance(exc, ApiError) else "an internal error")
             raise
-        self._flights[flight] = span
-        self._deadlines.watch(flight)
-        self._metrics.started(flight)
         return flight
 
     def _admits_again(self, flight: Flight, placement: Placement) -> bool:

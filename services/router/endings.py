@@ -8,7 +8,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from services.common.callbacks import call_each
 from services.common.logs import log_past
 from services.router.ended_line import ended_line
 from services.router.flight import Flight
@@ -64,11 +66,13 @@ class Endings:
         self._tell(flights)
 
     def _tell(self, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            self._metrics.ended(flight)
-            self._recent.add(flight.job.request_id, len(flight.job.token_ids), flight.num_generated, flight.timeline)
+        call_each("a request's record", [partial(self._record, flight) for flight in flights])
         if logger.isEnabledFor(logging.INFO):
             now = self._clock()
             since_1970 = time.time() - now
             for flight in flights:
                 log_past(logger, "request ended", ended_line(flight), at=since_1970 + (flight.timeline.ended_at or now))
+
+    def _record(self, flight: Flight) -> None:
+        self._metrics.ended(flight)
+        self._recent.add(flight.job.request_id, len(flight.job.token_ids), flight.num_generated, flight.timeline)

@@ -14,10 +14,11 @@ import msgspec
 
 from contracts.identity import BlockName, InstanceId, RequestId
 from contracts.messages import Answer, Failed, HandoffReport, PrefillReport, TokenLogprobs, Tokens, Work
+from contracts.wire import WireError
 from services.router.attempt import Attempt, indexes
 from services.router.cluster import Cluster
 from services.router.delivery import Delivery
-from services.router.errors import ApiError, BadRequestError, DeadlineError, UnavailableError
+from services.router.errors import ApiError, BadRequestError, DeadlineError, InternalError, UnavailableError
 from services.router.job import Arrival, FlightRules, Job, PromptNames
 from services.router.member import Member
 from services.router.outbox import Outbox
@@ -86,21 +87,18 @@ class Flight:
         return sum([len(sequence.token_ids) for sequence in self.sequences])
 
     def start(self) -> None:
-        """Raises `ApiError` when no instance can take it, or its owner refuses it."""
+        """Raises `ApiError` when no instance can take it, or its owner refuses it. After any exception it is over, and
+        no instance works for it."""
         try:
             refused = self._launch(self.sequences, 0)
-        except ApiError:
+            if refused is not None:
+                if refused.reason != "empty_pool" or not self._awaits_instances():
+                    raise no_capacity(refused)
+                self._wait(self.sequences, 0, refused)
+        except BaseException:
             self.is_over = True
             self._clear()
             raise
-        if refused is None:
-            return
-        if refused.reason == "empty_pool" and self._awaits_instances():
-            self._wait(self.sequences, 0, refused)
-            return
-        self.is_over = True
-        self._clear()
-        raise no_capacity(refused)
 
     def resume(self) -> None:
         """After it was not admitted: asks again."""
@@ -162,12 +160,16 @@ class Flight:
 
     def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
         if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
-            member.release(attempt.request_id)
-            attempt.prefill = None
+            attempt.prefill_left()
             return
         error = UnavailableError(f"instance {member.record.instance} was lost: {reason}", code="instance_lost")
         self._keep_decode = _other(attempt, member.record.instance)
         self._replay(attempt, error, delay_s=0.0)
+
+    def on_error(self, error: Exception) -> None:
+        """An error of this router: the request fails alone."""
+        logger.error("the request fails", exc_info=error, extra={"request_id": self.job.request_id})
+        self.fail(InternalError("an internal error has been logged"))
 
     def _on_failed(self, attempt: Attempt, member: Member, failed: Failed) -> None:
         if member is attempt.prefill and member is not attempt.decode and not attempt.needs_prefill:
@@ -227,17 +229,20 @@ class Flight:
         if self.is_over or not live:
             return
         try:
-            refused = self._launch(live, replays)
+            self._launch_or_wait(live, replays)
         except ApiError as exc:
             self.fail(exc)
-            return
+        except Exception as exc:  # noqa: BLE001 - called by timers and listeners that serve other requests too
+            self.on_error(exc)
+
+    def _launch_or_wait(self, live: list[TokenSequence], replays: int) -> None:
+        refused = self._launch(live, replays)
         if refused is None:
             return
         # A stream that has begun waits for whatever may come; one that has not, for instances that are expected.
         if refused.reason == "never_fits" or not (replays or self._awaits_instances()):
-            self.fail(no_capacity(refused))
-        else:
-            self._wait(live, replays, refused)
+            raise no_capacity(refused)
+        self._wait(live, replays, refused)
 
     def _wait(self, group: list[TokenSequence], replays: int, refused: NoCapacity) -> None:
         """Until the cluster changes for the better, or for too long."""
@@ -275,14 +280,25 @@ class Flight:
         if not self._num_attempts and not self._owner.admits(self, placement):
             return None
         attempt = self._attempt(placement, sequences, position=num_written, replays=replays)
+        try:
+            self._begin(attempt, placement, token_ids, naming)
+        except BaseException as exc:
+            self._end_attempt(attempt, cancel=bool(attempt.leases))
+            if isinstance(exc, WireError):
+                raise BadRequestError(f"the request cannot be sent to an instance: {exc}", code="unsendable") from exc
+            raise
+        return None
+
+    def _begin(self, attempt: Attempt, placement: Placement, token_ids: list[int], naming: PromptNames) -> None:
+        """Sends an attempt to its instances. The caller ends it if this raises."""
         self.timeline.placed(placement, self._clock())
+        sequences = list(attempt.sequences.values())
         work = self._work(attempt, token_ids, indexes(sequences), naming.root(placement.computing.layout))
         timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.computing.pull
         source = self._cluster.member(plan.source) if plan is not None else None
         attempt.start(work, placement, naming, handoff_timeout_s=timeout_s, pull_from=source, images=self.job.images)
         for member in attempt.members():
             self._expect(member, naming.names(member.record.layout))
-        return None
 
     def _expect(self, member: Member, names: Sequence[BlockName]) -> None:
         now = self._clock()

@@ -280,8 +280,8 @@ class Frontend:
             plan = self._beam_plan(request, jobs, rules, size)
             return BeamGeneration(plan, self.dispatcher.launch, arrival=arrival, clock=self.clock)
         outbox = Outbox()
-        flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
         writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(size.width * len(prompts))]
+        flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
         generation = Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)
         if size.width == size.count:
             return generation

@@ -1,6 +1,7 @@
 """The pieces of all choices of one API call, as they come. Ends flights whose text has ended."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -36,6 +37,15 @@ class Answering(Protocol):
     def cancel(self, reason: str) -> None: ...
     def usage(self) -> Usage: ...
     def explain(self) -> Explanation | list[Explanation]: ...
+
+
+@contextmanager
+def ended(generation: Answering) -> Iterator[None]:
+    """Whatever happens in the `with` block, no instance works for the generation after it."""
+    try:
+        yield
+    finally:
+        generation.cancel("its answer has ended")
 
 
 class Generation:

@@ -3,8 +3,11 @@
 Pure bookkeeping. Another router's work shows in the instance's reports, this router's own is known exactly and at once.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, exp2, inf
+from types import TracebackType
 from typing import Literal, Protocol
 
 import msgspec
@@ -18,19 +21,26 @@ from services.router.first_gap import FirstGaps
 from services.router.placement import Candidate
 from services.router.step_times import StepTimes
 
+logger = logging.getLogger(__name__)
+
 RECENT_S = 600.0
 DOUBT_S = 120.0
 """An instance that computes no prompts for so long may be twice as fast as its last ones say: other processes may have
 slowed them down by any factor, and nobody who is taken to be slow gets the chance to show more."""
 MOST_DOUBT = 10.0
 State = Literal["connecting", "ready", "lost"]
+Sending = Callable[[], None]
+"""Sends a message that has been encoded. Call it once."""
 
 
 class Link(Protocol):
     """`services.common.rpc.InstanceLink`."""
 
     async def start(self) -> None: ...
-    def send(self, message: ToInstance) -> None: ...
+    def prepare(self, message: ToInstance) -> Sending:
+        """Encode `message`. Raises `contracts.wire.WireError`."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -51,6 +61,32 @@ class Share(msgspec.Struct):
     sequences: int
     blocks: int
     is_reported: bool = False
+
+
+class Lease:
+    """What one request occupies of one instance. The holder calls `release` when the request has ended there, or uses
+    the lease as a context manager; later calls do nothing."""
+
+    __slots__ = ("_is_released", "member", "request_id")
+
+    def __init__(self, member: "Member", request_id: RequestId) -> None:
+        self.member = member
+        self.request_id = request_id
+        self._is_released = False
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self.member.release(self.request_id)
+            self.member.circuit.given_up()
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -86,20 +122,29 @@ class Member:
     def takes_work(self) -> bool:
         return self.state == "ready" and not self.draining and not self.record.draining
 
+    def prepare(self, message: ToInstance) -> Sending:
+        """Encode `message` before anything is counted for it. Raises `contracts.wire.WireError`."""
+        return self.link.prepare(message) if self.link is not None else _send_nothing
+
     def send(self, message: ToInstance) -> None:
-        if self.link is not None:
-            self.link.send(message)
+        """Send a message that belongs to no request that could fail by it: an error is logged."""
+        try:
+            self.prepare(message)()
+        except Exception:
+            logger.exception("%s could not be sent to %s", type(message).__name__, self.record.instance)
 
     def first_gap_s(self) -> float:
         """From the first token of a sequence that is handed to it to the second, as is to be expected."""
         return self.first_gaps.expected_s(self.steps.predict(self.own_sequences + self.foreign_sequences))
 
-    def assign(self, request_id: RequestId, share: Share) -> None:
+    def assign(self, request_id: RequestId, share: Share) -> Lease:
+        """Count `share` until the returned lease is released, by its holder."""
         self.shares[request_id] = share
         self.own_tokens += share.prefill_tokens
         self.recent_tokens += share.prefill_tokens
         self.own_sequences += share.sequences
         self.unreported_blocks += share.blocks
+        return Lease(self, request_id)
 
     def prefilled(self, request_id: RequestId) -> None:
         """Its prompt has been computed."""
@@ -181,6 +226,10 @@ class Member:
         assert self.own_sequences == sum(share.sequences for share in self.shares.values())
         unreported = (share.blocks for share in self.shares.values() if not share.is_reported)
         assert self.unreported_blocks == sum(unreported)
+
+
+def _send_nothing() -> None:
+    """There is no link: the instance is lost, and whoever waits for its answers has been notified."""
 
 
 def _doubt(quiet_s: float) -> float:

@@ -67,6 +67,14 @@ class UsageLedger:
         day.tokens += tokens
         return None
 
+    def refund(self, caller: Caller, *, tokens: int, now: float) -> None:
+        """Take back the tokens that `admit` counted, for a request that was then refused. It stays counted as a
+        request: limits of requests are limits of attempts."""
+        if caller.is_limited:
+            for span in SPANS:
+                count = self._count(caller, span, now)
+                count.tokens = max(0, count.tokens - tokens)
+
     def add(self, caller: Caller, *, tokens: int, now: float) -> None:
         """Tokens that were generated."""
         if caller.is_limited:

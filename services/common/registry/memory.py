@@ -13,6 +13,7 @@ from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord
 from contracts.messages import Leave, Register, Registered, ToRegistry
 from contracts.wire import Decoder, WireError, encode
+from services.common.callbacks import call_each
 from services.common.cluster_key import ClusterKey
 from services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
 from services.common.limited_log import LimitedLog
@@ -95,7 +96,7 @@ class MemoryRegistryView:
             logger.info("a registration could not be answered: %s", exc)
         self._on_message(message)
         if is_news:
-            self._on_change()
+            call_each("a change of the registry", [self._on_change])
 
     async def _expire(self) -> None:
         while self._socket is not None:
@@ -103,7 +104,7 @@ class MemoryRegistryView:
             # Renewals that arrived while this process was busy come first.
             self._socket.drain()
             if self._table.expire(asyncio.get_running_loop().time()):
-                self._on_change()
+                call_each("a change of the registry", [self._on_change])
 
 
 class MemoryRegistryClient:

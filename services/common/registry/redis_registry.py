@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord
 from contracts.wire import Decoder, WireError, encode
+from services.common.callbacks import call_each
 from services.common.errors import RegistryUnavailable, Superseded
 from services.common.redis_client import TIMEOUT_S, connect_redis
 from services.common.registry.port import without_load
@@ -173,7 +174,7 @@ class RedisRegistryView:
             record = self._records.get(InstanceId(words[2]))
             if record is not None and str(record.generation) == words[1]:
                 del self._records[record.instance]
-                self._on_change()
+                call_each("a change of the registry", [self._on_change])
         self._is_due.set()
 
     async def _refresh(self) -> None:
@@ -183,7 +184,7 @@ class RedisRegistryView:
             if self._is_connected:
                 logger.warning("registry lost, serving on from the last view: %s", exc)
                 self._is_connected = False
-                self._on_change()
+                call_each("a change of the registry", [self._on_change])
             elif not self._has_looked:
                 logger.warning("the registry does not answer: no instance is known until it does: %s", exc)
             self._has_looked = True
@@ -205,7 +206,7 @@ class RedisRegistryView:
         if not was_connected:
             logger.info("registry connected", extra={"instances": len(records)})
         if not was_connected or before != {name: without_load(record) for name, record in records.items()}:
-            self._on_change()
+            call_each("a change of the registry", [self._on_change])
 
     def _decode(self, data: bytes) -> InstanceRecord | None:
         try:

@@ -33,6 +33,7 @@ from services.router.dialects.responses_schema import InputTokensRequest, Respon
 from services.router.dialects.serving import End, Event, serve
 from services.router.errors import ApiError
 from services.router.frontend import Frontend
+from services.router.generation import ended
 from services.router.openai_schema import ChatCompletionRequest
 from services.router.parsing import beside_loop, is_long, parse
 from services.router.responses import Usage
@@ -58,8 +59,9 @@ class ResponsesEndpoint:
         frontend = await frontend.serving(request.model)
         api_id = f"resp_{request.request_id or context.request_id}"
         begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
-        dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
-        await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
+        with ended(begun.generation):
+            dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
+            await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
 
 class InputTokensEndpoint:

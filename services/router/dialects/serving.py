@@ -49,7 +49,8 @@ class Dialect(Protocol):
 async def serve(
     begun: BegunChat, dialect: Dialect, *, stream: bool, context: RequestContext, receive: Receive, send: Send
 ) -> None:
-    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation."""
+    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation; the caller ends it in
+    any case (`generation.ended`)."""
     generation = begun.generation
     answer = _Answer(begun)
     try:
@@ -63,8 +64,6 @@ async def serve(
                 await send_json(send, dialect.whole(answer.blocks.blocks, answer.end()))
     except ClientGoneError:
         return
-    finally:
-        generation.cancel("its answer has ended")
 
 
 async def _stream(generation: Answering, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:

@@ -23,7 +23,7 @@ from services.router.job import FlightRules
 from services.router.member import Member, Share
 from services.router.metrics import RouterMetrics
 from services.router.placement import Candidate
-from services.router.pooling.turns import Turn, Turns
+from services.router.pooling.turns import Going, Turn, Turns
 from services.router.pooling.vectors import Vector
 from services.router.refusals import failure
 from services.router.retry_budget import RetryBudget
@@ -85,10 +85,21 @@ class PoolingCalls:
         """One for each input, in their order. Raises `ApiError`; cancelling it ends the work."""
         self._check_limits(job)
         self._num_inputs += len(job.inputs)
+        try:
+            found = await self._in_task(job, arrived_at)
+        finally:
+            self._num_inputs -= len(job.inputs)
+            self._turns.pump()
+        lengths = [len(given.token_ids) for given in job.inputs]
+        self._metrics.pooled(lengths, self._clock() - arrived_at)
+        return found
+
+    async def _in_task(self, job: PoolingJob, arrived_at: float) -> list[Vector]:
+        """In a task of its own, so that `close` can end it."""
         task = asyncio.create_task(self._in_turn(job, arrived_at))
         self._tasks.add(task)
         try:
-            found = await task
+            return await task
         except asyncio.CancelledError:
             if self._is_closed:
                 raise UnavailableError("the router stops", code="stopping") from None
@@ -96,30 +107,31 @@ class PoolingCalls:
             raise
         finally:
             self._tasks.discard(task)
-            self._num_inputs -= len(job.inputs)
-            self._turns.pump()
-        lengths = [len(given.token_ids) for given in job.inputs]
-        self._metrics.pooled(lengths, self._clock() - arrived_at)
-        return found
 
     async def _in_turn(self, job: PoolingJob, arrived_at: float) -> list[Vector]:
         with self._tracing.span("pooling_request", job.trace_headers, at=arrived_at) as span:
             span.set({"gen_ai.request.id": job.request_id, "gen_ai.usage.prompt_tokens": job.num_tokens})
-            await self._turns.take(self._turn(job, arrived_at))
-            call = _Call(
-                msgspec.structs.replace(job, trace_headers=span.headers),
-                self._cluster,
-                self._rules,
-                deadline=arrived_at + self._rules.request_timeout_s,
-                clock=self._clock,
-                retries=self._admission.retries,
-                on_asked=lambda: self._turns.gone(job.num_tokens),
-            )
-            self._admission.retries.request()
-            try:
+            with await self._take_turn(job, arrived_at) as going:
+                call = _Call(
+                    msgspec.structs.replace(job, trace_headers=span.headers),
+                    self._cluster,
+                    self._rules,
+                    deadline=arrived_at + self._rules.request_timeout_s,
+                    clock=self._clock,
+                    retries=self._admission.retries,
+                    on_asked=going.end,
+                )
+                self._admission.retries.request()
                 return await call.run()
-            finally:
-                call.asked()
+
+    async def _take_turn(self, job: PoolingJob, arrived_at: float) -> Going:
+        """Raises `RateLimitError`; then the caller has used no tokens."""
+        try:
+            return await self._turns.take(self._turn(job, arrived_at))
+        except BaseException:
+            admission = self._admission
+            admission.ledger.refund(job.caller, tokens=job.num_tokens, now=admission.wall_clock())
+            raise
 
     def _turn(self, job: PoolingJob, arrived_at: float) -> Turn:
         return Turn(
@@ -172,22 +184,17 @@ class _Call:
         retries: RetryBudget,
         on_asked: Callable[[], None],
     ) -> None:
-        """`on_asked` is called once: when the first instance has work, or when the call is over."""
+        """`on_asked` is called whenever an instance has got work."""
         self._job = job
         self._cluster = cluster
         self._rules = rules
         self._deadline = deadline
         self._clock = clock
         self._retries = retries
-        self._on_asked: Callable[[], None] | None = on_asked
+        self._on_asked = on_asked
         self._found: dict[int, Vector] = {}
         self._avoid: set[InstanceId] = set()
         self._num_asked = 0
-
-    def asked(self) -> None:
-        if self._on_asked is not None:
-            self._on_asked()
-            self._on_asked = None
 
     async def run(self) -> list[Vector]:
         left_s = max(0.0, self._deadline - self._clock())
@@ -242,7 +249,6 @@ class _Call:
     async def _ask(self, member: Member, asked: "_Asked", request_id: RequestId, left_s: float) -> None:
         inputs = [self._job.inputs[position] for position in asked.positions]
         num_tokens = sum(len(given.token_ids) for given in inputs)
-        member.assign(request_id, Share(assignment=asked, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0))
         message = Pool(
             request_id=request_id,
             inputs=inputs,
@@ -250,16 +256,17 @@ class _Call:
             priority=self._job.priority,
             timeout_s=max(0.1, left_s),
         )
-        member.circuit.tries(self._clock())
-        self.asked()
-        try:
-            member.send(message)
-            await asked.end
-        finally:
-            member.release(request_id)
-            member.circuit.given_up()
-            if not asked.is_over:
-                member.send(Cancel(request_id))
+        send = member.prepare(message)
+        share = Share(assignment=asked, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)
+        with member.assign(request_id, share):
+            try:
+                member.circuit.tries(self._clock())
+                self._on_asked()
+                send()
+                await asked.end
+            finally:
+                if not asked.is_over:
+                    member.send(Cancel(request_id))
 
     async def _member(self, group: _Group) -> Member:
         """The one that is done first; waits a while for one to come. Raises `UnavailableError`."""

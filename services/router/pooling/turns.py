@@ -7,6 +7,7 @@ between callers. A call whose time to the answer is predicted to be longer than 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from services.router.admission import Refusal, Waiting, breaks_promise, judge
 from services.router.caller import Caller, Slo
@@ -30,7 +31,31 @@ class Turn:
     slo: Slo
     arrived_at: float
     candidates: Callable[[], Sequence[Candidate]]
-    granted: "asyncio.Future[None]"
+    granted: "asyncio.Future[Going]"
+
+
+class Going:
+    """The tokens of a call that may go and is not counted by an instance yet. Its holder calls `end` when one counts
+    it, or uses it as a context manager; later calls do nothing."""
+
+    __slots__ = ("_num_tokens", "_turns")
+
+    def __init__(self, turns: "Turns", num_tokens: int) -> None:
+        self._turns = turns
+        self._num_tokens = num_tokens
+        turns.going_tokens += num_tokens
+
+    def end(self) -> None:
+        self._turns.going_tokens -= self._num_tokens
+        self._num_tokens = 0
+
+    def __enter__(self) -> "Going":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
 
 
 class Turns:
@@ -39,16 +64,16 @@ class Turns:
         self._metrics = metrics
         self._clock = clock
         self._waiting: FairQueue[Turn] = FairQueue()
-        self._going_tokens = 0
-        """Let go, and not yet counted by an instance."""
+        self.going_tokens = 0
+        """Of all `Going`: let go, and not yet counted by an instance."""
         self._look_again: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def take(self, turn: Turn) -> None:
-        """Returns when it may go; `gone` must follow. Raises `RateLimitError`."""
+    async def take(self, turn: Turn) -> Going:
+        """Wait until it may go; the caller ends the result. Raises `RateLimitError`."""
         placement, rate = self._placement(turn)
         if placement is not None:
             before = self._waiting.tokens_before(turn.caller, priority=turn.priority)
@@ -60,46 +85,47 @@ class Turns:
             if isinstance(verdict, Refusal):
                 raise self._refused(verdict)
             if verdict == "wait":
-                await self._wait(turn)
-                return
-        self._going_tokens += turn.num_tokens
-
-    def gone(self, num_tokens: int) -> None:
-        """A call of so many tokens is on its instances, or given up."""
-        self._going_tokens -= num_tokens
+                return await self._wait(turn)
+        return Going(self, turn.num_tokens)
 
     def pump(self) -> None:
         """Lets go what may, in order. The first that must wait holds those behind it."""
         while (turn := self._waiting.first()) is not None:
-            placement, _ = self._placement(turn)
-            refusal = None
-            if placement is not None:
-                refusal = breaks_promise(placement, turn.slo, waited_s=self._clock() - turn.arrived_at)
-                if refusal is None and placement.shortest_queue_s > self._rules.dispatch_ahead_s:
+            try:
+                if self._must_wait(turn):
                     self._look_soon()
                     return
-            self._remove(turn)
-            if turn.granted.done():
-                continue
-            if refusal is not None:
-                turn.granted.set_exception(self._refused(refusal))
-            else:
-                self._going_tokens += turn.num_tokens
-                turn.granted.set_result(None)
+                self._remove(turn)
+                if not turn.granted.done():
+                    turn.granted.set_result(Going(self, turn.num_tokens))
+            except Exception as exc:  # noqa: BLE001 - this call's alone: those behind it still get their turn
+                self._remove(turn)
+                if not turn.granted.done():
+                    turn.granted.set_exception(exc)
+
+    def _must_wait(self, turn: Turn) -> bool:
+        """Raises `RateLimitError` where it would take longer than was promised."""
+        placement, _ = self._placement(turn)
+        if placement is None:
+            return False
+        refusal = breaks_promise(placement, turn.slo, waited_s=self._clock() - turn.arrived_at)
+        if refusal is not None:
+            raise self._refused(refusal)
+        return placement.shortest_queue_s > self._rules.dispatch_ahead_s
 
     def close(self) -> None:
         if self._look_again is not None:
             self._look_again.cancel()
 
-    async def _wait(self, turn: Turn) -> None:
+    async def _wait(self, turn: Turn) -> Going:
         self._waiting.push(turn, turn.caller, priority=turn.priority, tokens=turn.num_tokens)
-        self._count()
-        self._look_soon()
         try:
-            await turn.granted
-        except asyncio.CancelledError:
+            self._count()
+            self._look_soon()
+            return await turn.granted
+        except BaseException:
             if turn.granted.done() and not turn.granted.cancelled() and turn.granted.exception() is None:
-                self.gone(turn.num_tokens)
+                turn.granted.result().end()
             self._remove(turn)
             raise
 
@@ -110,7 +136,7 @@ class Turns:
         if not candidates:
             return None, rate
         best = min(candidates, key=lambda c: (c.time_to_first_token_s(turn.num_tokens), c.instance))
-        going_s = self._going_tokens / rate
+        going_s = self.going_tokens / rate
         placement = Placement(
             decision="prefill_only",
             prefill=best,

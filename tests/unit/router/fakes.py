@@ -4,6 +4,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -40,6 +41,7 @@ from contracts.messages import (
     Work,
 )
 from contracts.pooling import PoolingProfile
+from contracts.wire import encode
 from services.router.attempt import Attempt
 from services.router.member import Member
 
@@ -344,6 +346,9 @@ class FakeFlight:
     def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
         self.heard.append((attempt, reason))
 
+    def on_error(self, error: Exception) -> None:
+        raise error
+
 
 class FakeLink:
     def __init__(
@@ -359,7 +364,11 @@ class FakeLink:
             self.instance.link = self
             self.instance.report()
 
-    def send(self, message: ToInstance) -> None:
+    def prepare(self, message: ToInstance) -> Callable[[], None]:
+        encode(message)  # raises as a real link does
+        return partial(self._send, message)
+
+    def _send(self, message: ToInstance) -> None:
         if self.instance is not None and self.instance.link is self and not self._is_lost:
             self.instance.on_message(message)
 

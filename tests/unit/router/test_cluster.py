@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 
-from contracts.identity import BlockName, Generation, RequestId
-from contracts.instance import Load
-from contracts.messages import Answer, LoadReport, SnapshotRequest
+from contracts.identity import BlockName, Generation, InstanceId, RequestId
+from contracts.instance import InstanceRecord, Load
+from contracts.messages import Answer, Batch, Cancel, Failed, LoadReport, SnapshotRequest
 from services.router.block_index import Match
 from services.router.cluster import Cluster
 from services.router.member import Member, Share
@@ -192,6 +194,86 @@ def test_an_instance_that_never_answers_is_named_once(
     with_cluster(scenario)
     (line,) = [entry.message for entry in caplog.records if entry.levelname == "WARNING"]
     assert "ghost cannot be reached at rpc-ghost: the handshake failed" in line
+
+
+class Broken(Watcher):
+    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
+        raise RuntimeError("a bug")
+
+    def on_lost(self, member: Member, reason: str) -> None:
+        raise RuntimeError("a bug")
+
+
+def breaks() -> None:
+    raise RuntimeError("a bug")
+
+
+def test_a_listener_that_fails_keeps_no_other_one_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        heard: list[str] = []
+        for name in ("first", "second"):
+            cluster.listen(partial(heard.append, name))
+            cluster.listen(breaks)
+            cluster.listen(lambda: breaks())
+        fakes.add(record("d", "decode"))
+        await settle()
+        assert ready(cluster) == ["d"]
+        assert heard.count("first") == heard.count("second") >= 2
+        assert "a bug" in caplog.text and "Traceback" in caplog.text
+
+    with_cluster(scenario)
+
+
+def test_a_request_that_cannot_be_notified_keeps_no_other_one_from_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither of an answer in the same frame, nor of the instance's loss."""
+
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        fakes.add(record("d", "decode"))
+        await settle()
+        (member,), watchers = cluster.members(), [Watcher(), Watcher()]
+        for name, watcher in (("a", watchers[0]), ("b", Broken()), ("c", watchers[1])):
+            member.assign(RequestId(name), Share(watcher, prefill_tokens=0, sequences=1, blocks=1))
+        failed = [Failed(request_id=RequestId(name), code="internal", message="") for name in "abc"]
+        fakes["d"].send(Batch(list(failed)))
+        assert [watcher.answers for watcher in watchers] == [[failed[0]], [failed[2]]]
+        fakes["d"].die()
+        await settle()
+        assert [len(watcher.lost) for watcher in watchers] == [1, 1]
+        assert caplog.text.count("RuntimeError: a bug") == 2
+
+    with_cluster(scenario)
+
+
+def test_an_instance_that_cannot_be_added_keeps_no_other_one_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        link = fakes.link
+
+        def refuses(added: InstanceRecord, *args: Any) -> FakeLink:
+            if added.instance == "bad":
+                raise ValueError("no such address")
+            return link(added, *args)
+
+        monkeypatch.setattr(fakes, "link", refuses)
+        for name in ("bad", "good"):
+            fakes.registered[InstanceId(name)] = record(name, "decode")
+        fakes.add(record("last", "decode"))
+        await settle()
+        assert "last" in ready(cluster)
+        assert "no such address" in caplog.text
+
+    with_cluster(scenario)
+
+
+def test_a_message_without_a_request_that_cannot_be_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
+        fakes.add(record("d", "decode"))
+        await settle()
+        cluster.members()[0].send(Cancel(RequestId("half a character: \ud800")))
+        assert "Cancel could not be sent to d" in caplog.text
+
+    with_cluster(scenario)
 
 
 def member(**load: float) -> Member:
