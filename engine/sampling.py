@@ -12,6 +12,8 @@ from engine.errors import RequestError
 from engine.roster import Limits
 
 GREEDY_BELOW = 1e-5
+LARGEST = 1e6
+"""Factors beyond it may become infinite in a tensor, and what is excluded NaN."""
 _MASK = (1 << 64) - 1
 
 
@@ -60,12 +62,12 @@ def check_work(work: Work, limits: Limits, vocab_size: int, *, max_logprobs: int
 
 def _check_sampling(sampling: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
     ranges = [
-        ("temperature", sampling.temperature, 0.0, float("inf")),
+        ("temperature", sampling.temperature, 0.0, LARGEST),
         ("top_p", sampling.top_p, 0.0, 1.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
         ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
-        ("repetition_penalty", sampling.repetition_penalty, 1e-6, float("inf")),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-6, LARGEST),
         ("logprobs", sampling.logprobs or 0, 0, max_logprobs),
         ("prompt_logprobs", sampling.prompt_logprobs or 0, 0, max_logprobs),
         ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),

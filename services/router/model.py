@@ -16,6 +16,7 @@ from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Mes
 from services.router.detokenizer import Detokenizer
 from services.router.errors import BadRequestError, ModelFolderError
 from services.router.images.parts import KIND
+from services.router.json_texts import TooDeepError, parsed
 from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, TokenizeRequest, Tool
 from services.router.parameters import SamplingDefaults
 from services.router.settings import RouterSettings
@@ -276,7 +277,9 @@ def _with_parsed_arguments(call: Json) -> Json:
     text = str(function["arguments"])
     check_counts(text.encode(), "messages: an argument of a call")
     try:
-        arguments: Json = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+        arguments: Json = parsed(text)
+    except TooDeepError as exc:
+        raise BadRequestError(f"messages: the arguments of a call: {exc}", param="messages") from exc
+    except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -11,6 +11,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.router.bounds import (
+    AnyInt,
+    Bias,
+    LengthPenalty,
+    NonNegative,
+    OrAll,
+    Penalty,
+    Positive,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    Temperature,
+    TopP,
+)
 from services.router.sizes import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,
@@ -29,13 +44,11 @@ from services.router.sizes import (
     MAX_TOOLS,
 )
 
-NonNegative = Annotated[int, Field(ge=0)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
-Numbers = Annotated[list[int], Field(fail_fast=True, max_length=MAX_NUMBERS)]
+Numbers = Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_NUMBERS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
 
@@ -74,32 +87,32 @@ class GenerationRequest(_Request):
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    n: Positive | None = None
+    best_of: Positive | None = None
     use_beam_search: bool | None = None
-    length_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    length_penalty: LengthPenalty | None = None
     early_stopping: bool | Literal["never"] | None = None
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: OrAll | None = None
+    min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(fail_fast=True, max_length=MAX_LOGIT_BIAS)] | None = None
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(fail_fast=True, max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKENS)] | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
     bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: NonNegative | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: OrAll | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
@@ -112,7 +125,7 @@ class GenerationRequest(_Request):
     guided_grammar: str | None = None
     guided_decoding_backend: Name | None = None
     guided_whitespace_pattern: str | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     user: Name | None = None

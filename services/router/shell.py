@@ -28,6 +28,8 @@ _OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 )
 _LONGEST_REQUEST_ID = 200
+_LEAST_MS, _MOST_MS = 1e-6, 1e9
+"""Of a promised time: what is divided by it, or multiplied with it, stays finite."""
 
 Headers = Mapping[bytes, bytes]
 NO_TRACE: Mapping[str, str] = {}
@@ -179,6 +181,8 @@ def _seconds(value: bytes | None, name: str) -> float | None:
         milliseconds = float(value)
     except ValueError:
         milliseconds = math.nan
-    if not 0 < milliseconds < math.inf:
-        raise BadRequestError(f"{name}: a number of milliseconds above 0 is wanted", param=name)
+    if not _LEAST_MS <= milliseconds <= _MOST_MS:
+        raise BadRequestError(
+            f"{name}: a number of milliseconds from {_LEAST_MS:g} to {_MOST_MS:g} is wanted", param=name
+        )
     return milliseconds / 1e3

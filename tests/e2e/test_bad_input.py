@@ -48,6 +48,37 @@ def test_a_bad_request_is_answered_clearly(cluster: Cluster, body: Any, status: 
     assert "Traceback" not in answer.text
 
 
+HUGE = 10**30
+UNSENDABLE: list[tuple[str, dict[str, Any]]] = [
+    *[
+        ("/v1/completions", {"prompt": "a", name: HUGE})
+        for name in ("priority", "top_k", "seed", "truncate_prompt_tokens")
+    ],
+    *[("/v1/completions", {"prompt": "a", "priority": -HUGE, "stream": True}) for _ in range(3)],
+    ("/v1/completions", {"prompt": "a", "logit_bias": {5000 * "9": 1}}),
+    ("/v1/completions", {"prompt": [HUGE]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "priority": HUGE}),
+    ("/v1/responses", {"input": "a", "priority": HUGE}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "top_k": HUGE}),
+]
+
+
+def test_integers_that_no_message_can_carry_leave_the_router_as_it_was(cluster: Cluster, model_name: str) -> None:
+    """Three of them once held their share of an instance for ever, and kept others from being notified."""
+    prompt: dict[str, Any] = {"prompt": "hello", "model": model_name, "max_tokens": 6, "ignore_eos": True}
+    expected = cluster.complete(**prompt, seed=1)["choices"][0]["text"]
+    for path, body in UNSENDABLE:
+        answer = cluster.client.post(path, json=body)
+        assert answer.status_code == 400 and "server_error" not in answer.text, f"{path} {body}: {answer.text}"
+    health = cluster.health()
+    assert health["status"] == "ok" and health["requests_in_flight"] == 0 and not health["unreached"]
+    for _ in range(4):
+        events = list(cluster.stream("/v1/completions", {**prompt, "seed": 1}))
+        assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == expected
+    cluster.wait_idle()
+    assert "Traceback" not in cluster.log()
+
+
 def test_the_cluster_still_serves_after_all_of_it(cluster: Cluster, model_name: str) -> None:
     assert cluster.complete("hello", model=model_name, max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
 

@@ -1,6 +1,5 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
 
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +35,8 @@ from services.router.dialects.messages_schema import CountTokensRequest, Message
 from services.router.dialects.serving import End, Event, serve
 from services.router.errors import ApiError
 from services.router.frontend import Frontend
+from services.router.generation import ended
+from services.router.json_texts import parsed
 from services.router.openai_schema import ChatCompletionRequest
 from services.router.parsing import beside_loop, is_long, parse
 from services.router.responses import Usage
@@ -54,14 +55,9 @@ class MessagesEndpoint:
         api_id = f"msg_{context.request_id}"
         frontend = await frontend.serving(request.model)
         begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
-        await serve(
-            begun,
-            Messages(api_id, begun.model),
-            stream=bool(request.stream),
-            context=context,
-            receive=receive,
-            send=send,
-        )
+        with ended(begun.generation):
+            dialect = Messages(api_id, begun.model)
+            await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
 
 class CountTokensEndpoint:
@@ -150,7 +146,7 @@ def _delta(block: Block, text: str) -> TextDelta | ThinkingDelta | InputDelta:
 def arguments_of(text: str) -> dict[str, Any]:
     """The object that a model wrote. A text that is none is kept under the name `arguments`."""
     try:
-        found = json.loads(text) if text.strip() else {}
+        found = parsed(text) if text.strip() else {}
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": text}

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.router.bounds import OrAll, Positive, Temperature, TopP
 from services.router.openai_schema import Metadata, Name, StopStrings
 from services.router.sizes import MAX_MESSAGES, MAX_NAME_CHARS, MAX_OBJECTS, MAX_TOOLS
 
@@ -51,7 +52,7 @@ class Thinking(_Lenient):
     """`budget_tokens` has no effect: reasoning ends where the model ends it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Positive | None = None
 
 
 class CountTokensRequest(_Lenient):
@@ -68,12 +69,12 @@ class CountTokensRequest(_Lenient):
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Positive
     stream: bool | None = None
     stop_sequences: StopStrings | None = None
-    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: OrAll | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

@@ -4,7 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.openai_schema import Name, NonNegative, Objects, StopString, StopStrings
+from services.router.bounds import (
+    NonNegative,
+    OrAll,
+    Positive,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    Temperature,
+    TopP,
+)
+from services.router.openai_schema import Name, Objects, StopString, StopStrings
 from services.router.sizes import MAX_MESSAGES, MAX_METADATA, MAX_NAME_CHARS, MAX_TOOLS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -57,22 +68,22 @@ class ResponsesRequest(InputTokensRequest):
 
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     include: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_METADATA)] | None = None
     metadata: Annotated[dict[str, str], Field(fail_fast=True, max_length=MAX_METADATA)] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    seed: Seed | None = None
+    top_k: OrAll | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     stop: StopString | StopStrings | None = None
     ignore_eos: bool | None = None
     min_tokens: NonNegative | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 

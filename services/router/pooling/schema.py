@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.openai_schema import Messages, Name, NonNegative
+from services.router.bounds import NonNegative, OrAll, Positive, Priority
+from services.router.openai_schema import Messages, Name
 from services.router.sizes import MAX_INPUTS, MAX_NUMBERS
 
 Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
@@ -18,8 +19,8 @@ class PoolingCommon(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: Name | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    priority: int | None = None
+    truncate_prompt_tokens: OrAll | None = None
+    priority: Priority | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     user: Name | None = None
 
@@ -40,7 +41,7 @@ class EmbeddingRequest(InputRequest):
     """`POST /v1/embeddings`: of texts, token ids, or a chat."""
 
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Positive | None = None
     normalize: bool | None = None
 
 

@@ -3,12 +3,12 @@
 Reads shapes only; whether a schema or a grammar makes sense is for the compiler to say.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.router.errors import BadRequestError
+from services.router.json_texts import parsed
 from services.router.openai_schema import GenerationRequest
 from services.router.structured.closing import Schema
 from services.router.structured.lark import Rule, embedded_rule, json_rule
@@ -184,9 +184,10 @@ def _schema(value: object, param: str) -> Schema:
 
 def _parsed(text: str, param: str) -> object:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as exc:
+        value: object = parsed(text)
+    except ValueError as exc:
         raise BadRequestError(f"{param}: not valid JSON: {exc}", param=param) from exc
+    return value
 
 
 def _text(given: _Given) -> str:

@@ -257,21 +257,28 @@ GROUPS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_folder(folder: Path) -> Path:
     """Its tokenizer adds a token, and its template shows all that may be said."""
     tokenizer = byte_level()
     first = ("<s>", tokenizer.token_to_id("<s>"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[first]
     )
-    folder = tmp_path_factory.mktemp("fields") / "tiny"
     return write_folder(folder, tokenizer, chat_template=TEMPLATE + SHOWN)
+
+
+def make_model(folder: Path) -> ServedModel:
+    return ServedModel.from_settings(RouterSettings(model=str(folder), **FLAGS))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("fields") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def model(model_folder: Path) -> ServedModel:
-    return ServedModel.from_settings(RouterSettings(model=str(model_folder), **FLAGS))
+    return make_model(model_folder)
 
 
 def writes(work: Work, sequence: int, position: int) -> int:
