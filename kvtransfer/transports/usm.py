@@ -23,6 +23,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from contracts.same_user import stranger
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.frames import Hello, Offer, Welcome
 from kvtransfer.memory import seal_size
@@ -67,6 +68,7 @@ class UsmTransport:
     def __init__(self, facts: NodeFacts, settings: TransferSettings) -> None:
         self._facts = facts
         self._settings = settings
+        self._refused: set[int] = set()
         self._shown: dict[bytes, Shown] = {}
         self._secret = secrets.token_bytes(SECRET_BYTES)
         unique = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
@@ -148,6 +150,9 @@ class UsmTransport:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         with connection, contextlib.suppress(OSError, TimeoutError):
+            if (uid := stranger(connection)) is not None:
+                self._refuse(uid)
+                return
             async with asyncio.timeout(TIMEOUT_S):
                 secret = b""
                 while len(secret) < SECRET_BYTES and (more := await loop.sock_recv(connection, SECRET_BYTES)):
@@ -157,6 +162,12 @@ class UsmTransport:
                     answer = Answer(shown.num_blocks, shown.block_bytes, shown.is_ring)
                     socket.send_fds(connection, [msgspec.msgpack.encode(answer)], [shown.fd])
                     return
+
+    def _refuse(self, uid: int) -> None:
+        """Logged once: who is refused may try again without end."""
+        if uid not in self._refused:
+            self._refused.add(uid)
+            logger.warning("shared memory is refused to processes of another user (uid %d)", uid)
 
 
 def _mapped(fd: int, answer: "Answer", target: Target) -> Inlet:
@@ -181,6 +192,8 @@ async def _ask(offer: Offer) -> tuple[int, "Answer"]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         await loop.sock_connect(connection, offer.address)
+        if (uid := stranger(connection)) is not None:
+            raise OSError(f"a process of another user (uid {uid}) listens there")
         await loop.sock_sendall(connection, offer.secret)
         await _readable(connection)
         answer, descriptors, _, _ = socket.recv_fds(connection, ANSWER_BYTES, 1)

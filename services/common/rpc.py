@@ -67,7 +67,7 @@ class InstanceServer:
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._loop = asyncio.get_running_loop()
-        if self._key is None:
+        if self._key is None or _is_unix_socket(self.address):
             self._router = ZmtpRouter(on_message=self._receive, on_lost=self._lose)
         else:
             self._router = CurveRouter(self._key, on_message=self._receive)
@@ -179,7 +179,7 @@ class InstanceLink:
         self.is_lost = False
 
     async def start(self) -> None:
-        if self._key is None:
+        if self._key is None or _is_unix_socket(self._address):
             self._dealer = ZmtpDealer(self._address, on_message=self._receive, on_lost=self._lose)
         else:
             if self._context is None:
@@ -253,3 +253,8 @@ class InstanceLink:
             self.is_lost = True
             self.is_ready = False
             self._loop.call_soon(self._on_lost, reason)
+
+
+def _is_unix_socket(address: str) -> bool:
+    """Its two ends know each other's user: no key could add to that, and nobody can listen in between."""
+    return address.startswith("ipc:")

@@ -7,12 +7,14 @@ Reads its socket until it is empty on every wake-up, straight from the event loo
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
 import zmq
 
+from contracts.same_user import ROOT
 from contracts.wire import MAX_FRAME_BYTES
 from services.common.cluster_key import ClusterKey
 from services.common.errors import PeerUnreachable
@@ -103,8 +105,11 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_le
 def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> str:
     """Binds to `address` (`tcp://HOST:0` picks a free port) and returns the address that peers connect to.
 
-    With a key, only who has it too can connect, and all is encrypted.
+    With a key, only who has it too can connect, and all is encrypted. To a Unix socket only this user and root can.
     """
+    if address.startswith("ipc:"):
+        for uid in {ROOT, os.geteuid()}:
+            socket.setsockopt(zmq.IPC_FILTER_UID, uid)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)

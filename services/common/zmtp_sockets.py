@@ -1,4 +1,5 @@
-"""DEALER and ROUTER on connections of the event loop, for what is not encrypted.
+"""DEALER and ROUTER on connections of the event loop, for what is not encrypted: TCP, and Unix sockets between
+processes of one user.
 
 The library gives its sockets to a thread of its own: each message then wakes two threads on its way. Here a message is
 written and read by the loop itself. Either end may have the library at its other end.
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
+from contracts.same_user import stranger
 from contracts.wire import MAX_FRAME_BYTES
 from services.common.errors import PeerUnreachable
 from services.common.late_timer import LateTimer
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 SILENCE_S = 30.0
+ANY_UNIX_SOCKET = "ipc://@*"
+"""To start a `ZmtpRouter` at: a name that nobody else can have taken before."""
+_ABSTRACT = "ipc://@"
 _RECONNECT_S = 0.1
 _MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """To one peer, connected or not. One message more is taken."""
@@ -38,7 +43,7 @@ class ZmtpDealer:
         on_lost: Callable[[str], None],
         most_unsent_bytes: int = _MOST_UNSENT_BYTES,
     ) -> None:
-        """`address` is `tcp://HOST:PORT`."""
+        """`address` is `tcp://HOST:PORT`, or `ipc://@NAME` of a process of this user."""
         self._address = address
         self._connection = _Connection(b"DEALER", on_message, on_lost, most_unsent_bytes)
         self._connecting: asyncio.Task[None] | None = None
@@ -60,15 +65,28 @@ class ZmtpDealer:
         self._connection.close(linger_ms)
 
     async def _connect(self) -> None:
-        loop, parts = asyncio.get_running_loop(), urlsplit(self._address)
-        host, port = parts.hostname or "", parts.port or 0
         while True:
             try:
-                await loop.create_connection(lambda: self._connection, host, port)
+                await self._open()
             except OSError:  # nobody listens yet: whoever waits for an answer gives up, not this
                 await asyncio.sleep(_RECONNECT_S)
             else:
                 return
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._address.startswith(_ABSTRACT):
+            connecting = socket.socket(socket.AF_UNIX)
+            try:
+                connecting.setblocking(False)
+                await loop.sock_connect(connecting, _abstract_path(self._address))
+                await loop.create_unix_connection(lambda: self._connection, sock=connecting)
+            except BaseException:
+                connecting.close()
+                raise
+            return
+        parts = urlsplit(self._address)
+        await loop.create_connection(lambda: self._connection, parts.hostname or "", parts.port or 0)
 
 
 class ZmtpRouter:
@@ -90,17 +108,18 @@ class ZmtpRouter:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, address: str) -> str:
-        """Raises `OSError` when the address is in use."""
+        """Raises `OSError` when the address is in use. At a Unix socket only this user's processes and root's are
+        answered."""
+        loop = asyncio.get_running_loop()
+        if address.startswith(_ABSTRACT):
+            address = f"{_ABSTRACT}baton-{secrets.token_hex(16)}" if address == ANY_UNIX_SOCKET else address
+            bound = _bound(socket.AF_UNIX, _abstract_path(address))
+            self._server = await loop.create_unix_server(self._accept, sock=bound)
+            return address
         parts = urlsplit(address)
         host = parts.hostname or ""
-        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((host, parts.port or 0))
-            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=bound)
-        except OSError:
-            bound.close()
-            raise
+        bound = _bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, parts.port or 0))
+        self._server = await loop.create_server(self._accept, sock=bound)
         return f"tcp://{parts.netloc.rpartition(':')[0]}:{bound.getsockname()[1]}"
 
     def send(self, peer: bytes, message: bytes) -> None:
@@ -201,6 +220,9 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_closed:
             self._transport.abort()
+        elif (uid := stranger(transport.get_extra_info("socket"))) is not None:
+            self._log.warning("a connection is refused: the other end is a process of another user (uid %d)", uid)
+            self._lose("the other end is a process of another user")
         else:
             self._transport.write(handshake(self._socket_type))
             if self._patience is not None:
@@ -248,3 +270,20 @@ class _Connection(asyncio.Protocol):
         if not self._is_closed:
             self.close()
             self._on_lost(reason)
+
+
+def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
+    """Raises `OSError` when `where` is in use."""
+    bound = socket.socket(family)
+    try:
+        if family != socket.AF_UNIX:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _abstract_path(address: str) -> str:
+    return "\0" + address.removeprefix(_ABSTRACT)

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from services.common.zmtp_sockets import ANY_UNIX_SOCKET
 from services.instance.errors import StartFailed
 from services.instance.settings import InstanceSettings, advertised_host
 
@@ -15,8 +16,15 @@ def tcp(settings: InstanceSettings, port: int, *, any_port: str = "0") -> str:
     return f"tcp://{_bracketed(settings.host)}:{port or any_port}"
 
 
+def for_routers(settings: InstanceSettings) -> str:
+    """Where requests are taken."""
+    return ANY_UNIX_SOCKET if settings.rpc_socket else tcp(settings, settings.rpc_port)
+
+
 def advertised(settings: InstanceSettings, bound: str) -> str:
-    """What others connect to, for an address that was bound."""
+    """What others connect to, for an address that was bound. A Unix socket has one name for all."""
+    if bound.startswith("ipc:"):
+        return bound
     return f"tcp://{_bracketed(advertised_host(settings))}:{urlsplit(bound).port}"
 
 
@@ -26,6 +34,8 @@ def advertised_http(settings: InstanceSettings, port: int) -> str:
 
 def check_ports(settings: InstanceSettings) -> None:
     """Raises `StartFailed` for a fixed port that is in use. Loading a model takes long: better now than then."""
+    if settings.rpc_socket and settings.rpc_port:
+        raise StartFailed("--rpc-socket takes requests at a Unix socket, not at a port: leave out --rpc-port")
     ports = {
         "--http-port": settings.http_port,
         "--rpc-port": settings.rpc_port,

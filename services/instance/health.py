@@ -1,10 +1,11 @@
 """The HTTP side of an instance: /health for people and probes, /metrics for Prometheus, /admin/drain for operators.
 
-Knows no request. Operators on this machine need no key, for they could end the process anyway; from elsewhere they need
-the cluster's.
+Knows no request. Operators on this machine of this process's user (or root) need no key, for they could end the process
+anyway; all others need the cluster's.
 """
 
 import logging
+import os
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -17,10 +18,9 @@ from starlette.routing import Route
 from contracts.identity import Generation, InstanceId
 from contracts.instance import LinkStatus, Load, Role
 from services.common.cluster_key import ClusterKey
+from services.common.tcp_owner import owners
 
 logger = logging.getLogger(__name__)
-
-_LOCAL = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +67,11 @@ def create_app(
 
     async def start_drain(request: Request) -> Response:
         host = request.client.host if request.client is not None else ""
-        if host not in _LOCAL and not (key is not None and key.is_admin(request.headers.get("authorization", ""))):
+        if not is_operator(request, key):
             logger.warning("a drain was refused", extra={"client": host})
-            return _error(403, "from another machine this needs the cluster's key (see `baton drain --help`)")
+            return _error(
+                403, "from another machine or another user this needs the cluster's key (see `baton drain --help`)"
+            )
         wish = request.query_params.get("exit", "1")
         if wish not in ("0", "1"):
             return _error(400, f"exit={wish}: 1 ends the process when it is drained, 0 does not")
@@ -82,6 +84,18 @@ def create_app(
     routes = [Route("/health", show_health), Route("/ping", show_health), Route("/metrics", show_metrics)]
     routes.append(Route("/admin/drain", start_drain, methods=["POST"]))
     return Starlette(routes=routes)
+
+
+def is_operator(request: Request, key: ClusterKey | None) -> bool:
+    """Whether it has the cluster's key, or comes from a process of this user or root on this machine. A page in that
+    user's browser does too, and does not speak for its user: browsers name a page's origin with each POST."""
+    if key is not None and key.is_admin(request.headers.get("authorization", "")):
+        return True
+    client, server = request.client, request.scope.get("server")
+    if client is None or server is None or "origin" in request.headers:
+        return False
+    found = owners((client.host, client.port), server)
+    return bool(found) and found <= {0, os.geteuid()}
 
 
 def _error(status: int, message: str) -> Response:

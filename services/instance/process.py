@@ -31,7 +31,7 @@ from services.common.registry import check_registry_url, registry_client
 from services.common.rpc import InstanceServer, RouterId
 from services.common.tracing import tracing_to
 from services.instance.adapter_changes import AdapterChanges
-from services.instance.addresses import advertised, advertised_http, check_ports, shared_memory_host, tcp
+from services.instance.addresses import advertised, advertised_http, check_ports, for_routers, shared_memory_host, tcp
 from services.instance.core_turns import core_turns
 from services.instance.draining import Draining
 from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
@@ -104,7 +104,7 @@ class InstanceProcess:
         self._engine = engine
         lifecycle.on_stop("engine", self._engine_thread.stop)
         await self._start_events(lifecycle)
-        self._rpc = InstanceServer(tcp(self._settings, self._settings.rpc_port), key=self._key)
+        self._rpc = InstanceServer(for_routers(self._settings), key=self._key)
         if isinstance(engine, Engine):
             self._serving: Service = await self._generation(lifecycle, engine)
         else:

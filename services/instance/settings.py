@@ -161,6 +161,13 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="address under which others reach this instance (default: --host, or this host's own)")
     ] = ""
     rpc_port: Annotated[Port, Meta(description="for routers; 0 takes a free one")] = 0
+    rpc_socket: Annotated[
+        bool,
+        Meta(
+            description="take requests at a Unix socket, to which only routers of this user or root can connect, not at"
+            " --rpc-port"
+        ),
+    ] = False
     transfer_port: Annotated[Port, Meta(description="for block transfers; 0 takes a free one")] = 0
     events_port: Annotated[Port, Meta(description="for events of the cache; 0 takes a free one")] = 0
     http_port: Annotated[Port, Meta(description="for /health and /metrics; 0 takes a free one")] = 0
@@ -169,7 +176,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     cluster_key_file: Annotated[
         str | None,
-        Meta(description="file with the secret that the cluster shares; without it ZeroMQ is not encrypted"),
+        Meta(
+            description="file with the secret that the cluster shares; without it ZeroMQ is not encrypted, and whoever"
+            " reaches the ports is served"
+        ),
     ] = None
     registry_ttl_s: Annotated[float, Meta(description="a record that is not renewed for so long expires", gt=0)] = 10.0
 

@@ -1,5 +1,6 @@
 """`baton serve`: a router and instances on this machine, in one terminal. The whole wiring of the process."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -172,7 +173,17 @@ def _machine(device: str, environ: dict[str, str]) -> Machine:
     indexes = device_indexes(device, environ) if can_torch_use_accelerators() else []
     # Memory that is gone when this process is; its instances find it by this name.
     turns = f"/proc/{os.getpid()}/fd/{os.memfd_create('baton-core-turns')}"
-    return Machine(host=this_host(), device_indexes=indexes, core_turns=turns)
+    return Machine(host=this_host(), device_indexes=indexes, core_turns=turns, cluster_key=new_key_file())
+
+
+def new_key_file() -> str:
+    """A file with a new cluster key, as `--cluster-key-file` takes it. The kernel lets only this user and root open
+    what another process has open; the file is gone when this process is."""
+    descriptor = os.memfd_create("baton-cluster-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o400)
+    os.write(descriptor, secrets.token_hex(32).encode())
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _reachable(host: str) -> str:

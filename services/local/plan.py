@@ -12,8 +12,8 @@ from services.common.options import Option, Value
 from services.local.settings import ServeSettings
 
 MANAGED_OF_INSTANCE = frozenset(
-    "model instance_id device_index host advertise_host rpc_port transfer_port events_port http_port registry"
-    " registry_ttl_s threads".split()
+    "model instance_id device_index host advertise_host rpc_port rpc_socket transfer_port events_port http_port"
+    " registry registry_ttl_s threads".split()
 )
 MANAGED_OF_ROUTER = frozenset("model host port registry".split())
 """Options that `serve` sets itself: nobody else may."""
@@ -44,16 +44,18 @@ class Given:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split.
-    `core_turns` names a file of shared memory."""
+    `core_turns` names a file of shared memory, `cluster_key` one with a new secret, which only this user can read."""
 
     host: Host
     device_indexes: list[int]
     core_turns: str
+    cluster_key: str
 
 
 def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list[str], registry: str) -> list[Process]:
     """The router first. `settings.port` is the real one, `names` those under which the model is served."""
     common = {"model": settings.model, "registry": registry, "served_model_name": names}
+    common |= {"cluster_key_file": machine.cluster_key}
     router = _process("router", "router", common | {"host": settings.host, "port": settings.port}, given, given.router)
     counts: dict[Role, int] = {
         "prefill": settings.prefill,
@@ -65,7 +67,7 @@ def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list
     roles = [role for role, _ in instances]
     shares = _shares(machine, settings, roles, [_size(given, role) for role in roles])
     for (role, number), share in zip(instances, shares, strict=True):
-        own = {**common, "instance_id": f"{role}-{number}", **share.values}
+        own = {**common, "instance_id": f"{role}-{number}", "rpc_socket": True, **share.values}
         process = _process(f"{role}-{number}", role, own, given, given.instance)
         processes.append(replace(process, variables={**process.variables, **share.variables}))
     return processes

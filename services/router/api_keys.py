@@ -1,7 +1,7 @@
 """API keys, their owners and limits. The file is read again when it changes, so keys rotate without a restart.
 
-A line of the file is `KEY [name=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=…]`; `#` begins a
-comment. Keys are kept as digests and compared in constant time, always all of them.
+A line of the file is `KEY [name=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=…
+min_priority=…]`; `#` begins a comment. Keys are kept as digests and compared in constant time, always all of them.
 """
 
 import hmac
@@ -27,7 +27,8 @@ class _Known:
 
 
 class ApiKeys:
-    """Without any key nobody is refused. `defaults` are the limits of keys whose line says nothing of them."""
+    """Without any key nobody is refused, and any priority may be asked for. `defaults` are the limits of keys whose
+    line says nothing of them."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class ApiKeys:
         self._fixed = [_known(key, defaults) for key in keys if key]
         self._file = Path(file) if file is not None else None
         self._defaults = defaults
+        self._anybody = replace(defaults, min_priority=None)
         self._clock = clock
         self._checked_at = clock() if clock is not None else 0.0
         self._stamp = self._stamp_of_file()
@@ -49,7 +51,7 @@ class ApiKeys:
     def caller(self, authorization: str | None) -> Caller | None:
         """None: refused."""
         if not self._known:
-            return self._defaults
+            return self._anybody
         self._check_file()
         scheme, _, key = (authorization or "").partition(" ")
         digest = sha256(key.strip().encode()).digest()
@@ -112,13 +114,18 @@ def _parsed(line: str, defaults: Caller, where: str) -> _Known:
         weight = float(given.pop("weight", known.caller.weight))
         if not weight > 0:
             raise ValueError
+        min_priority = int(given.pop("min_priority")) if "min_priority" in given else defaults.min_priority
     except ValueError:
-        raise ConfigurationError(f"{where}: limits are whole numbers, and a weight is above 0") from None
+        raise ConfigurationError(
+            f"{where}: limits and a least priority are whole numbers, and a weight is above 0"
+        ) from None
     if given:
-        raise ConfigurationError(f"{where}: unknown {next(iter(given))} (known: name, {', '.join(_COUNTS)}, weight)")
+        known_words = ", ".join(("name", *_COUNTS, "weight", "min_priority"))
+        raise ConfigurationError(f"{where}: unknown {next(iter(given))} (known: {known_words})")
     caller = replace(
         known.caller,
         weight=weight,
+        min_priority=min_priority,
         requests_per_minute=counts.get("requests_per_minute", defaults.requests_per_minute),
         tokens_per_minute=counts.get("tokens_per_minute", defaults.tokens_per_minute),
         tokens_per_day=counts.get("tokens_per_day", defaults.tokens_per_day),

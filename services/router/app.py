@@ -128,7 +128,7 @@ def _operation(summary: str, model: type[BaseModel]) -> dict[str, Any]:
         "200": "The answer",
         "400": "What is wrong with the request",
         "401": "No valid API key",
-        "403": "The Host is not allowed",
+        "403": "The Host is not allowed, or the key may not have that priority",
         "404": "No such model",
         "408": "The body did not arrive in time",
         "413": "The body is too long",

@@ -12,6 +12,8 @@ class Caller:
     tokens_per_minute: int = 0
     tokens_per_day: int = 0
     weight: float = 1.0
+    min_priority: int | None = None
+    """Least `priority` of its requests, which go the sooner the smaller it is; None: any."""
 
     @property
     def is_limited(self) -> bool:

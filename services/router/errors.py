@@ -7,6 +7,7 @@ RouterError
     ├── BadRequestError           400
     ├── AuthenticationError       401
     ├── HostNotAllowedError       403  the server is not to be called by that name
+    ├── PermissionDeniedError     403  the key may not have what was asked for
     ├── ModelNotFoundError        404
     ├── NotFoundError             404
     ├── RequestTimeoutError       408  the client did not send its body
@@ -92,6 +93,14 @@ class HostNotAllowedError(ApiError):
     status = 403
     type = "permission_error"
     code = "host_not_allowed"
+
+
+class PermissionDeniedError(ApiError):
+    """The key is known, and may not have what was asked for."""
+
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
 
 
 class ModelNotFoundError(ApiError):

@@ -39,6 +39,7 @@ from services.router.parameters import (
     token_rules,
 )
 from services.router.pooling.calls import PoolingCalls
+from services.router.priority import allowed
 from services.router.ranking import BestOf
 from services.router.settings import RouterSettings
 from services.router.sizes import MAX_TOKENISED
@@ -273,6 +274,8 @@ class Frontend:
         arrival: Arrival,
     ) -> Answering:
         """Sends the prompts on their way. Raises `ApiError`."""
+        if (priority := allowed(request.priority, arrival.caller)) != (request.priority or 0):
+            request = request.model_copy(update={"priority": priority})
         size = breadth(request, len(prompts), limits)
         check_beams(request, size.width, rules, limits)
         jobs = self._jobs(request, api_id, prompts, rules, limits, size)

@@ -212,6 +212,7 @@ def api_keys(settings: RouterSettings) -> ApiKeys:
         requests_per_minute=settings.requests_per_minute,
         tokens_per_minute=settings.tokens_per_minute,
         tokens_per_day=settings.tokens_per_day,
+        min_priority=settings.min_priority,
     )
     return ApiKeys(settings.api_key, file=settings.api_key_file, defaults=defaults, clock=time.monotonic)
 

@@ -238,6 +238,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     tokens_per_minute: Annotated[int, Meta(description="as above: prompt and answer, of each key", ge=0)] = 0
     tokens_per_day: Annotated[int, Meta(description="as above: prompt and answer, of each key", ge=0)] = 0
+    min_priority: Annotated[
+        int,
+        Meta(
+            description="as above: least priority that a key's requests may ask for (the smaller, the sooner); without"
+            " any key all may ask for any"
+        ),
+    ] = 0
     retry_budget: Annotated[
         float,
         Meta(description="part of requests that may be tried again after an instance refused or failed; 0: none", ge=0),

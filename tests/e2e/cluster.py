@@ -168,6 +168,10 @@ class Cluster(Api):
             assert is_in_time, "baton serve did not end within 30 s"
         return self._status
 
+    @property
+    def serve_pid(self) -> int:
+        return self._process.pid
+
     def log(self) -> str:
         self._log.seek(0)
         return self._log.read()

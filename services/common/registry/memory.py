@@ -6,8 +6,11 @@ It is lost with its router; instances fill the next router's by renewing.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from contracts.identity import Generation, InstanceId
 from contracts.instance import InstanceRecord
@@ -26,6 +29,13 @@ REPLY_TIMEOUT_S = 2.0
 _EXPIRY_CHECK_S = 0.2
 _CONNECT_CHECK_S = 0.01
 _QUEUE_LENGTH = 10_000
+_REASONS = {
+    zmq.Event.ACCEPT_FAILED: "a process of another user",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it broke off the handshake",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has not this cluster's key",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "it has not this cluster's key",
+}
+"""What ZeroMQ reports of connections that come to nothing, and what that means here."""
 
 
 class MemoryRegistryView:
@@ -47,6 +57,8 @@ class MemoryRegistryView:
         self._decoder = Decoder[ToRegistry](ToRegistry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
+        self._raw: zmq.Socket[bytes] | None = None
+        self._monitor: LoopSocket | None = None
         self._expiry: asyncio.Task[None] | None = None
 
     @property
@@ -59,7 +71,9 @@ class MemoryRegistryView:
         self._on_change = on_change
         socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
         self._address = bind(socket, self._address, self._key)
-        self._socket = LoopSocket(socket, self._receive)
+        self._monitor = LoopSocket(socket.get_monitor_socket(reduce(or_, _REASONS)), self._on_refusal)
+        self._monitor.start()
+        self._raw, self._socket = socket, LoopSocket(socket, self._receive)
         self._socket.start()
         self._expiry = asyncio.create_task(self._expire(), name="registry-expiry")
 
@@ -72,10 +86,19 @@ class MemoryRegistryView:
     async def close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
+        if self._raw is not None and self._monitor is not None:
+            self._raw.disable_monitor()
+            self._monitor.close()
+            self._raw = self._monitor = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         await asyncio.to_thread(self._context.term)
+
+    def _on_refusal(self, frames: Frames) -> None:
+        reason = _REASONS.get(zmq.Event(parse_monitor_message(frames)["event"]))
+        if reason is not None:
+            self._log.warning("a connection to the registry is refused: %s", reason)
 
     def _receive(self, frames: Frames) -> None:
         try:

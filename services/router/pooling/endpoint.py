@@ -17,6 +17,7 @@ from services.router.pooling.calls import PoolingJob
 from services.router.pooling.inputs import InputRules, of_texts, of_token_ids
 from services.router.pooling.schema import InputRequest, PoolingCommon
 from services.router.pooling.vectors import Vector
+from services.router.priority import allowed
 from services.router.responses import Usage
 
 R = TypeVar("R", bound=PoolingCommon)
@@ -146,7 +147,7 @@ class Call:
             request_id=f"{self.id}-{secrets.token_hex(4)}",
             inputs=inputs,
             params=params,
-            priority=self._request.priority or 0,
+            priority=allowed(self._request.priority, self._caller),
             caller=self._caller,
             slo=self._slo,
             trace_headers=self._trace_headers,

@@ -5,14 +5,19 @@ Never on a request's path. A sibling that does not answer in time is left out.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from contracts.same_user import stranger
+from services.common.limited_log import LimitedLog
 from services.router.usage import Used, Window
 from services.router.workers.figures import Figures
+
+logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 0.5
 METRICS_TIMEOUT_S = 2.0
@@ -51,6 +56,7 @@ class Crew:
         usage: Callable[[], list[Used]],
     ) -> None:
         self._worker = worker
+        self._log = LimitedLog(logger)
         self._answers: dict[str, Callable[[], object]] = {"figures": figures, "metrics": metrics, "usage": usage}
         self._metrics = metrics
         self._server: asyncio.AbstractServer | None = None
@@ -90,6 +96,10 @@ class Crew:
         return {index: answer for index, answer in zip(siblings, answers, strict=True) if answer}
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (uid := stranger(writer.get_extra_info("socket"))) is not None:
+            self._log.warning("a question is refused: the other end is a process of another user (uid %d)", uid)
+            writer.close()
+            return
         with contextlib.suppress(OSError):
             question = (await reader.readline()).decode().strip()
             if question in self._answers:

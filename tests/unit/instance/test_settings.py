@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from services.common.configuration import load
-from services.instance.addresses import advertised, check_ports, tcp
+from services.instance.addresses import advertised, check_ports, for_routers, tcp
 from services.instance.errors import StartFailed
 from services.instance.settings import (
     InstanceSettings,
@@ -65,6 +65,15 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StartFailed, match=f"--rpc-port {port}"):
             check_ports(settings("--model=/m", f"--rpc-port={port}"))
+
+
+def test_requests_are_taken_at_a_unix_socket_or_at_a_port() -> None:
+    assert for_routers(settings("--model=/m", "--rpc-port=55")) == "tcp://127.0.0.1:55"
+    at_socket = settings("--model=/m", "--rpc-socket", "--advertise-host=10.0.0.7")
+    assert for_routers(at_socket) == "ipc://@*"
+    assert advertised(at_socket, "ipc://@baton-1") == "ipc://@baton-1"
+    with pytest.raises(StartFailed, match="leave out --rpc-port"):
+        check_ports(settings("--model=/m", "--rpc-socket", "--rpc-port=55"))
 
 
 def test_one_device_is_shown_to_the_process() -> None:

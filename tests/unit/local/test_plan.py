@@ -14,12 +14,15 @@ from services.local.settings import ServeSettings
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    cluster_key_file: str | None = None
     served_model_name: list[str] = []
     api_key: list[str] = []
     max_model_len: int | None = None
 
 
 class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    cluster_key_file: str | None = None
+    rpc_socket: bool = False
     omp_threads_bind: str = "auto"
     core_turns: str | None = None
     served_model_name: list[str] = []
@@ -41,7 +44,7 @@ def processes(
     settings = ServeSettings(model="/m", port=80, prefill=prefill, decode=decode, threads=threads)
     given = Given(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
     host = Host(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
-    machine = Machine(host, device_indexes=devices or [], core_turns="/proc/1/fd/3")
+    machine = Machine(host, device_indexes=devices or [], core_turns="/proc/1/fd/3", cluster_key="/proc/1/fd/4")
     found = plan(settings, given, machine, names=["n"], registry="memory:///@r")
     return {process.name: process for process in found}
 
@@ -54,6 +57,17 @@ def test_each_instance_has_a_name_of_its_own_and_all_share_model_and_registry() 
         argv = found[name].argv
         assert argv[0] == name.partition("-")[0]
         assert {f"--instance-id={name}", "--model=/m", "--registry=memory:///@r", "--served-model-name=n"} <= set(argv)
+
+
+def test_all_share_a_cluster_key_and_instances_take_requests_at_unix_sockets() -> None:
+    found = processes()
+    assert all("--cluster-key-file=/proc/1/fd/4" in process.argv for process in found.values())
+    assert [name for name, process in found.items() if "--rpc-socket" in process.argv] == ["prefill-0", "decode-0"]
+
+
+def test_a_cluster_key_that_was_given_is_taken() -> None:
+    found = processes(cluster_key_file="/my/key")
+    assert all("--cluster-key-file=/my/key" in process.argv for process in found.values())
 
 
 def test_an_option_goes_to_all_who_know_it_and_to_nobody_else() -> None:
