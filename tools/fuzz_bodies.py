@@ -40,7 +40,9 @@ MEMORY_FACTOR = 20
 FREE_MEMORY = 64 << 20
 """What a small body may use: it is not the small ones that fill a machine."""
 
-MAX_LOG_LINES = 3
+MAX_LOG_LINES = 300
+"""One for each prompt that is served, and few besides."""
+
 MAX_ANSWER_BYTES = 4096
 """Of an error."""
 
@@ -77,6 +79,9 @@ WRITING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "echo": True, "logit_bias": {"5": 1.0}}),
     ("/v1/completions", {"prompt": [5, 6], "max_tokens": 1, "guided_choice": ["a", "b"]}),
     ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 1, "structured_outputs": {"regex": "a"}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"structural_tag": "{}"}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1, "guided_json": "{}"}),
     ("/v1/chat/completions", {"messages": _MESSAGES, "response_format": {"type": "json_object"}, "max_tokens": 1}),
     ("/v1/chat/completions", {**_CHAT, **_RULES, "tool_choice": "none", "documents": [{"a": "b"}]}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 1, "metadata": {"a": "b"}, "instructions": "a"}),

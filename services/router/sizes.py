@@ -38,6 +38,9 @@ MAX_METADATA = 1_024
 MAX_CHOICES = 10_000
 """Answers that `guided_choice` allows."""
 
+MAX_FORM_CHARS = 512 * 1024
+"""Of a regular expression, a grammar, all choices, or a JSON schema that is given as a text."""
+
 MAX_INPUTS = 10_000
 """Texts, pairs, documents or lists of token ids. OpenAI takes 2,048."""
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.router.body_scan import check_counts
 from services.router.errors import BadRequestError
 from services.router.json_texts import parsed
 from services.router.openai_schema import GenerationRequest
+from services.router.sizes import MAX_FORM_CHARS
 from services.router.structured.closing import Schema
 from services.router.structured.lark import Rule, embedded_rule, json_rule
 from services.router.structured.tags import structural_tag
@@ -141,6 +143,7 @@ def _choice(given: _Given) -> Rule:
     texts = given.value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{given.param}: a list of texts is needed, none of them empty", param=given.param)
+    _check_size(sum(map(len, texts)), given.param)
     return lambda lark: lark.choice(texts)
 
 
@@ -183,6 +186,8 @@ def _schema(value: object, param: str) -> Schema:
 
 
 def _parsed(text: str, param: str) -> object:
+    _check_size(len(text), param)
+    check_counts(text.encode(), param)
     try:
         value: object = parsed(text)
     except ValueError as exc:
@@ -193,4 +198,13 @@ def _parsed(text: str, param: str) -> object:
 def _text(given: _Given) -> str:
     if not isinstance(given.value, str) or not given.value:
         raise BadRequestError(f"{given.param}: a text is needed for {given.kind!r}", param=given.param)
+    _check_size(len(given.value), given.param)
     return given.value
+
+
+def _check_size(num_chars: int, param: str) -> None:
+    """Raises `BadRequestError` for what would be too long a grammar, before it is made into one."""
+    if num_chars > MAX_FORM_CHARS:
+        raise BadRequestError(
+            f"{param}: {num_chars} characters, the limit is {MAX_FORM_CHARS} for the form of an answer", param=param
+        )

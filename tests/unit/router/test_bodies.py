@@ -344,6 +344,26 @@ def test_arguments_of_a_call_are_counted_before_they_are_parsed(serve: Serve) ->
     serve(test)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_regex", "a" * 600_000),
+        ("guided_grammar", "a" * 600_000),
+        ("guided_choice", ["a" * 300_000, "b" * 300_000]),
+        ("guided_json", "[" + "1," * 300_000 + "1]"),
+        ("guided_json", "[" + "[]," * 40_000 + "1]"),
+        ("structured_outputs", {"structural_tag": "[" + "[]," * 40_000 + "1]"}),
+    ],
+)
+def test_forms_of_answers_are_measured_before_they_become_grammars(serve: Serve, field: str, value: Any) -> None:
+    async def test(router: Router) -> None:
+        answer = await router.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, field: value})
+        assert answer.status_code == 400 and "limit" in answer.json()["error"]["message"]
+        assert field in answer.json()["error"]["message"]
+
+    serve(test)
+
+
 def test_many_items_of_one_answer_become_one_message() -> None:
     items: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     items += [{"type": "reasoning", "content": f"{i};"} for i in range(3)]
