@@ -108,6 +108,8 @@ class TokenRules(msgspec.Struct, frozen=True):
 
 def token_rules(request: GenerationRequest, rules: TextRules, limits: Limits, *, num_prompts: int) -> TokenRules:
     """Raises `BadRequestError`."""
+    if not (request.logit_bias or request.stop_token_ids or rules.bad_words) and request.allowed_token_ids is None:
+        return TokenRules(logit_bias={}, allowed_token_ids=None, stop_token_ids=[], bad_words=[])
     sizes = {
         "logit_bias": len(request.logit_bias or ()),
         "allowed_token_ids": len(request.allowed_token_ids or ()),

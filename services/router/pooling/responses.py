@@ -6,8 +6,8 @@ import msgspec
 
 from services.router.responses import Usage
 
-Numbers = list[float] | list[list[float]] | str
-"""A vector, a matrix, or either as base64 of little-endian float32."""
+Numbers = msgspec.Raw
+"""JSON of a vector, a matrix, or either as base64 of little-endian float32."""
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):

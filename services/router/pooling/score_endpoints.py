@@ -21,7 +21,7 @@ from services.router.pooling.responses import (
     ScoreItem,
 )
 from services.router.pooling.schema import RerankRequest, ScoreRequest
-from services.router.pooling.vectors import cosine
+from services.router.pooling.vectors import cosine, in_turns
 
 
 async def scores(call: Call, request: ScoreRequest) -> msgspec.Struct:
@@ -96,8 +96,9 @@ async def _cosines(call: Call, pairs: Sequence[tuple[str, str]], param: str) -> 
     """Each distinct text is embedded once."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     vectors = await call.compute(await call.texts(texts, param=param), PoolingParams(task="embed"))
-    of_text = {text: vector.numbers() for text, vector in zip(texts, vectors, strict=True)}
-    return [cosine(of_text[first], of_text[second]) for first, second in pairs]
+    of_text = {text: vector.values() for text, vector in zip(texts, vectors, strict=True)}
+    size = len(vectors[0].data) if vectors else 0
+    return [cosine(of_text[first], of_text[second]) async for first, second in in_turns(pairs, lambda _: size)]
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

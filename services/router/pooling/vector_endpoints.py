@@ -7,7 +7,7 @@ from services.router.errors import BadRequestError
 from services.router.pooling.endpoint import Call
 from services.router.pooling.responses import ClassificationItem, EmbeddingItem, PoolingAnswer, PoolingItem
 from services.router.pooling.schema import ClassificationRequest, EmbeddingRequest, PoolingRequest
-from services.router.pooling.vectors import Vector
+from services.router.pooling.vectors import Vector, written
 
 
 async def embeddings(call: Call, request: EmbeddingRequest) -> msgspec.Struct:
@@ -16,8 +16,8 @@ async def embeddings(call: Call, request: EmbeddingRequest) -> msgspec.Struct:
     inputs = await call.inputs(request)
     params = PoolingParams(task="embed", dimensions=request.dimensions, normalize=request.normalize)
     vectors = await call.compute(inputs, params)
-    encoding = request.encoding_format or "float"
-    data = [EmbeddingItem(index=i, embedding=vector.encoded(encoding)) for i, vector in enumerate(vectors)]
+    texts = await written(vectors, request.encoding_format or "float")
+    data = [EmbeddingItem(index=i, embedding=text) for i, text in enumerate(texts)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 
@@ -30,8 +30,8 @@ async def pooling(call: Call, request: PoolingRequest) -> msgspec.Struct:
         task=task, dimensions=request.dimensions, normalize=request.normalize, activation=request.activation
     )
     vectors = await call.compute(inputs, params)
-    encoding = request.encoding_format or "float"
-    data = [PoolingItem(index=i, data=vector.encoded(encoding)) for i, vector in enumerate(vectors)]
+    texts = await written(vectors, request.encoding_format or "float")
+    data = [PoolingItem(index=i, data=text) for i, text in enumerate(texts)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 

@@ -17,7 +17,7 @@ from services.router.caller import Caller
 from services.router.pooling.calls import split
 from services.router.pooling.inputs import InputRules, of_texts, shares
 from services.router.pooling.score_endpoints import paired
-from services.router.pooling.vectors import cosine
+from services.router.pooling.vectors import Vector, cosine, written
 from services.router.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import pooled, record
@@ -326,6 +326,25 @@ def test_the_longer_text_is_cut_first() -> None:
     assert shares([3, 9], 8) == [3, 5]
     assert shares([9, 9], 7) == [4, 3]
     assert shares([9], 7) == [7]
+
+
+def test_other_work_has_turns_while_long_vectors_are_written() -> None:
+    async def turns() -> int:
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        texts = await written([Vector([4096], struct.pack("<f", 0.5) * 4096)] * 100, "float")
+        counting.cancel()
+        assert [bytes(text) for text in texts] == [b"[" + b",".join([b"0.5"] * 4096) + b"]"] * 100
+        return num_turns
+
+    assert asyncio.run(turns()) >= 25
 
 
 def test_the_cosine_of_two_vectors() -> None:
