@@ -77,9 +77,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     forks = None if machine.device_indexes else Forks(MODULE, Programs(MODULE), _model_code(Path(settings.model)))
 
     async def start(lifecycle: Lifecycle) -> None:
-        supervisor = Supervisor(
-            processes, console=console, url=url, environ=environ, on_hopeless=lifecycle.fail, forks=forks
-        )
+        supervisor = Supervisor(processes, console=console, url=url, environ=environ, forks=forks)
         lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
         supervisor.start()
         await supervisor.wait_ready(settings.start_timeout_s)

@@ -6,7 +6,7 @@ Hosts nothing itself; whether the cluster serves is read from the router's /heal
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,8 +44,8 @@ class _Health(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """`processes` has the router first; the others are forked where `forks` can be. `on_hopeless` is told when the
-    cluster cannot go on."""
+    """`processes` has the router first; the others are forked where `forks` can be. Once all of them have been ready
+    the cluster is never ended from here: a process that dies then is started again, however often."""
 
     def __init__(
         self,
@@ -54,19 +54,16 @@ class Supervisor:
         console: Console,
         url: str,
         environ: Mapping[str, str],
-        on_hopeless: Callable[[LocalError], None],
         module: str = MODULE,
         forks: Forks | None = None,
     ) -> None:
         self._processes = {process.name: process for process in processes}
         self._console = console
         self._url = url
-        self._on_hopeless = on_hopeless
         self._programs = Programs(module)
         self._forks = forks
         self.children: dict[str, Child] = {}
         self._restarts = {name: Restarts() for name in self._processes}
-        self._given_up: set[str] = set()
         self._environ = environ
         self._has_served = False
         self._is_stopping = False
@@ -104,6 +101,8 @@ class Supervisor:
                         await self._changed.wait()
                 self._changed.clear()
         self._has_served = True
+        for restarts in self._restarts.values():
+            restarts.has_served = True
 
     async def stop(self) -> None:
         """Instances finish what runs, then the router; what is left after the deadline is killed."""
@@ -151,20 +150,14 @@ class Supervisor:
         loop.call_later(delay_s, self._spawn, name)
 
     def _give_up(self, name: str, child: Child) -> None:
-        self._given_up.add(name)
         self._console.line("serve", f"{name} keeps failing ({child.how_it_ended()}) and is given up. Its last lines:")
         for line in child.tail:
             self._console.line("serve", f"  {line}")
-        instances = self._processes.keys() - {ROUTER}
-        if name == ROUTER or not self._has_served or instances <= self._given_up:
-            self._fail(ProcessLostError(f"{name} keeps failing: {_reason(child)}"))
+        self._fail(ProcessLostError(f"{name} keeps failing: {_reason(child)}"))
 
     def _fail(self, error: LocalError) -> None:
-        """The first reason counts. Before the cluster has served, `wait_ready` raises it."""
-        if self._error is None:
-            self._error = error
-            if self._has_served:
-                self._on_hopeless(error)
+        """The first reason counts. `wait_ready` raises it."""
+        self._error = self._error or error
 
     async def _is_complete(self, client: "httpx.AsyncClient") -> bool:
         import httpx
@@ -174,6 +167,7 @@ class Supervisor:
             health = msgspec.json.decode(answer.content, type=_Health)
         except (httpx.TransportError, msgspec.DecodeError):
             return False
+        self._restarts[ROUTER].has_served = True
         return len(health.instances) == len(self._processes) - 1 and self.children.keys() == self._processes.keys()
 
 

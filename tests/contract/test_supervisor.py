@@ -15,6 +15,7 @@ import pytest
 
 from bench.ports import free_port
 from services.common.errors import ConfigurationError, LocalError
+from services.common.restarts import FAILED_STARTS
 from services.local import supervisor as supervisor_module
 from services.local.console import Console
 from services.local.launches import Forks, Programs
@@ -54,13 +55,11 @@ class Stage:
         processes = [Process("router", router or ["router", port, str(len(instances))], {})]
         processes += [Process(f"prefill-{number}", argv, {}) for number, argv in enumerate(instances)]
         self.output = io.StringIO()
-        self.errors: asyncio.Queue[LocalError] = asyncio.Queue()
         self.supervisor = Supervisor(
             processes,
             console=Console(self.output, [process.name for process in processes]),
             url=f"http://127.0.0.1:{port}",
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
-            on_hopeless=self.errors.put_nowait,
             module=PUPPET,
             forks=Forks(PUPPET, Programs(PUPPET), preload=self.preload) if self.preload else None,
         )
@@ -140,35 +139,40 @@ def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
     assert "has died (status 1)" in run(lambda: Stage(["once", str(tmp_path / "tried"), "1"]), body)
 
 
-def test_what_keeps_dying_is_given_up_with_its_last_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("services.common.restarts.FIRST_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
+    fuse.touch()
 
     async def body(stage: Stage) -> None:
-        await stage.supervisor.wait_ready(20)
-        await stage.until(lambda: stage.is_ready("prefill-0"))
-        fuse.touch()
-        os.kill(stage.pid("prefill-0"), signal.SIGKILL)
-        assert "prefill-0 keeps failing: boom" in str(await stage.errors.get())
+        with pytest.raises(LocalError, match="prefill-0 keeps failing: boom"):
+            await stage.supervisor.wait_ready(20)
 
-    output = run(lambda: Stage(["unless", str(fuse), "boom"]), body)
+    # This router answers to nobody, so that the cluster is not taken for one that serves.
+    output = run(lambda: Stage(["unless", str(fuse), "boom"], router=["ready"]), body)
     assert "prefill-0 keeps failing (status 1) and is given up. Its last lines:\n" in output
     assert "serve     |   boom\n" in output
 
 
-def test_one_of_many_is_given_up_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["router", "prefill-0"])
+def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_number_of_deaths(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr("services.common.restarts.FIRST_DELAY_S", 0.01)
-    fuse = tmp_path / "fuse"
+    monkeypatch.setattr("services.common.restarts.LONGEST_DELAY_S", 0.01)
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        await stage.until(lambda: stage.is_ready("prefill-1"))
-        fuse.touch()
-        os.kill(stage.pid("prefill-1"), signal.SIGKILL)
-        await stage.until(lambda: "given up" in stage.output.getvalue())
-        assert stage.errors.empty()
+        for _ in range(FAILED_STARTS + 3):
+            died = stage.pid(name)
+            os.kill(died, signal.SIGKILL)
+            await stage.until(lambda died=died: stage.pid(name) != died)  # type: ignore[misc]
+        await stage.supervisor.wait_ready(20)
 
-    run(lambda: Stage(["ready"], ["unless", str(fuse), "boom"]), body)
+    output = run(lambda: Stage(["ready"]), body)
+    assert "given up" not in output
 
 
 def test_what_never_becomes_ready_is_named() -> None:

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from services.common.cluster_key import read_cluster_key
-from services.common.errors import ConfigurationError, LocalError
+from services.common.errors import ConfigurationError
 from services.common.lifecycle import EXIT_HOPELESS, Lifecycle
 from services.common.listening import bind_tcp
 from services.common.restarts import Restarts
@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 READY = b"ready\n"
 _MODULE = "services.router.workers.process"
 _CLOSING_S = 5.0
-
-
-class WorkerLostError(LocalError):
-    """One was given up."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -53,7 +49,7 @@ async def start_workers(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     settings = msgspec.structs.replace(settings, port=_hold_port(settings, lifecycle))
     workers = [Worker(index, settings.workers, folder) for index in range(settings.workers)]
     relay = await _start_relay(settings, workers, lifecycle)
-    supervisor = Supervisor(settings, workers, relay=relay, lifecycle=lifecycle)
+    supervisor = Supervisor(settings, workers, relay=relay)
     grace_s = settings.shutdown_timeout_s + _CLOSING_S
     lifecycle.on_stop("workers", supervisor.stop, deadline_s=grace_s)
     await supervisor.start()
@@ -87,13 +83,10 @@ async def _start_relay(settings: RouterSettings, workers: list[Worker], lifecycl
 
 
 class Supervisor:
-    def __init__(
-        self, settings: RouterSettings, workers: list[Worker], *, relay: RegistryRelay | None, lifecycle: Lifecycle
-    ) -> None:
+    def __init__(self, settings: RouterSettings, workers: list[Worker], *, relay: RegistryRelay | None) -> None:
         self._settings = settings
         self._workers = workers
         self._relay = relay
-        self._lifecycle = lifecycle
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
@@ -141,9 +134,7 @@ class Supervisor:
             if not first.done() and (status == EXIT_HOPELESS or delay_s is None):
                 first.set_exception(ConfigurationError("no worker can start; what keeps it is said above"))
                 return
-            if delay_s is None:
-                self._lifecycle.fail(WorkerLostError(f"worker {worker.index} keeps failing"))
-                return
+            assert delay_s is not None, "a worker that has been ready is never given up"
             logger.error("worker %d has died (status %d); it starts again in %g s", worker.index, status, delay_s)
             await asyncio.sleep(delay_s)
 

@@ -17,6 +17,13 @@ def test_a_long_life_wipes_the_slate() -> None:
     assert restarts.died(lived_s=1.0, has_served=False) == 1.0
 
 
+def test_a_process_that_was_once_ready_is_never_given_up_even_where_it_does_not_become_ready_again() -> None:
+    restarts = Restarts()
+    assert restarts.died(lived_s=100.0, has_served=True) == 0.5
+    delays = [restarts.died(lived_s=1.0, has_served=False) for _ in range(2_000)]
+    assert None not in delays and delays[-1] == LONGEST_DELAY_S
+
+
 def test_who_has_served_is_started_again_however_often_it_dies() -> None:
     restarts = Restarts()
     delays = [restarts.died(lived_s=5.0, has_served=True) for _ in range(20)]
