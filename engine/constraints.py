@@ -46,11 +46,11 @@ class ConstraintBuilder:
         self._known: WeakKeyDictionary[TokenSequence, _Known] = WeakKeyDictionary()
 
     def prepare(self, grammar: str) -> None:
-        """Compiles it before it is needed; whoever needs it hears of errors."""
-        try:
-            self._grammars.start(grammar)
-        except RequestError:
-            return
+        """Begin to compile a grammar before it is needed; errors are for the sequence that needs it."""
+        self._grammars.prepare(grammar)
+
+    def close(self) -> None:
+        self._grammars.close()
 
     def build(self, rows: Mapping[int, SampleRow]) -> Constraints:
         """`rows` are those that `is_constrained` says of, by their place in the step."""

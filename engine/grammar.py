@@ -7,6 +7,7 @@ a handoff, a preemption or a replay it is made again by taking the tokens that a
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.errors import RequestError
+from engine.grammar_compiler import Compiled, GrammarCompiler, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ Bits = NDArray[np.uint8]
 """Bit j of byte i is token 8i + j."""
 
 CACHED_GRAMMARS = 256
+CACHED_BYTES = 512 * 1024 * 1024
+"""Of the grammars that are kept, about; those that sequences follow count as long as they are among them."""
 
 
 class GrammarState:
@@ -49,7 +53,7 @@ class GrammarState:
     def check(self) -> None:
         """Raises `RequestError` when the grammar cannot be followed any more: it grew too complex."""
         if self.matcher.is_error():
-            raise RequestError("invalid", f"structured output: {_first_line(self.matcher.get_error())}")
+            raise RequestError("invalid", f"structured output: {first_line(self.matcher.get_error())}")
 
 
 class Grammars:
@@ -59,7 +63,8 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiler = GrammarCompiler(lambda: self.vocabulary)
+        self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()
 
     def read(self) -> None:
         """Call at start: it takes a second for 100,000 tokens, and no other thread runs meanwhile."""
@@ -87,18 +92,35 @@ class Grammars:
         except ValueError as exc:
             raise RequestError("invalid", f"structured output does not know this tokenizer: {exc}") from exc
 
-    def start(self, grammar: str) -> GrammarState:
-        """Before the first token. Raises `RequestError`."""
+    def prepare(self, grammar: str) -> "Future[Compiled]":
+        """Compile in the background what will be needed soon. Returns what `start` waits for."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = LLMatcher(self.vocabulary, grammar, log_level=0)
-            if compiled.is_error():
-                raise RequestError("invalid", f"structured output: {_first_line(compiled.get_error())}")
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
+            compiled = self._compiled[grammar] = self._compiler.compile(grammar)
+            self._forget_oldest()
         self._compiled.move_to_end(grammar)
-        return GrammarState(compiled.deep_copy(), self._eos_ids)
+        return compiled
+
+    def start(self, grammar: str) -> GrammarState:
+        """Before the first token. Waits until the grammar is compiled. Raises `RequestError`."""
+        compiled = self.prepare(grammar)
+        try:
+            return GrammarState(compiled.result().matcher.deep_copy(), self._eos_ids)
+        except RequestError:
+            self._compiled.pop(grammar, None)
+            raise
+
+    def close(self) -> None:
+        self._compiler.close()
+
+    def _forget_oldest(self) -> None:
+        sizes = [one.result().num_bytes if one.done() and not one.exception() else 0 for one in self._compiled.values()]
+        total, count = sum(sizes), len(sizes)
+        for size in sizes[:-1]:
+            if total <= CACHED_BYTES and count <= CACHED_GRAMMARS:
+                break
+            self._compiled.popitem(last=False)
+            total, count = total - size, count - 1
 
     def allowed(self, states: Sequence[GrammarState]) -> NDArray[np.uint8]:
         """Bits of the next token for each state [states, bytes], several at once where there are cores."""
@@ -111,7 +133,3 @@ class Grammars:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor()
-
-
-def _first_line(message: str) -> str:
-    return message.strip().split("\n", 1)[0]

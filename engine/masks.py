@@ -70,3 +70,4 @@ class Masking:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._builder.close()

@@ -1,8 +1,8 @@
 """The little of HTTP that the hot path needs, on ASGI: read a body, answer, stream, notice a client that left."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from services.router.errors import (
     RequestTooLargeError,
 )
 
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -181,6 +182,27 @@ class EventStream:
                 await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
         except TimeoutError:
             raise ClientGoneError("the client takes nothing of what it is sent") from None
+
+
+async def while_connected(work: Coroutine[Any, Any, T], exchange: Exchange | None) -> T:
+    """Return what `work` returns. Where the server can tell that the client has left, `work` is cancelled then.
+    Raises `ClientGoneError`."""
+    if exchange is None:
+        return await work
+    task = asyncio.ensure_future(work)
+
+    def leave() -> None:
+        task.cancel()
+
+    exchange.watch(leave)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if exchange.is_gone:
+            raise ClientGoneError("the client left before its request was read") from None
+        raise
+    finally:
+        exchange.watch(None)
 
 
 class DisconnectWatch:

@@ -52,7 +52,7 @@ class CompletionEndpoint:
         rules = text_rules(
             request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
         )
-        rules = await frontend.constrained(rules, request, asked_of(request))
+        rules = await frontend.constrained(rules, request, asked_of(request), context.exchange)
         echoed = await _echoed(frontend, request, given, prompts)
         generation = frontend.generate(
             request, head.id, [Prompt(ids) for ids in prompts], rules, limits, arrival=arrival

@@ -45,7 +45,7 @@ async def begin_chat(
     rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
     if message_format.needs_special_tokens:
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)
-    rules = await frontend.constrained(rules, request, message_format.asked)
+    rules = await frontend.constrained(rules, request, message_format.asked, context.exchange)
     generation = frontend.generate(request, api_id, [prompt], rules, limits, arrival=arrival)
     return BegunChat(model, message_format, rules, generation)
 

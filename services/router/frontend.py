@@ -11,8 +11,9 @@ import msgspec
 from contracts.beam_search import BeamRules, BeamSearch
 from contracts.instance import AdapterRecord
 from contracts.pooling import PoolingProfile
+from services.common.http_exchange import Exchange
 from services.router.adapters import most_held
-from services.router.asgi import RequestContext
+from services.router.asgi import RequestContext, while_connected
 from services.router.beams import BeamGeneration, BeamPlan
 from services.router.caller import Slo
 from services.router.cluster import Cluster
@@ -255,11 +256,14 @@ class Frontend:
         """The most tokens that are answered with, or counted."""
         return max(MAX_TOKENISED, self.max_model_len() or 0)
 
-    async def constrained(self, rules: TextRules, request: GenerationRequest, asked: Asked | None) -> TextRules:
-        """`rules` with the form that the answer must have. Raises `BadRequestError` for one that cannot be."""
+    async def constrained(
+        self, rules: TextRules, request: GenerationRequest, asked: Asked | None, exchange: Exchange | None
+    ) -> TextRules:
+        """`rules` with the form that the answer must have; compiling it ends when the client of `exchange` leaves.
+        Raises `BadRequestError` for one that cannot be, and what `ServedModel.grammar` raises."""
         if asked is None and not request.bad_words:
             return rules
-        grammar = None if asked is None else await self.model.grammar(asked)
+        grammar = None if asked is None else await while_connected(self.model.grammar(asked), exchange)
         bad_words = await self.model.bad_words(request.bad_words or ())
         return msgspec.structs.replace(rules, grammar=grammar, bad_words=bad_words)
 

@@ -100,6 +100,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
     )
     audit = AuditLog(settings.audit_log) if settings.audit_log else None
     crew = crew_of(worker, models.frontends[0], admission.ledger)
+    lifecycle.on_stop("compilers of grammars", models.end_compilers)
     app = create_app(models.frontends[0], api_keys=keys, audit=audit, crew=crew)
     server = HttpServer(
         with_allowed_hosts(
@@ -133,6 +134,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
         models.end_requests()
 
     lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
+    models.start_compilers()
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection needs to look at it again
     gc.set_threshold(GC_THRESHOLD)

@@ -1,6 +1,6 @@
 """What the router knows of the served model without its weights: names, tokenizer, chat template, vocabulary."""
 
-import asyncio
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -13,12 +13,14 @@ from contracts.model_path import model_folder
 from contracts.vision import VisionProfile, vision_profile
 from services.router.body_scan import check_counts
 from services.router.chat_template import ChatTemplate, ChatTemplates, Json, Message
+from services.router.compiling.checker import GrammarChecker
 from services.router.detokenizer import Detokenizer
 from services.router.errors import BadRequestError, ModelFolderError
 from services.router.images.parts import KIND
 from services.router.json_texts import TooDeepError, parsed
 from services.router.openai_schema import ChatCompletionRequest, ChatMessage, Part, TokenizeRequest, Tool
 from services.router.parameters import SamplingDefaults
+from services.router.pools import GRAMMARS, TEMPLATES
 from services.router.settings import RouterSettings
 from services.router.structured import Asked, Vocabulary
 from services.router.tokenization import TextTokenizer, beside_loop, read_json
@@ -58,6 +60,8 @@ class ServedModel:
         self.detokenizer = Detokenizer(tokenizer)
         self.path = settings.model
         self.vocabulary = Vocabulary(tokenizer)
+        self.compiling = GrammarChecker(self.vocabulary.source)
+        """Its process starts with the first grammar, or with `start`."""
         self.vocab_size = tokenizer.vocab_size
         self.lowercase = False
         """Texts are embedded in lower case."""
@@ -117,8 +121,17 @@ class ServedModel:
         return await beside_loop(len(text), lambda: encode(text))
 
     async def grammar(self, asked: Asked) -> str:
-        """Compiled in a thread: it may take a moment. Raises `BadRequestError`."""
-        return await asyncio.to_thread(self.vocabulary.compile, asked.rule, param=asked.param)
+        """Return the grammar's text, which is valid. It is written in a thread and compiled in another process, unless
+        it has been compiled before. Raises `BadRequestError`, `RateLimitError` or `UnavailableError`."""
+        grammar = await GRAMMARS.run(self.vocabulary.write, asked.rule, param=asked.param)
+        self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=asked.param)
+        return grammar
+
+    def start_compiler(self) -> None:
+        """Start the process that compiles grammars, where the tokenizer can have any."""
+        with contextlib.suppress(BadRequestError):
+            self.vocabulary.read_or_raise()
+            self.compiling.start()
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Tokens of each word at the beginning of a text and, where that is written otherwise, after a space."""
@@ -153,7 +166,7 @@ class ServedModel:
         num_parts = sum([len(m.content) if isinstance(m.content, list) else 1 for m in request.messages or ()])
         if not is_long and num_parts + len(request.tools or ()) <= _RENDERED_INLINE_PARTS:
             return self._rendered(request, shows_images=shows_images)
-        return await asyncio.to_thread(self._rendered, request, shows_images=shows_images)
+        return await TEMPLATES.run(self._rendered, request, shows_images=shows_images)
 
     def _rendered(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
         continues = bool(request.continue_final_message)

@@ -102,6 +102,15 @@ class Models:
         for frontend in self.frontends:
             frontend.siblings = self.frontends
 
+    def start_compilers(self) -> None:
+        """Start the processes that compile grammars; the first requests need not wait for them then."""
+        for frontend in self.frontends:
+            frontend.model.start_compiler()
+
+    async def end_compilers(self) -> None:
+        for frontend in self.frontends:
+            frontend.model.compiling.close()
+
     def end_requests(self) -> None:
         for frontend in self.frontends:
             frontend.dispatcher.close()

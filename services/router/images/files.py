@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from contracts.media import FORMATS, MAX_ASPECT, MAX_PROMPT_BYTES, ORIENTATION_TAG, TURNED_FORMATS, digest_of, is_strip
 from services.router.images.limits import ImageLimits, refused, too_long
+from services.router.pools import IMAGES
 
 _INLINE_CHARS = 64 * 1024
 """Longer ones are decoded in a thread, so that running streams go on."""
@@ -47,14 +48,14 @@ async def _load(url: str, limits: ImageLimits) -> ImageFile:
         case "data" if len(url) <= _INLINE_CHARS:
             return _checked(_of_data_url(url, limits), limits)
         case "data":
-            return await asyncio.to_thread(lambda: _checked(_of_data_url(url, limits), limits))
+            return await IMAGES.run(lambda: _checked(_of_data_url(url, limits), limits))
         case "file":
-            return await asyncio.to_thread(lambda: _checked(_of_file(url, limits), limits))
+            return await IMAGES.run(lambda: _checked(_of_file(url, limits), limits))
         case "http" | "https":
             from services.router.images.web import fetch  # a tenth of a second that only such images should cost
 
             found = await fetch(url, limits)
-            return await asyncio.to_thread(_checked, found, limits)
+            return await IMAGES.run(_checked, found, limits)
         case _:
             raise refused("an image's URL begins with data:, https:, http: or file:")
 

@@ -9,6 +9,14 @@ from typing import Any, Protocol
 
 from llguidance import grammar_from, regex_to_lark
 
+from contracts.grammar_bounds import (
+    MAX_CHARS,
+    MAX_ENUM_VALUES,
+    GrammarBoundsError,
+    check_gbnf,
+    check_lark,
+    check_schema,
+)
 from services.router.errors import BadRequestError
 from services.router.structured.closing import Schema, closed
 
@@ -30,12 +38,15 @@ class Markers(Protocol):
 
 
 class Lark:
-    """One grammar under construction. Its methods return expressions, for the right-hand side of a rule."""
+    """One grammar under construction. Its methods return expressions, for the right-hand side of a rule.
+
+    What clients wrote is checked before work is done on it; all of them raise `GrammarBoundsError`."""
 
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
         self._lines: list[str] = []
         self._embedded: list[dict[str, str]] = []
+        self._num_chars = 0
 
     def grammar(self, start: str) -> str:
         """The whole, as llguidance takes it."""
@@ -45,28 +56,48 @@ class Lark:
         return json.dumps({"grammars": [{"lark_grammar": lines}, *self._embedded]}, ensure_ascii=False)
 
     def literal(self, text: str) -> str:
+        self._count(text)
         return " ".join(_quoted(piece) for piece in self._markers.pieces(text))
 
     def choice(self, texts: Sequence[str]) -> str:
+        if len(texts) > MAX_ENUM_VALUES:
+            raise GrammarBoundsError(f"there are {len(texts)} choices; at most {MAX_ENUM_VALUES} are allowed")
         return "(" + " | ".join(self.literal(text) or '""' for text in texts) + ")"
 
     def json(self, schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> str:
         """`options` are llguidance's for JSON; a schema may bring its own as `x-guidance`. `is_open`: objects may
         have properties that are not named, as JSON Schema has it."""
+        check_schema(schema)
         own = schema.get("x-guidance")
         schema = schema if is_open else closed(schema)
         stated = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, Mapping) else {}), **(options or {})}
-        return "%json " + json.dumps({**schema, "x-guidance": stated}, ensure_ascii=False)
+        written = "%json " + json.dumps({**schema, "x-guidance": stated}, ensure_ascii=False)
+        self._count(written)
+        return written
 
     def regex(self, regex: str) -> str:
+        self._count(regex)
         return f"/{regex_to_lark(regex, 'd')}/"
 
     def embedded(self, grammar: str) -> str:
         """A client's own grammar: GBNF where rules are written `name ::= …`, Lark otherwise. Raises `ValueError`."""
+        self._count(grammar)
         name = f"embedded_{len(self._embedded)}"
-        lark = grammar_from("gbnf", grammar) if "::=" in grammar else grammar
+        if "::=" in grammar:
+            check_gbnf(grammar)
+            lark = grammar_from("gbnf", grammar)
+        else:
+            check_lark(grammar)
+            lark = grammar
         self._embedded.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
+
+    def _count(self, text: str) -> None:
+        self._num_chars += len(text)
+        if self._num_chars > MAX_CHARS:
+            raise GrammarBoundsError(
+                f"the grammar has {self._num_chars} characters or more; at most {MAX_CHARS} are allowed"
+            )
 
     def free_text(self, triggers: Sequence[str] = ()) -> str:
         """Up to the end of the answer. Where every trigger is a token, any token but those."""
@@ -98,7 +129,9 @@ def embedded_rule(grammar: str, param: str) -> Rule:
     def rule(lark: Lark) -> str:
         try:
             return lark.embedded(grammar)
-        except ValueError as exc:
+        except GrammarBoundsError:
+            raise
+        except (ValueError, RecursionError) as exc:
             raise BadRequestError(f"{param}: {exc}", param=param) from exc
 
     return rule

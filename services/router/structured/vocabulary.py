@@ -1,46 +1,60 @@
-"""The model's vocabulary as llguidance needs it: compiles grammars, so that a bad one is its client's error alone.
+"""The model's vocabulary as llguidance needs it: writes grammars against it, and says what a compiler's verdict means.
 
-The instances compile the same text against the same tokenizer.json; what passes here passes there.
+Nothing is compiled here but in a process of its own (`services.router.compiling`). The instances compile the same text
+against the same tokenizer.json; what passes there passes in them.
 """
 
 import logging
 import re
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLTokenizer
 
+from contracts.grammar_bounds import GrammarBoundsError, check_grammar
 from services.router.errors import BadRequestError
 from services.router.structured.lark import Lark, Rule
 from services.router.tokenization import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAMMAR_CHARS = 512 * 1024
-CHECKED_GRAMMARS = 512
-
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _EXCERPT = re.compile(r"\s*\d+ \|")
 
 
 class Vocabulary:
-    """`compile` may be called from several threads."""
+    """`write` may be called from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.ends: frozenset[int] = frozenset()
         """Tokens that end an answer, for `Lark`."""
         self._tokenizer = tokenizer
-        self._error_of = lru_cache(maxsize=CHECKED_GRAMMARS)(self._validate)
 
-    def compile(self, rule: Rule, *, param: str) -> str:
-        """The grammar's text. Raises `BadRequestError`, which says what is wrong with it."""
+    def write(self, rule: Rule, *, param: str) -> str:
+        """Return the grammar's text, which is within the bounds. Raises `BadRequestError`."""
+        self.read_or_raise()
         lark = Lark(self)
-        grammar = lark.grammar(rule(lark))
-        if len(grammar) > MAX_GRAMMAR_CHARS:
-            raise BadRequestError(f"{param}: a grammar of {len(grammar)} characters is too long", param=param)
-        if error := self._error_of(grammar):
-            raise BadRequestError(f"{param}: {error}", param=param, code="invalid_grammar")
+        try:
+            grammar = lark.grammar(rule(lark))
+            check_grammar(grammar)
+        except GrammarBoundsError as exc:
+            raise BadRequestError(f"{param}: {exc}", param=param, code="invalid_grammar") from exc
         return grammar
+
+    def check(self, grammar: str, verdict: str, *, param: str) -> None:
+        """Raise `BadRequestError` where the compiler's verdict is that something is wrong."""
+        if verdict:
+            reason = _reason(verdict, is_own=grammar.startswith("{"))
+            raise BadRequestError(f"{param}: {reason}", param=param, code="invalid_grammar")
+
+    def source(self) -> tuple[str, int | None]:
+        """Return the tokenizer as JSON and the token that ends a sequence, for other processes."""
+        backend = self._tokenizer.backend
+        return backend.to_str(), backend.token_to_id(self._tokenizer.special_tokens.get("eos_token", ""))
+
+    def read_or_raise(self) -> None:
+        """Raise `BadRequestError` for a tokenizer that llguidance does not know."""
+        _ = self._tokens
 
     def read(self) -> None:
         """Call at start: it takes a second for 100,000 tokens, and nothing else runs meanwhile."""
@@ -64,18 +78,12 @@ class Vocabulary:
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        backend = self._tokenizer.backend
-        eos = backend.token_to_id(self._tokenizer.special_tokens.get("eos_token", ""))
+        text, eos = self.source()
         try:
-            return LLTokenizer(backend.to_str(), eos_token=eos)
+            return LLTokenizer(text, eos_token=eos)
         except ValueError as exc:
             message = f"structured output is not supported with this model's tokenizer: {exc}"
             raise BadRequestError(message, code="unsupported_parameter") from exc
-
-    def _validate(self, grammar: str) -> str:
-        """What is wrong with it, if anything is."""
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        return _reason(matcher.get_error(), is_own=grammar.startswith("{")) if matcher.is_error() else ""
 
 
 def _reason(message: str, *, is_own: bool) -> str:

@@ -51,7 +51,7 @@ MATCHING = LLTokenizer(TOKENIZER.backend.to_str(), eos_token=TOKENIZER.backend.t
 
 
 def grammar_of(rule: Rule, param: str = "x") -> str:
-    return VOCABULARY.compile(rule, param=param)
+    return VOCABULARY.write(rule, param=param)
 
 
 def follows(grammar: str, text: str) -> bool:
@@ -225,7 +225,7 @@ def test_a_vocabulary_that_cannot_be_followed_is_refused() -> None:
     asked = asked_of(CompletionRequest(prompt="a", guided_regex="a"))
     assert asked is not None
     with pytest.raises(Exception, match="tokenizer"):
-        vocabulary.compile(asked.rule, param=asked.param)
+        vocabulary.write(asked.rule, param=asked.param)
 
 
 def test_the_grammar_and_bad_words_reach_both_instances(serve: Serve) -> None:
