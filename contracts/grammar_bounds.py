@@ -33,8 +33,8 @@ MAX_DESCENT = 4_000
 """Sum of the nesting of all targets of `$ref` and of the schema itself. No path through a schema is longer, whatever
 refers to what, since the compiler visits a target once."""
 MAX_RULES = 1_000
-MAX_GROUPS = 10_000
-"""Opening brackets in the rules of one grammar."""
+MAX_GROUPS = 4_000
+"""Opening brackets in the rules of one grammar: optional groups within each other make a mask slow, 0.3 s for so many."""
 
 STACK_BYTES = 64 * 1024 * 1024
 """Enough native stack to compile whatever passes. The router compiles with just this, workers with more."""
@@ -50,6 +50,7 @@ class ParserLimits(TypedDict):
     step_max_items: int
     max_lexer_states: int
     max_grammar_size: int
+    verbose_errors: bool
 
 
 PARSER_LIMITS: ParserLimits = {
@@ -59,9 +60,10 @@ PARSER_LIMITS: ParserLimits = {
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 250_000,
+    "verbose_errors": False,
 }
 """`LLParserLimits` of router and workers: what passes in one must pass in the other. Fuel and items bound the time of
-one mask (about 20 ms), states bound the memory of one matcher (2 kB each)."""
+one mask (about 20 ms in most grammars), states bound the memory of one matcher (2 kB each)."""
 
 _Json = Any
 _DECODER = json.JSONDecoder()
@@ -81,18 +83,21 @@ class GrammarBoundsError(ValueError):
 
 
 def check_grammar(grammar: str) -> None:
-    """Check a grammar as it travels to workers: llguidance's JSON list of grammars, or one in Lark.
-    Raises `GrammarBoundsError`."""
+    """Check a grammar as it travels to workers: one in Lark, or llguidance's JSON list of grammars, each in Lark or a
+    schema. Raises `GrammarBoundsError`."""
     _at_most(len(grammar), MAX_CHARS, "the grammar has {} characters")
     if not grammar.startswith("{"):
         check_lark(grammar)
         return
     try:
         listed = json.loads(grammar)["grammars"]
-        texts = [one["lark_grammar"] for one in listed]
+        schemas = [one["json_schema"] for one in listed if "json_schema" in one]
+        texts = [str(one["lark_grammar"]) for one in listed if "json_schema" not in one]
     except (ValueError, RecursionError, LookupError, TypeError):
-        raise GrammarBoundsError("the grammar is no list of Lark grammars") from None
-    check_lark("\n".join(map(str, texts)))
+        raise GrammarBoundsError("the grammar is neither Lark nor a list of Lark grammars and schemas") from None
+    for schema in schemas:
+        check_schema(schema)
+    check_lark("\n".join(texts))
 
 
 def check_lark(text: str) -> None:

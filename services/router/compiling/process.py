@@ -42,6 +42,7 @@ class CompileLimits:
     cpu_s: float = 2.0
     wall_s: float = 10.0
     memory_bytes: int = 256 * 1024 * 1024
+    stack_bytes: int = STACK_BYTES
     eos: int | None = None
 
 
@@ -150,13 +151,16 @@ def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits)
 
 
 def error_of(grammar: str, tokens: LLTokenizer) -> str:
-    """Return what is wrong with a grammar, or nothing."""
+    """Return what is wrong with a grammar, or nothing. The first mask is made as well: a grammar that is ambiguous
+    enough to exceed the parser's limits at once would fail in every worker."""
     try:
         check_grammar(grammar)
     except GrammarBoundsError as exc:
         return str(exc)
-    limits = LLParserLimits(verbose_errors=False, **PARSER_LIMITS)
+    limits = LLParserLimits(**PARSER_LIMITS)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
     return matcher.get_error() or "the grammar cannot be compiled" if matcher.is_error() else ""
 
 
@@ -167,10 +171,10 @@ def _prepare(limits: CompileLimits) -> None:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # last words of a crash are no line of the router's log
-    _limit(resource.RLIMIT_STACK, STACK_BYTES)
+    _limit(resource.RLIMIT_STACK, limits.stack_bytes)
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, used + STACK_BYTES + limits.memory_bytes)
+    _limit(resource.RLIMIT_AS, used + limits.stack_bytes + limits.memory_bytes)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
 
 

@@ -1,0 +1,88 @@
+"""A worker's grammars: what a router should not have sent is refused, and the largest that it may send is compiled."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RequestError
+from engine.grammar import Grammars
+from tests import grammar_bombs as bombs
+from tests.families import EOS_ID
+from tests.unit.router.tokenizers_for_tests import write_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = 'start: "a" | "b"'
+
+
+def grammars(folder: Path) -> Grammars:
+    return Grammars(write_folder(folder / "model"), vocab_size=300, eos_ids=frozenset({EOS_ID}))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (bombs.lark_of(bombs.references(3_000)), r"\$ref targets"),
+        (bombs.rules(6_000), "rules or more"),
+        (bombs.lark_of(bombs.deep(100)), "nested"),
+        (bombs.lark_of(bombs.properties(10_000)), "10000 properties"),
+        ("start: nothing", "nothing"),
+    ],
+    ids=["references", "rules", "deep", "properties", "wrong"],
+)
+def test_a_grammar_that_no_router_should_send_fails_its_request_alone(
+    tmp_path: Path, grammar: str, reason: str
+) -> None:
+    known = grammars(tmp_path)
+    known.prepare(grammar)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=reason):
+            known.start(grammar)
+    assert not known.start(GOOD).matcher.is_error()
+    known.close()
+
+
+def test_the_largest_grammars_within_the_bounds_are_compiled_copied_used_and_freed(tmp_path: Path) -> None:
+    """In a process of its own, whose other threads have little stack."""
+    code = f"""
+import resource, threading
+from pathlib import Path
+from engine.errors import RequestError
+from tests import grammar_bombs as bombs
+from tests.engine.test_grammar_compiler import grammars
+known = grammars(Path({str(tmp_path)!r}))
+known.read()
+largest = [bombs.largest_accepted(made) for made in bombs.GRAMMARS.values()]
+def use():
+    for grammar in largest:
+        try:
+            state = known.start(grammar)
+        except RequestError as exc:
+            assert "too deeply nested" in exc.message, exc.message
+        else:
+            known.allowed([state])
+    known._compiled.clear()
+threading.stack_size(512 * 1024)
+thread = threading.Thread(target=use)
+thread.start()
+thread.join()
+known.close()
+print("done")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr[-2_000:]
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_what_is_dropped_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar.CACHED_BYTES", 1_000_000)
+    known = grammars(tmp_path)
+    texts = [f'start: "{"a" * 400_000}{i}"' for i in range(4)]
+    for text in texts:
+        known.start(text)
+    known.prepare(GOOD)
+    assert texts[0] not in known._compiled and len(known._compiled) <= 3
+    known.start(texts[0])
+    known.close()
