@@ -34,7 +34,7 @@ MAX_DESCENT = 4_000
 refers to what, since the compiler visits a target once."""
 MAX_RULES = 1_000
 MAX_GROUPS = 4_000
-"""Opening brackets in the rules of one grammar: optional groups within each other make a mask slow, 0.3 s for so many."""
+"""Opening brackets in the rules of one grammar: optional groups within each other make a mask slow, 0.3 s for these."""
 
 STACK_BYTES = 64 * 1024 * 1024
 """Enough native stack to compile whatever passes. The router compiles with just this, workers with more."""
