@@ -5,7 +5,7 @@ needs 8 MiB of stack, and a process that has less dies. The bounds here limit ho
 parts of a grammar whose compile time grows with the square of their number. Nothing here recurses, and every walk ends
 at the first bound that is exceeded, so that a check takes time in proportion to what is allowed, not to what was sent.
 
-What passes needs at most `STACK_BYTES`: tests compile the grammars that need most (docs/adr/0014).
+What passes needs at most `STACK_BYTES`: tests compile the grammars that need most (docs/adr/0015).
 """
 
 import json

@@ -4,7 +4,7 @@ A matcher must live in the process that makes masks with it, so a worker cannot 
 Three things keep a grammar from ending a worker: `contracts.grammar_bounds` is checked here again, so that nothing
 depends on what a router has checked; the router has compiled the same text with `STACK_BYTES` of stack, and this thread
 has four times as much; and the parser's limits are the same here as there. Only compiling recurses: making masks,
-copying and freeing a matcher need little stack on any thread (docs/adr/0014-grammar-compilation.md).
+copying and freeing a matcher need little stack on any thread (docs/adr/0015-grammar-compilation.md).
 """
 
 import resource

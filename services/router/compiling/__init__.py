@@ -1,4 +1,4 @@
 """Compiles grammars outside the router's own process: what compiles them may crash, take seconds or fill memory.
 
-`checker` asks, `process` answers. docs/adr/0014-grammar-compilation.md has the reasons.
+`checker` asks, `process` answers. docs/adr/0015-grammar-compilation.md has the reasons.
 """
