@@ -15,9 +15,7 @@ WORKDIR /app
 
 FROM base AS sources
 COPY pyproject.toml README.md ./
-COPY bench bench
-COPY contracts contracts
-COPY engine engine
+COPY baton_serve baton_serve
 COPY kvtransfer kvtransfer
 COPY services services
 RUN pip wheel --no-deps --wheel-dir /wheels .

@@ -15,7 +15,7 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup demo test test-computations test-processes test-intel fuzz fuzz-bodies check format clean bench
+.PHONY: setup demo test test-computations test-processes test-intel fuzz fuzz-bodies check house format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
 	@echo "make fuzz    strange bytes into the decoders of the wire, for FUZZ_SECONDS (60), in a .venv-fuzz of its own"
 	@echo "make fuzz-bodies  requests that cost a router too much time or memory, searched for FUZZ_SECONDS (60)"
+	@echo "make house   the figures of the code's structure and prose, each with its target"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
 
 $(BIN)/python:
@@ -38,7 +39,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 setup: $(VENV)/.installed
 
 demo: setup
-	@$(BIN)/python -m services.local.demo
+	@$(BIN)/python -m baton_serve.services.local.demo
 
 # Processes, half of whose time is waiting, beside computations that take one core and have no deadlines. Each of the two
 # says what it has to say when it has ended. All in one process: .venv/bin/python -m pytest
@@ -83,6 +84,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/structure
+
+house: setup
+	$(BIN)/python -m tools.house
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -4,9 +4,10 @@
 The states are in docs/protocol.md, the reasons in docs/design.md.
 """
 
-from kvtransfer.context import SilentObserver, TransferObserver
-from kvtransfer.conversion.plan import Translation
-from kvtransfer.errors import (
+from baton_serve.kvtransfer.consumer.fetching import FetchResult
+from baton_serve.kvtransfer.context import SilentObserver, TransferObserver
+from baton_serve.kvtransfer.conversion.plan import Translation
+from baton_serve.kvtransfer.errors import (
     Corrupt,
     Incomplete,
     LocalTransferError,
@@ -21,15 +22,14 @@ from kvtransfer.errors import (
     TransferTimeout,
     UnknownTicket,
 )
-from kvtransfer.fetching import FetchResult
-from kvtransfer.ladder import Verdict
-from kvtransfer.liveness import this_host
-from kvtransfer.memory import BlockMemory, HostMemory
-from kvtransfer.node import NodePorts, TransferNode
-from kvtransfer.probing.here import probe_here
-from kvtransfer.session.steps import ReleaseReason
-from kvtransfer.settings import PeerAccess, TransferSettings
-from kvtransfer.transports.memory import InProcess
+from baton_serve.kvtransfer.ladder import Verdict
+from baton_serve.kvtransfer.liveness import this_host
+from baton_serve.kvtransfer.memory import BlockMemory, HostMemory
+from baton_serve.kvtransfer.node import NodePorts, TransferNode
+from baton_serve.kvtransfer.probing.here import probe_here
+from baton_serve.kvtransfer.session.steps import ReleaseReason
+from baton_serve.kvtransfer.settings import PeerAccess, TransferSettings
+from baton_serve.kvtransfer.transports.memory import InProcess
 
 __all__ = [
     "BlockMemory",

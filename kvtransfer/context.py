@@ -7,19 +7,19 @@ from typing import Literal, Protocol
 
 import zmq
 
-from contracts.identity import Generation, InstanceId
-from contracts.layout import KVLayout
-from kvtransfer.conversion.landings import Landings
-from kvtransfer.frames import Host
-from kvtransfer.ladder import ProbeOutcome
-from kvtransfer.ladders import Ladders
-from kvtransfer.memory import BlockMemory
-from kvtransfer.pages import Pages
-from kvtransfer.session.steps import SessionLimits
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.keptsums import KeptSums
-from kvtransfer.transports.port import Transport
-from kvtransfer.workers import Workers
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.consumer.ladders import Ladders
+from baton_serve.kvtransfer.consumer.pages import Pages
+from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.frames import Host
+from baton_serve.kvtransfer.ladder import ProbeOutcome
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.session.steps import SessionLimits
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.transports.port import Transport
+from baton_serve.kvtransfer.workers import Workers
 
 
 class TransferObserver(Protocol):

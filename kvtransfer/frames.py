@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.layout import KVLayout
-from contracts.wire import Decoder
-from kvtransfer.ladder import ProbeOutcome, Rung
-from kvtransfer.settings import MAX_CONNECTIONS
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.wire import Decoder
+from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
+from baton_serve.kvtransfer.settings import MAX_CONNECTIONS
 
 PROTOCOL = 5
 MAX_BLOCKS = 65_536

@@ -5,7 +5,7 @@ import os
 import select
 from collections.abc import Callable
 
-from kvtransfer.frames import Host
+from baton_serve.kvtransfer.frames import Host
 
 
 def this_host() -> Host:

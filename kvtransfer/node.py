@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.instance import LinkStatus
-from contracts.layout import KVLayout
-from contracts.messages import Ticket
-from kvtransfer.consumer import ConsumerSide
-from kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
-from kvtransfer.conversion.landings import Landings
-from kvtransfer.conversion.plan import Translation
-from kvtransfer.errors import LocalTransferError, NodeClosed
-from kvtransfer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
-from kvtransfer.ladders import Ladders
-from kvtransfer.liveness import this_host
-from kvtransfer.memory import BlockMemory
-from kvtransfer.native.copyhash import copy_hash
-from kvtransfer.pages import Pages
-from kvtransfer.probing.running import COMMAND
-from kvtransfer.producer import FetchHandler, ProducerSide
-from kvtransfer.session.steps import ReleaseReason
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports import build
-from kvtransfer.transports.keptsums import KeptSums
-from kvtransfer.transports.memory import InProcess
-from kvtransfer.transports.port import NodeFacts, Transport
-from kvtransfer.workers import Workers
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.instance import LinkStatus
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer.consumer.consumer import ConsumerSide
+from baton_serve.kvtransfer.consumer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
+from baton_serve.kvtransfer.consumer.ladders import Ladders
+from baton_serve.kvtransfer.consumer.pages import Pages
+from baton_serve.kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
+from baton_serve.kvtransfer.conversion.plan import Translation
+from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.errors import LocalTransferError, NodeClosed
+from baton_serve.kvtransfer.liveness import this_host
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.native.copyhash import copy_hash
+from baton_serve.kvtransfer.probing.running import COMMAND
+from baton_serve.kvtransfer.producer.producer import FetchHandler, ProducerSide
+from baton_serve.kvtransfer.session.steps import ReleaseReason
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports import build
+from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.transports.memory import InProcess
+from baton_serve.kvtransfer.transports.port import NodeFacts, Transport
+from baton_serve.kvtransfer.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtransfer.frames import MAX_CONTROL_BYTES
-from kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.frames import MAX_CONTROL_BYTES
+from baton_serve.kvtransfer.settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 

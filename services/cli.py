@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from services.common.configuration import nearest
-from services.common.version import VERSION
+from baton_serve.services.common.settings.configuration import nearest
+from baton_serve.services.common.version import VERSION
 
 COMMANDS = {
     "serve": "a whole cluster on this machine: a router and instances, supervised, in one terminal",
@@ -21,7 +21,7 @@ COMMANDS = {
     "drain": "takes one instance out of service: no new work, what runs ends or is handed over",
     "rotate": "restarts the instances of a pool one by one, without a failed request",
 }
-MODULES = {"drain": "services.rotate.drain", "unpack": "services.local.unpack"}
+MODULES = {"drain": "baton_serve.services.rotate.drain", "unpack": "baton_serve.services.local.unpack"}
 """Of commands that are not `services.COMMAND.main`."""
 
 
@@ -44,13 +44,15 @@ def _run(command: str, argv: list[str]) -> int | None:
     """The status of the process; mains that exit by themselves return nothing."""
     if command == "serve":
         # Only settings are imported here, and neither of the two modules loads torch.
-        from services.common.options import options_of
-        from services.instance.settings import InstanceSettings
-        from services.local.main import main as serve
-        from services.router.settings import RouterSettings
+        from baton_serve.services.common.settings.options import options_of
+        from baton_serve.services.instance.settings import InstanceSettings
+        from baton_serve.services.local.main import main as serve
+        from baton_serve.services.router.settings import RouterSettings
 
         return serve(argv, router=options_of(RouterSettings), instance=options_of(InstanceSettings))
-    run: Callable[[list[str]], int | None] = import_module(MODULES.get(command, f"services.{command}.main")).main
+    run: Callable[[list[str]], int | None] = import_module(
+        MODULES.get(command, f"baton_serve.services.{command}.main")
+    ).main
     return run(argv)
 
 

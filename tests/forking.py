@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 
-from services import cli
-from services.local.launches import Forks, Programs
-from services.local.supervisor import MODULE
+from baton_serve.services import cli
+from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.supervisor import MODULE
 
 PEER = "tests.contract.transports_peer"
-PRELOADED = ["services.local.main", "engine.model_loader", "transformers.models.llama.modeling_llama", PEER, __name__]
+PRELOADED = [
+    "baton_serve.services.local.main",
+    "baton_serve.engine.loading.model_loader",
+    "transformers.models.llama.modeling_llama",
+    PEER,
+    __name__,
+]
 
 
 @cache

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from contracts.grammar_bounds import GrammarBoundsError, check_grammar
+from baton_serve.contracts.grammar_bounds import GrammarBoundsError, check_grammar
 
 Schema = dict[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from contracts.media import MediaSpan, digest_of
-from contracts.vision import vision_profile
+from baton_serve.contracts.media import MediaSpan, digest_of
+from baton_serve.contracts.vision import vision_profile
 from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
 
 Piece = int | bytes

@@ -1,10 +1,10 @@
 """A client's connection without a network, of which what is written is kept."""
 
-from services.common.http_exchange import Exchange
+from baton_serve.services.common.http.exchange import Exchange
 
 
 class RecordedConnection:
-    """`services.common.http_exchange.Connection`."""
+    """`services.common.http.exchange.Connection`."""
 
     def __init__(self) -> None:
         self.is_write_paused = False

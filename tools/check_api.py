@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.router_targets import baton  # noqa: E402
+from baton_serve.bench.router.targets import baton  # noqa: E402
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 

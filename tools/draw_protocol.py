@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from kvtransfer.session.table import CONSUMER, PRODUCER
+from baton_serve.kvtransfer.session.table import CONSUMER, PRODUCER
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
 State = TypeVar("State", bound=StrEnum)

@@ -26,10 +26,10 @@ from typing import Any
 
 import msgspec
 
-from contracts.pooling import PoolingProfile
-from services.router.main import GC_THRESHOLD
-from services.router.model import ServedModel
-from services.router.settings import RouterSettings
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.router.main import GC_THRESHOLD
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.served_model import ServedModel
 from tests.unit.router.conftest import Router
 from tests.unit.router.fakes import FakeCluster, record
 from tests.unit.router.tokenizers_for_tests import write_folder

@@ -18,13 +18,15 @@ from typing import Any
 
 import atheris  # type: ignore[import-untyped,unused-ignore]
 
-with atheris.instrument_imports(include=["contracts", "kvtransfer.frames", "services.common.zmtp"]):
+with atheris.instrument_imports(
+    include=["contracts", "baton_serve.kvtransfer.frames", "baton_serve.services.common.zmq.zmtp"]
+):
     import msgspec
 
-    from contracts.events import BlocksRemoved, BlocksStored, EventBatch
-    from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
-    from contracts.instance import InstanceRecord, Load
-    from contracts.messages import (
+    from baton_serve.contracts.events import BlocksRemoved, BlocksStored, EventBatch
+    from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+    from baton_serve.contracts.instance import InstanceRecord, Load
+    from baton_serve.contracts.messages import (
         Batch,
         Cancel,
         Decode,
@@ -43,11 +45,11 @@ with atheris.instrument_imports(include=["contracts", "kvtransfer.frames", "serv
         ToRouter,
         Work,
     )
-    from contracts.pooling import PoolingInput, PoolingParams
-    from contracts.sampling import SamplingParams
-    from contracts.wire import Decoder, WireError, encode
-    from kvtransfer.frames import ToConsumer, ToProducer
-    from services.common.zmtp import ZmtpError, ZmtpReader, command, framed, handshake
+    from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+    from baton_serve.contracts.sampling import SamplingParams
+    from baton_serve.contracts.wire import Decoder, WireError, encode
+    from baton_serve.kvtransfer.frames import ToConsumer, ToProducer
+    from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, command, framed, handshake
     from tests.unit.router.fakes import record
 
 MAX_BYTES = 1 << 16

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm"
 sys.path.insert(0, str(ROOT))
 
-from services.common.options import Option, options_of  # noqa: E402
-from services.instance.settings import InstanceSettings  # noqa: E402
-from services.router.settings import RouterSettings  # noqa: E402
+from baton_serve.services.common.settings.options import Option, options_of  # noqa: E402
+from baton_serve.services.instance.settings import InstanceSettings  # noqa: E402
+from baton_serve.services.router.settings import RouterSettings  # noqa: E402
 
 FREE_OBJECTS = {"resources", "nodeSelector", "affinity", "annotations", "podAnnotations", "podLabels", "labels"}
 FREE_OBJECTS |= {"podSecurityContext", "securityContext", "startup", "readiness", "liveness"}

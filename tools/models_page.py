@@ -10,8 +10,9 @@ from pathlib import Path
 
 import transformers
 
-from engine import EngineConfig, fused
-from engine.model import LoadedModel
+from baton_serve.engine import EngineConfig
+from baton_serve.engine.model import fused
+from baton_serve.engine.model.loaded_model import LoadedModel
 from tests.families import FAMILIES, IN_PROCESSES, REFUSED, Family
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,8 +101,8 @@ def row(name: str, family: Family) -> str:
 
 def load(family: Family) -> LoadedModel:
     """With random weights, from its config alone."""
-    loader = importlib.import_module("engine.model_loader")
-    device = importlib.import_module("engine.device")
+    loader = importlib.import_module("baton_serve.engine.loading.model_loader")
+    device = importlib.import_module("baton_serve.engine.device")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         values = dict(family.config)
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)

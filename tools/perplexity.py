@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.config import CHECKPOINT_ONLY, Quantization
-from engine.kernels.quantized import QuantizedWeight, dequantize
-from engine.quantization.formats import scheme
-from engine.quantization.loading import round_loaded
-from engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
-from engine.quantization.online import Plan
+from baton_serve.engine.config import CHECKPOINT_ONLY, Quantization
+from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
+from baton_serve.engine.loading.quantization.loading import round_loaded
+from baton_serve.engine.model.quantized.formats import scheme
+from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
+from baton_serve.engine.model.quantized.online import Plan
 from tools.demo_model.corpus import ANSWER, conversation, encode
 from tools.demo_model.tokenization import WordEncoder
 

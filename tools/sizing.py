@@ -6,7 +6,7 @@
 
 from math import ceil
 
-from bench.cards import (
+from baton_serve.bench.cards import (
     CARDS,
     MODELS,
     Load,

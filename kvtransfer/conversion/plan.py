@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from contracts.identity import BlockName
-from contracts.layout import DTYPE_BYTES, KVLayout
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
 
 
 @dataclass(frozen=True, slots=True)

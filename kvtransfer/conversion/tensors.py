@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from contracts.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout
-from kvtransfer.conversion.landings import Target
+from baton_serve.contracts.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout
+from baton_serve.kvtransfer.conversion.staging_buffers import Target
 
 DTYPES = {
     "float32": torch.float32,

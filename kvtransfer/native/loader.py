@@ -1,7 +1,7 @@
 """Builds one C++ source into a library for this very CPU, at first use, and loads it.
 
 Kept under ~/.cache/baton/native by hash of everything that it depends on; several processes may build at once. (The
-engine's kernels are built likewise in `engine.kernels.cpu_build`, which this package must not know.)
+engine's kernels are built likewise in `engine.kernels.cpu.build`, which this package must not know.)
 """
 
 import ctypes

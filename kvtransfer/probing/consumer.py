@@ -8,15 +8,15 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from kvtransfer.consumer_link import ConsumerLink
-from kvtransfer.context import NodeContext
-from kvtransfer.errors import PeerLost
-from kvtransfer.frames import Probed
-from kvtransfer.ladder import Rung, Verdict
-from kvtransfer.memory import BlockMemory
-from kvtransfer.probing.memory import KNOWN_EXTENSIONS
-from kvtransfer.probing.plan import Plan
-from kvtransfer.probing.running import Runner
+from baton_serve.kvtransfer.consumer.link import ConsumerLink
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.errors import PeerLost
+from baton_serve.kvtransfer.frames import Probed
+from baton_serve.kvtransfer.ladder import Rung, Verdict
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.probing.memory import KNOWN_EXTENSIONS
+from baton_serve.kvtransfer.probing.plan import Plan
+from baton_serve.kvtransfer.probing.running import Runner
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.ladder import Rung, Verdict
-from kvtransfer.probing.plan import Plan, complete
-from kvtransfer.probing.running import COMMAND, ProbeFailedError, Runner
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.oneccl.backends import host_backends
+from baton_serve.kvtransfer.ladder import Rung, Verdict
+from baton_serve.kvtransfer.probing.plan import Plan, complete
+from baton_serve.kvtransfer.probing.running import COMMAND, ProbeFailedError, Runner
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.oneccl.backends import host_backends
 
 
 async def probe_here(source: str, target: str, timeout_s: float, *, command: Sequence[str] = COMMAND) -> list[Verdict]:

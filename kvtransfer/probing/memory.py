@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.memory import BlockMemory, HostMemory
-from kvtransfer.probing.plan import BLOCK_BYTES, NUM_BLOCKS
+from baton_serve.kvtransfer.memory import BlockMemory, HostMemory
+from baton_serve.kvtransfer.probing.plan import BLOCK_BYTES, NUM_BLOCKS
 
 KNOWN_EXTENSIONS = ("intel_extension_for_pytorch",)
 """They make a device known to torch when they are imported."""

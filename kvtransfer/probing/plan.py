@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from contracts.identity import BlockName
-from contracts.layout import KVLayout
-from kvtransfer.ladder import ProbeOutcome, Rung, Verdict
-from kvtransfer.settings import TransferSettings
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
+from baton_serve.kvtransfer.settings import TransferSettings
 
 MARK = b"baton-probe "
 """Begins each line that is an answer: libraries print what they like."""

@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.messages import Ticket
-from kvtransfer import errors
-from kvtransfer.ladder import ProbeOutcome, Rung, Verdict
-from kvtransfer.memory import BlockMemory
-from kvtransfer.node import TransferNode
-from kvtransfer.probing.memory import ProbeMemory, content_of, memory_on
-from kvtransfer.probing.plan import (
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import errors
+from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.node import TransferNode
+from baton_serve.kvtransfer.probing.memory import ProbeMemory, content_of, memory_on
+from baton_serve.kvtransfer.probing.plan import (
     BLOCK_BYTES,
     LAYOUT,
     MARK,

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import secrets
 
-from kvtransfer.context import NodeContext
-from kvtransfer.frames import Hello, Probe, Probed, Probing
-from kvtransfer.ladder import Rung
-from kvtransfer.probing.consumer import device_of, extensions
-from kvtransfer.probing.plan import Plan
-from kvtransfer.probing.running import REAP_S, ProbeFailedError, Runner
-from kvtransfer.producer_link import ProducerLink
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.frames import Hello, Probe, Probed, Probing
+from baton_serve.kvtransfer.ladder import Rung
+from baton_serve.kvtransfer.probing.consumer import device_of, extensions
+from baton_serve.kvtransfer.probing.plan import Plan
+from baton_serve.kvtransfer.probing.running import REAP_S, ProbeFailedError, Runner
+from baton_serve.kvtransfer.producer.link import ProducerLink
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.ladder import ProbeOutcome, Verdict
-from kvtransfer.probing.plan import MARK, Plan, Serving, complete
+from baton_serve.kvtransfer.ladder import ProbeOutcome, Verdict
+from baton_serve.kvtransfer.probing.plan import MARK, Plan, Serving, complete
 
 logger = logging.getLogger(__name__)
 
-COMMAND: Sequence[str] = (sys.executable, "-m", "kvtransfer.probing.process")
+COMMAND: Sequence[str] = (sys.executable, "-m", "baton_serve.kvtransfer.probing.process")
 MAX_LINE_BYTES = 64 << 10
 REAP_S = 5.0
 REAP_POLL_S = 0.005

@@ -7,11 +7,11 @@ counts; an end is final only when no copy into the destination runs.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from contracts.identity import BlockName
-from contracts.messages import Ticket
-from kvtransfer.frames import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
-from kvtransfer.session.progress import Progress
-from kvtransfer.session.steps import (
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from baton_serve.kvtransfer.session.progress import Progress
+from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
     ConsumerStep,
@@ -24,7 +24,7 @@ from kvtransfer.session.steps import (
     StopCopies,
     Succeed,
 )
-from kvtransfer.session.table import CONSUMER, ConsumerState, ConsumerTrigger
+from baton_serve.kvtransfer.session.table import CONSUMER, ConsumerState, ConsumerTrigger
 
 State, Trigger = ConsumerState, ConsumerTrigger
 LIVE = (State.LINKING, State.REQUESTED, State.STREAMING, State.DRAINING)

@@ -7,10 +7,10 @@ has not waited: leases last longer by that.
 
 from collections.abc import Sequence
 
-from contracts.identity import BlockName
-from contracts.messages import Ticket
-from kvtransfer.frames import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
-from kvtransfer.session.steps import (
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer.frames import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from baton_serve.kvtransfer.session.steps import (
     Drain,
     ProducerStep,
     Released,
@@ -19,7 +19,7 @@ from kvtransfer.session.steps import (
     SessionLimits,
     Tell,
 )
-from kvtransfer.session.table import PRODUCER, ProducerState, ProducerTrigger
+from baton_serve.kvtransfer.session.table import PRODUCER, ProducerState, ProducerTrigger
 
 State, Trigger = ProducerState, ProducerTrigger
 REASON_OF: dict[Outcome, ReleaseReason] = {

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from contracts.identity import BlockName
-from kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
+from baton_serve.contracts.identity import BlockName
+from baton_serve.kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
 
 ReleaseReason = Literal["received", "cancelled", "expired", "lost", "failed", "closed"]
 """Why a producer may free a ticket's blocks."""

@@ -1,11 +1,11 @@
 """How bytes travel: one file per transport, all behind `port`. `build` makes the ones a node may use."""
 
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.memory import InProcess, MemoryTransport
-from kvtransfer.transports.oneccl.transport import OneCclTransport
-from kvtransfer.transports.port import NodeFacts, Transport
-from kvtransfer.transports.usm import UsmTransport
-from kvtransfer.transports.zeromq import ZeromqTransport
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.memory import InProcess, MemoryTransport
+from baton_serve.kvtransfer.transports.oneccl.transport import OneCclTransport
+from baton_serve.kvtransfer.transports.port import NodeFacts, Transport
+from baton_serve.kvtransfer.transports.usm import UsmTransport
+from baton_serve.kvtransfer.transports.zeromq import ZeromqTransport
 
 
 def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | None) -> dict[str, Transport]:

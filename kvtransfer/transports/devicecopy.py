@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.memory import DeviceMemory, Parts, address_of
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.memory import DeviceMemory, Parts, address_of
 
 logger = logging.getLogger(__name__)
 

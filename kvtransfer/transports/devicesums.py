@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtransfer.transports.devicecopy import DeviceBlocks, index_of, is_run
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, index_of, is_run
 
 PRODUCT_BYTES = 32 << 20
 """Memory for products, of neighbours that are summed up together."""

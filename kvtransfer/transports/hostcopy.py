@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Offer
-from kvtransfer.memory import BlockMemory, address_of, copy_bytes, parts_of
-from kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.port import Chosen, Prepared, Wish
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Offer
+from baton_serve.kvtransfer.memory import BlockMemory, address_of, copy_bytes, parts_of
+from baton_serve.kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.port import Chosen, Prepared, Wish
 
 TAPER = 4
 """The first and the last parcels of a prompt are so much smaller than others: one end waits for them."""

@@ -5,8 +5,8 @@ A prefix that many instances fetch is then hashed by each of them while it is co
 
 from collections.abc import Sequence
 
-from kvtransfer.memory import BlockMemory, version_of
-from kvtransfer.native.copyhash import copy_hash
+from baton_serve.kvtransfer.memory import BlockMemory, version_of
+from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 
 class KeptSums:

@@ -3,14 +3,24 @@
 import importlib
 from collections.abc import Callable, Sequence
 
-from contracts.identity import Generation, InstanceId
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Hello, Offer, Piece, Welcome
-from kvtransfer.memory import BlockMemory
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_blocks, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Converter, Inlet, Intake, NodeFacts, Prepared, Target, Wish
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Hello, Offer, Piece, Welcome
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_blocks, host_blocks
+from baton_serve.kvtransfer.transports.port import (
+    Announce,
+    Buffer,
+    Converter,
+    Inlet,
+    Intake,
+    NodeFacts,
+    Prepared,
+    Target,
+    Wish,
+)
 
 
 class InProcess:
@@ -55,7 +65,7 @@ class HostInlet:
 
 def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Inlet:
     """For a consumer whose layout differs. Loads torch."""
-    module = importlib.import_module("kvtransfer.conversion.inlets")
+    module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
     inlet: Inlet = module.MappedInlet(source, converter, is_ring=is_ring)
     return inlet
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from contracts.identity import Generation, InstanceId
-from contracts.layout import KVLayout
-from kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
-from kvtransfer.memory import BlockMemory
-from kvtransfer.session.steps import Placement
-from kvtransfer.transports.keptsums import KeptSums
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.transports.keptsums import KeptSums
 
 Buffer = bytes | memoryview
 Announce = Callable[[Sequence[Sequence[Buffer]]], None]
@@ -47,7 +47,7 @@ class Wish:
 
 
 class Converter(Protocol):
-    """Where the consumer's layout differs: `kvtransfer.conversion.inlets.Converter`."""
+    """Where the consumer's layout differs: `kvtransfer.conversion.receivers.Converter`."""
 
     @property
     def wire(self) -> KVLayout:

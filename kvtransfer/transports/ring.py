@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Offer, Piece
-from kvtransfer.memory import DeviceMemory, seal_size
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
-from kvtransfer.transports.hostcopy import HostBlocks
-from kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Prepared
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Offer, Piece
+from baton_serve.kvtransfer.memory import DeviceMemory, seal_size
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
+from baton_serve.kvtransfer.transports.hostcopy import HostBlocks
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Prepared
 
 BATCHES = 16
 """At least so many parcels fill a ring: copies in and out then overlap."""
@@ -141,7 +141,7 @@ class DeviceInlet:
         return self.receive_all([placement])[0]
 
     def receive_all(self, placements: Sequence[Placement]) -> list[bool]:
-        """`kvtransfer.copying.Gathers`: the host waits once."""
+        """`kvtransfer.consumer.copying.Gathers`: the host waits once."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("the connection was closed")

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
-from kvtransfer.frames import Offer, Piece
-from kvtransfer.memory import DeviceMemory
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
-from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
-from kvtransfer.transports.port import Announce, Buffer, Chosen, Prepared
-from kvtransfer.transports.zeromq import frame_step
+from baton_serve.kvtransfer.frames import Offer, Piece
+from baton_serve.kvtransfer.memory import DeviceMemory
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
+from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, Chosen, Prepared
+from baton_serve.kvtransfer.transports.zeromq import frame_step
 
 
 class StagedFrames:

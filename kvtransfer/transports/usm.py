@@ -23,14 +23,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from contracts.same_user import stranger
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Hello, Offer, Welcome
-from kvtransfer.memory import seal_size
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import HostBlocks, host_blocks
-from kvtransfer.transports.memory import AnnounceOnly, HostInlet, converting
-from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
+from baton_serve.contracts.same_user import stranger
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
+from baton_serve.kvtransfer.memory import seal_size
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, host_blocks
+from baton_serve.kvtransfer.transports.memory import AnnounceOnly, HostInlet, converting
+from baton_serve.kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class UsmTransport:
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
         if wish.memory.host_view is not None:
             return AnnounceOnly(Offer(self.name, self._address, self._secret), wish, self._settings)
-        ring_module = importlib.import_module("kvtransfer.transports.ring")
+        ring_module = importlib.import_module("baton_serve.kvtransfer.transports.ring")
         ring = await asyncio.to_thread(ring_module.Ring, wish.memory, self._settings.ring_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
         self._shown[secret] = Shown(ring.fd, ring.num_slots, ring.block_bytes, is_ring=True)
@@ -181,8 +181,8 @@ def _mapped(fd: int, answer: "Answer", target: Target) -> Inlet:
         return converting(source, converter, is_ring=answer.is_ring)
     if memory.host_view is not None:
         return HostInlet(source, host_blocks(memory), stages=answer.is_ring)
-    blocks = importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)
-    ring_module = importlib.import_module("kvtransfer.transports.ring")
+    blocks = importlib.import_module("baton_serve.kvtransfer.transports.devicecopy").DeviceBlocks(memory)
+    ring_module = importlib.import_module("baton_serve.kvtransfer.transports.ring")
     inlet: Inlet = ring_module.DeviceInlet(source, mapping, blocks, is_ring=answer.is_ring)
     return inlet
 

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import msgspec
 
-from kvtransfer.frames import Hello, Offer, Piece, Welcome
-from kvtransfer.memory import address_of, keep_freed_memory
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, copy_from, host_blocks
-from kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Target, Wish
+from baton_serve.kvtransfer.frames import Hello, Offer, Piece, Welcome
+from baton_serve.kvtransfer.memory import address_of, keep_freed_memory
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, copy_from, host_blocks
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Target, Wish
 
 MIN_FRAME_BYTES = 1 << 20
 """Smaller ones cost more messages than they save."""
@@ -67,7 +67,7 @@ class FrameInlet:
         return intake.is_right()
 
     def take_whole(self, placements: Sequence[Placement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
-        """`kvtransfer.copying.TakesWhole`: one call, which gives Python's lock away once."""
+        """`kvtransfer.consumer.copying.TakesWhole`: one call, which gives Python's lock away once."""
         start = address_of(frame)
         return copy_from([start + offset for offset in offsets], self._target, placements)
 
@@ -98,23 +98,23 @@ class ZeromqTransport:
     async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
         settings = self._settings_for(wish.hello)
         if wish.wire != wish.layout:
-            narrowing: Outlet = _loaded("kvtransfer.conversion.outlets").NarrowingOutlet(
+            narrowing: Outlet = _loaded("baton_serve.kvtransfer.conversion.senders").NarrowingOutlet(
                 Offer(self.name), wish.memory, settings, layout=wish.layout, wire=wish.wire
             )
             return narrowing
         if wish.memory.host_view is not None:
             return FrameOutlet(Offer(self.name), wish, settings)
-        staged = _loaded("kvtransfer.transports.staged")
+        staged = _loaded("baton_serve.kvtransfer.transports.staged")
         outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), wish.memory, settings)
         return outlet
 
     async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
         if target.converter is not None:
-            converting: Inlet = _loaded("kvtransfer.conversion.inlets").FrameInlet(target.converter)
+            converting: Inlet = _loaded("baton_serve.kvtransfer.conversion.receivers").FrameInlet(target.converter)
             return converting
         if target.memory.host_view is not None:
             return FrameInlet(host_blocks(target.memory))
-        inlet: Inlet = _loaded("kvtransfer.transports.staged").StagedFrameInlet(target.memory)
+        inlet: Inlet = _loaded("baton_serve.kvtransfer.transports.staged").StagedFrameInlet(target.memory)
         return inlet
 
     async def close(self) -> None:

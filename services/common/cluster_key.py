@@ -12,7 +12,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from services.common.errors import ConfigurationError
+from baton_serve.services.common.errors import ConfigurationError
 
 SHORTEST_CHARS = 32
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from services.common.errors import ConfigurationError
+from baton_serve.services.common.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

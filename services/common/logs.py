@@ -98,7 +98,7 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """`12:30:01.250 INFO  engine.capacity 4096 blocks fit request_id=r-1`"""
+    """`12:30:01.250 INFO  engine.kv.capacity 4096 blocks fit request_id=r-1`"""
 
     _second = -1
     _clock = ""

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common.tracing import Attributes, Span, Tracing
-from services.common.version import VERSION
+from baton_serve.services.common.tracing import Attributes, Span, Tracing
+from baton_serve.services.common.version import VERSION
 
 _propagator = TraceContextTextMapPropagator()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from services.common.errors import ConfigurationError
+from baton_serve.services.common.errors import ConfigurationError
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 _LONGEST_HEADER = 512
@@ -90,7 +90,7 @@ def tracing_to(endpoint: str | None, *, service: str, instance: str) -> Tracing:
             f"to an endpoint such as http://collector:4318{_DEFAULT_PATH}"
         )
     try:
-        backend = importlib.import_module("services.common.opentelemetry_tracing")
+        backend = importlib.import_module("baton_serve.services.common.opentelemetry_tracing")
     except ModuleNotFoundError as exc:
         raise ConfigurationError(
             f"--otlp-traces-endpoint needs packages that are not installed ({exc.name}): "

@@ -8,17 +8,19 @@ import time
 from functools import partial
 from typing import Literal
 
-from contracts.messages import Decode, Generate, Ticket, Work
-from contracts.naming import block_names
-from kvtransfer import Translation
-from kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
-from services.common.tracing import Attributes
-from services.decode.admission import Admission, Arrivals
-from services.decode.room import Room
-from services.instance.engine_thread import EngineCalls
-from services.instance.errors import RequestFailed
-from services.instance.generation import Writing, generate
-from services.instance.ports import (
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.messages import Decode, Generate, Ticket, Work
+from baton_serve.kvtransfer import Translation
+from baton_serve.kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
+from baton_serve.services.common.tracing import Attributes
+from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.decode.kv_arrivals import Admission, Arrivals
+from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.engine_thread import EngineCalls
+from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.kv_sharing.pulling import PullPort
+from baton_serve.services.instance.local_generation import Writing, generate
+from baton_serve.services.instance.ports import (
     EngineStats,
     FetchResult,
     HandoffCounter,
@@ -26,9 +28,7 @@ from services.instance.ports import (
     RouterPort,
     SinkPort,
 )
-from services.instance.pulling import PullPort
-from services.instance.requests import Request
-from services.instance.serving import Assignment
+from baton_serve.services.instance.request_server import Assignment
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ BLAMED = (PeerLost, TransferTimeout, Corrupt)
 
 
 class DecodeHandler:
-    """`services.instance.serving.RoleHandler`."""
+    """`services.instance.request_server.RoleHandler`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.doctor.findings import Finding, note, ok, problem, warning
+from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
 INTEL = "0x8086"
 DISCRETE_BAR = 2**30

@@ -42,7 +42,7 @@ class Facts(msgspec.Struct, frozen=True):
 def probe() -> Facts:
     import torch
 
-    from engine.device import select_device
+    from baton_serve.engine.device import select_device
 
     kind = select_device("auto").type
     features = {"triton": _has_module("triton"), "graphs": False, "distributed": False}

@@ -7,11 +7,11 @@ from importlib import metadata
 
 import msgspec
 
-from services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
-from services.doctor.findings import Finding, note, ok, problem, warning
+from baton_serve.services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
+from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
 SLOW_COPY = 4e9
-PROBE = (sys.executable, "-m", "services.doctor.device_probe")
+PROBE = (sys.executable, "-m", "baton_serve.services.doctor.device_probe")
 
 
 def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
@@ -37,7 +37,9 @@ def ask_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Facts | Fin
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return problem(
-            "devices", f"torch cannot use this machine: {last}", "see `python -m services.doctor.device_probe`"
+            "devices",
+            f"torch cannot use this machine: {last}",
+            "see `python -m baton_serve.services.doctor.device_probe`",
         )
     return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Facts)
 

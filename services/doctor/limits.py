@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from services.doctor.findings import Finding, note, ok, warning
+from baton_serve.services.doctor.findings import Finding, note, ok, warning
 
 SHM_BYTES = 2**30
 OPEN_FILES = 4096

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from services.common.configuration import environment, load_settings
-from services.common.version import VERSION
-from services.doctor.cards import check_cards, check_visible
-from services.doctor.device_probe import Facts
-from services.doctor.devices import ask_devices, judge
-from services.doctor.findings import Finding, Report
-from services.doctor.limits import check_limits
-from services.doctor.network import check_network
-from services.doctor.settings import DoctorSettings
-from services.doctor.transports import check_transports
+from baton_serve.services.common.settings.configuration import environment, load_settings
+from baton_serve.services.common.version import VERSION
+from baton_serve.services.doctor.cards import check_cards, check_visible
+from baton_serve.services.doctor.device_probe import Facts
+from baton_serve.services.doctor.devices import ask_devices, judge
+from baton_serve.services.doctor.findings import Finding, Report
+from baton_serve.services.doctor.limits import check_limits
+from baton_serve.services.doctor.network import check_network
+from baton_serve.services.doctor.settings import DoctorSettings
+from baton_serve.services.doctor.transports import check_transports
 
 MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
 

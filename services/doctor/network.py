@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import redis.asyncio
 from redis.exceptions import AuthenticationError, RedisError
 
-from services.doctor.findings import Finding, ok, problem, warning
+from baton_serve.services.doctor.findings import Finding, ok, problem, warning
 
 TIMEOUT_S = 3.0
 SLOW_S = 0.05

@@ -4,8 +4,8 @@ import importlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from services.doctor.device_probe import Facts
-from services.doctor.findings import Finding, note, ok, problem, warning
+from baton_serve.services.doctor.device_probe import Facts
+from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
 
 async def check_transports(facts: Facts | None, timeout_s: float) -> AsyncIterator[Finding]:

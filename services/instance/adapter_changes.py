@@ -9,14 +9,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from contracts.messages import AdapterChanged, AdapterRefusal, LoadAdapter, UnloadAdapter
-from engine import Engine, EngineError
-from engine.adapters.loaded import Adapters
-from engine.errors import AdapterError
-from services.common.rpc import RouterId
-from services.instance.engine_thread import EngineThread
-from services.instance.errors import EngineBroken
-from services.instance.ports import RouterPort
+from baton_serve.contracts.messages import AdapterChanged, AdapterRefusal, LoadAdapter, UnloadAdapter
+from baton_serve.engine import Engine, EngineError
+from baton_serve.engine.errors import AdapterError
+from baton_serve.engine.model.lora.loaded import Adapters
+from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.instance.engine_thread import EngineThread
+from baton_serve.services.instance.errors import EngineBroken
+from baton_serve.services.instance.ports import RouterPort
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.common.zmtp_sockets import ANY_UNIX_SOCKET
-from services.instance.errors import StartFailed
-from services.instance.settings import InstanceSettings, advertised_host
+from baton_serve.services.common.zmq.zmtp_sockets import ANY_UNIX_SOCKET
+from baton_serve.services.instance.errors import StartFailed
+from baton_serve.services.instance.settings import InstanceSettings, advertised_host
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

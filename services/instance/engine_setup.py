@@ -8,15 +8,15 @@ from math import inf
 import torch
 from tqdm import tqdm
 
-from contracts.instance import Role
-from contracts.model_path import model_folder
-from engine import Engine, EngineConfig
-from engine.pace import DECODE_STRETCH
-from engine.pooling.engine import PoolingEngine
-from engine.pooling.kind import Kind, kind_of
-from services.common.configuration import environment
-from services.instance.seat import stand_back, take_seat
-from services.instance.settings import InstanceSettings
+from baton_serve.contracts.instance import Role
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.engine import Engine, EngineConfig
+from baton_serve.engine.core.step_time_model import DECODE_STRETCH
+from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.services.common.settings.configuration import environment
+from baton_serve.services.instance.cpu_sharing.cpu_affinity import stand_back, take_seat
+from baton_serve.services.instance.settings import InstanceSettings
 
 logger = logging.getLogger(__name__)
 

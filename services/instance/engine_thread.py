@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from engine.errors import EngineError
-from services.instance.core_turns import CoreTurns, NoTurns
-from services.instance.errors import EngineBroken
-from services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
+from baton_serve.engine.errors import EngineError
+from baton_serve.services.instance.cpu_sharing.time_slicing import CoreTurns, NoTurns
+from baton_serve.services.instance.errors import EngineBroken
+from baton_serve.services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ InstanceError
 └── StartFailed     the process cannot start; one line for a human, with the remedy
 """
 
-from contracts.identity import InstanceId
-from contracts.messages import ErrorCode
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.messages import ErrorCode
 
 
 class InstanceError(Exception):

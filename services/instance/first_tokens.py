@@ -5,7 +5,7 @@ Rides as the opaque payload of a transfer, so that decode starts without another
 
 import msgspec
 
-from contracts.wire import Decoder, encode
+from baton_serve.contracts.wire import Decoder, encode
 
 MAX_PAYLOAD_BYTES = 256 * 1024
 

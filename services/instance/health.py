@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import LinkStatus, Load, Role
-from services.common.cluster_key import ClusterKey
-from services.common.tcp_owner import owners
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import LinkStatus, Load, Role
+from baton_serve.services.common.cluster_key import ClusterKey
+from baton_serve.services.common.tcp_owner import owners
 
 logger = logging.getLogger(__name__)
 

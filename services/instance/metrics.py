@@ -11,11 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from contracts.identity import InstanceId
-from contracts.instance import LinkStatus, Load
-from kvtransfer.ladder import ProbeOutcome
-from kvtransfer.settings import LADDER, PROBED
-from services.instance.ports import EngineStats
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.instance import LinkStatus, Load
+from baton_serve.kvtransfer.ladder import ProbeOutcome
+from baton_serve.kvtransfer.settings import LADDER, PROBED
+from baton_serve.services.instance.ports import EngineStats
 
 
 class EngineCollector(Collector):

@@ -6,16 +6,16 @@ The real ones fit without knowing of these; tests use fakes. Value types come fr
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
-from contracts.events import BlockEvent
-from contracts.identity import BlockName, RequestId, TicketId
-from contracts.instance import LinkStatus
-from contracts.layout import KVLayout
-from contracts.messages import Ticket, ToRouter, Work
-from contracts.pooling import PoolingInput, PoolingParams
-from engine.outputs import EngineStats, NamedBlock, Reservation, StepResult
-from engine.vision.given import NO_PIXELS, Pixels
-from kvtransfer import Translation
-from services.common.rpc import RouterId
+from baton_serve.contracts.events import BlockEvent
+from baton_serve.contracts.identity import BlockName, RequestId, TicketId
+from baton_serve.contracts.instance import LinkStatus
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import Ticket, ToRouter, Work
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.kvtransfer import Translation
+from baton_serve.services.common.zmq.rpc import RouterId
 
 Mode = Literal["generate", "prefill"]
 
@@ -118,7 +118,7 @@ class LinksPort(Protocol):
 
 
 class RouterPort(Protocol):
-    """`services.common.rpc.InstanceServer`, once it is started."""
+    """`services.common.zmq.rpc.InstanceServer`, once it is started."""
 
     def routers(self) -> list[RouterId]: ...
     def send(self, router: RouterId, message: ToRouter) -> None: ...

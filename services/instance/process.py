@@ -14,40 +14,47 @@ from typing import cast
 import zmq
 from prometheus_client import CollectorRegistry
 
-from contracts.identity import new_generation
-from contracts.instance import InstanceRecord, LinkStatus, Role
-from contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
-from engine import Engine, EngineError
-from engine.kernels.cpu_turns import give_way_to
-from engine.pooling.engine import PoolingEngine
-from kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
-from services.common.cluster_key import ClusterKey, read_cluster_key
-from services.common.configuration import environment, stop
-from services.common.events import EventPublisher
-from services.common.http_server import HttpServer
-from services.common.lifecycle import Lifecycle, run
-from services.common.logs import configure_logs
-from services.common.registry import check_registry_url, registry_client
-from services.common.rpc import InstanceServer, RouterId
-from services.common.tracing import tracing_to
-from services.instance.adapter_changes import AdapterChanges
-from services.instance.addresses import advertised, advertised_http, check_ports, for_routers, shared_memory_host, tcp
-from services.instance.core_turns import core_turns
-from services.instance.draining import Draining
-from services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
-from services.instance.engine_thread import EngineThread
-from services.instance.errors import EngineBroken, InstanceError, StartFailed
-from services.instance.handover import Handover
-from services.instance.health import Health, create_app
-from services.instance.membership import Membership
-from services.instance.metrics import EngineCollector, TransferMetrics
-from services.instance.observed import ObservedRole
-from services.instance.parts import MakeHandler, Parts, Service
-from services.instance.pooling_serving import PoolingServing
-from services.instance.pulling import Puller
-from services.instance.serving import Identity, Serving
-from services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
-from services.instance.sharing import Sharing
+from baton_serve.contracts.identity import new_generation
+from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Role
+from baton_serve.contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
+from baton_serve.engine import Engine, EngineError
+from baton_serve.engine.kernels.cpu.time_slicing import give_way_to
+from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
+from baton_serve.services.common.cluster_key import ClusterKey, read_cluster_key
+from baton_serve.services.common.http.server import HttpServer
+from baton_serve.services.common.lifecycle import Lifecycle, run
+from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.registry import check_registry_url, registry_client
+from baton_serve.services.common.settings.configuration import environment, stop
+from baton_serve.services.common.tracing import tracing_to
+from baton_serve.services.common.zmq.block_events import EventPublisher
+from baton_serve.services.common.zmq.rpc import InstanceServer, RouterId
+from baton_serve.services.instance.adapter_changes import AdapterChanges
+from baton_serve.services.instance.addresses import (
+    advertised,
+    advertised_http,
+    check_ports,
+    for_routers,
+    shared_memory_host,
+    tcp,
+)
+from baton_serve.services.instance.components import MakeHandler, Parts, Service
+from baton_serve.services.instance.cpu_sharing.time_slicing import core_turns
+from baton_serve.services.instance.drain.drain_state import Draining
+from baton_serve.services.instance.drain.handover import Handover
+from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
+from baton_serve.services.instance.engine_thread import EngineThread
+from baton_serve.services.instance.errors import EngineBroken, InstanceError, StartFailed
+from baton_serve.services.instance.health import Health, create_app
+from baton_serve.services.instance.kv_sharing.pulling import Puller
+from baton_serve.services.instance.kv_sharing.serving import Sharing
+from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
+from baton_serve.services.instance.observed_role import ObservedRole
+from baton_serve.services.instance.pooling_server import PoolingServing
+from baton_serve.services.instance.registration import Membership
+from baton_serve.services.instance.request_server import Identity, Serving
+from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Settings of an instance process, whatever its role. Engine settings carry vLLM's names.
 
-Read once in `main` by `services.common.configuration`; nobody changes them afterwards.
+Read once in `main` by `services.common.settings.configuration`; nobody changes them afterwards.
 """
 
 import os
@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from contracts.identity import InstanceId
-from contracts.instance import Role
-from services.instance.errors import StartFailed
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.instance import Role
+from baton_serve.services.instance.errors import StartFailed
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]

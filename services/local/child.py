@@ -10,9 +10,9 @@ import sys
 import termios
 from collections.abc import Callable, Mapping
 
-from services.local.console import Console, LineSplitter
-from services.local.launches import Launch
-from services.local.plan import Process
+from baton_serve.services.local.console import Console, LineSplitter
+from baton_serve.services.local.launches import Launch
+from baton_serve.services.local.plan import Process
 
 TAIL_LINES = 15
 _READ_BYTES = 65536

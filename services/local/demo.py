@@ -15,11 +15,11 @@ from random import Random
 
 import httpx
 
-from services.common.errors import LocalError, RemoteError
-from services.common.lifecycle import Lifecycle, run
-from services.common.logs import configure_logs
-from services.local.asking import Split, Usage, read_health, stream_chat
-from services.local.passage import write_passage
+from baton_serve.services.common.errors import LocalError, RemoteError
+from baton_serve.services.common.lifecycle import Lifecycle, run
+from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.local.demo_client import Split, Usage, read_health, stream_chat
+from baton_serve.services.local.demo_prompt import write_passage
 
 PROGRAM = "baton demo"
 START_TIMEOUT_S = 300.0
@@ -66,7 +66,15 @@ class ServeProcess:
         """The router's URL, when all instances serve. Raises `NotStartedError`."""
         options = ["--port", "0", "--log-level", "warning"]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.common.leash", str(os.getpid()), "services.cli", "serve", *options),
+            *(
+                sys.executable,
+                "-m",
+                "baton_serve.services.common.die_with_parent",
+                str(os.getpid()),
+                "baton_serve",
+                "serve",
+                *options,
+            ),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

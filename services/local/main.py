@@ -11,26 +11,27 @@ from typing import TypedDict
 
 import msgspec
 
-from contracts.model_path import model_folder
-from engine.errors import EngineError
-from engine.native.config import read_folder
-from engine.pooling.kind import Kind, Runner, Task, kind_of
-from services.common.configuration import environment, load_with, stop
-from services.common.cpu_topology import this_host
-from services.common.errors import ConfigurationError
-from services.common.lifecycle import Lifecycle, run
-from services.common.listening import bind_tcp
-from services.common.logs import configure_logs
-from services.common.options import Option
-from services.common.version import VERSION
-from services.local.accelerators import can_torch_use_accelerators, device_indexes
-from services.local.console import Console
-from services.local.hub_cache import is_hub_name, snapshot
-from services.local.launches import Forks, Programs
-from services.local.lone_gguf import stands_alone, unpacked
-from services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
-from services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
-from services.local.supervisor import MODULE, STOP_DEADLINE_S, Supervisor
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.engine.config import Runner, Task
+from baton_serve.engine.errors import EngineError
+from baton_serve.engine.loading.native.config import read_folder
+from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.services.common.cpus.topology import this_host
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.listening import bind_tcp
+from baton_serve.services.common.lifecycle import Lifecycle, run
+from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.settings.configuration import environment, load_with, stop
+from baton_serve.services.common.settings.options import Option
+from baton_serve.services.common.version import VERSION
+from baton_serve.services.local.accelerators import can_torch_use_accelerators, device_indexes
+from baton_serve.services.local.console import Console
+from baton_serve.services.local.gguf_cache import stands_alone, unpacked
+from baton_serve.services.local.hub_cache import is_hub_name, snapshot
+from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
+from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
+from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, Supervisor
 
 PROGRAM = "baton serve"
 
@@ -163,8 +164,8 @@ def _model_code(folder: Path) -> list[str]:
     try:
         kind = json.loads((folder / "config.json").read_text())["model_type"].replace("-", "_")
     except (OSError, ValueError, KeyError, AttributeError):
-        return ["engine.model_loader"]
-    return ["engine.model_loader", f"transformers.models.{kind}.modeling_{kind}"]
+        return ["baton_serve.engine.loading.model_loader"]
+    return ["baton_serve.engine.loading.model_loader", f"transformers.models.{kind}.modeling_{kind}"]
 
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from contracts.instance import Role
-from services.common.configuration import to_argv
-from services.common.cpus import Host, Seat, seats
-from services.common.errors import ConfigurationError
-from services.common.options import Option, Value
-from services.local.settings import ServeSettings
+from baton_serve.contracts.instance import Role
+from baton_serve.services.common.cpus.allocation import Host, Seat, seats
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.settings.configuration import to_argv
+from baton_serve.services.common.settings.options import Option, Value
+from baton_serve.services.local.settings import ServeSettings
 
 MANAGED_OF_INSTANCE = frozenset(
     "model instance_id device_index host advertise_host rpc_port rpc_socket transfer_port events_port http_port"

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from services.instance.settings import short_waits
+from baton_serve.services.instance.settings import short_waits
 
 gc.disable()  # imports make few cycles, and looking for them takes a tenth of the time; forks enable it again
 os.environ.update(short_waits(os.environ) | {"OPENBLAS_NUM_THREADS": "1"})
 
-import services.instance.process  # noqa: E402
+import baton_serve.services.instance.process  # noqa: E402
 
-__all__ = ["is_fit_to_fork", "services"]
+__all__ = ["baton_serve", "is_fit_to_fork"]
 
 
 def is_fit_to_fork() -> bool:

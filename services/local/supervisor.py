@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.common.errors import ConfigurationError, LocalError
-from services.common.lifecycle import EXIT_HOPELESS
-from services.common.restarts import Restarts
-from services.local.child import Child
-from services.local.console import Console
-from services.local.launches import Forks, Programs
-from services.local.plan import Process
+from baton_serve.services.common.errors import ConfigurationError, LocalError
+from baton_serve.services.common.lifecycle import EXIT_HOPELESS
+from baton_serve.services.common.restart_policy import Restarts
+from baton_serve.services.local.child import Child
+from baton_serve.services.local.console import Console
+from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.plan import Process
 
 if TYPE_CHECKING:
     import httpx
 
 ROUTER = "router"
-MODULE = "services.cli"
+MODULE = "baton_serve.services.cli"
 _POLL_S = 0.1
 ROUTER_AFTER_S = 3.0
 """So long the router serves on while instances drain; then it stops too, and what still runs there ends."""

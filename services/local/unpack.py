@@ -21,8 +21,8 @@ def main(argv: Sequence[str]) -> int:
     if importlib.util.find_spec("gguf") is None:
         sys.stderr.write(f"{PROGRAM}: needs the Python package gguf: pip install 'baton-serve[gguf]'\n")
         return 1
-    from engine.errors import ModelError
-    from engine.gguf_folder import unpack
+    from baton_serve.engine.errors import ModelError
+    from baton_serve.engine.loading.gguf_folder import unpack
 
     try:
         sys.stdout.write(f"{unpack(options.file, options.folder)}\n")

@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from contracts.messages import Prefill
-from engine.vision.given import ImageReader
-from kvtransfer.errors import TransferError
-from services.instance.engine_thread import EngineCalls
-from services.instance.errors import RequestFailed
-from services.instance.images import pixels_of
-from services.instance.parts import Parts
-from services.instance.ports import EngineStats, HandoffCounter, SourcePort
-from services.instance.pulling import PullPort
-from services.instance.requests import Request
-from services.instance.serving import Assignment, to_the_end
-from services.prefill.reading import HandedReading, Reading
+from baton_serve.contracts.messages import Prefill
+from baton_serve.engine.model.vision.placeholders import ImageReader
+from baton_serve.kvtransfer.errors import TransferError
+from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.components import Parts
+from baton_serve.services.instance.engine_thread import EngineCalls
+from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.image_loading import pixels_of
+from baton_serve.services.instance.kv_sharing.pulling import PullPort
+from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
+from baton_serve.services.instance.request_server import Assignment, to_the_end
+from baton_serve.services.prefill.prompt_progress import HandedReading, Reading
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def prefill_handler(parts: Parts) -> "PrefillHandler":
 
 
 class PrefillHandler:
-    """`services.instance.serving.RoleHandler`."""
+    """`services.instance.request_server.RoleHandler`."""
 
     def __init__(
         self,

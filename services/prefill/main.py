@@ -3,9 +3,9 @@
 import sys
 from os import environ
 
-from services.common.configuration import load
-from services.instance.seat import thread_count
-from services.instance.settings import InstanceSettings, short_waits, visible_device
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
+from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device
 
 
 def main(argv: list[str]) -> None:
@@ -20,8 +20,8 @@ def main(argv: list[str]) -> None:
     )
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
-    from services.instance.process import run_instance
-    from services.prefill.handler import prefill_handler
+    from baton_serve.services.instance.process import run_instance
+    from baton_serve.services.prefill.handler import prefill_handler
 
     status = run_instance(settings, "prefill", prefill_handler)
     sys.exit(status)

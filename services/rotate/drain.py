@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import httpx
 
-from services.common.cluster_key import read_cluster_key
-from services.common.configuration import load_settings, stop
-from services.common.errors import ConfigurationError, RemoteError
-from services.rotate.asking import TIMEOUT_S, AskingError, Instances
-from services.rotate.settings import DrainSettings
+from baton_serve.services.common.cluster_key import read_cluster_key
+from baton_serve.services.common.errors import ConfigurationError, RemoteError
+from baton_serve.services.common.settings.configuration import load_settings, stop
+from baton_serve.services.rotate.admin_client import TIMEOUT_S, AskingError, Instances
+from baton_serve.services.rotate.settings import DrainSettings
 
 PROGRAM = "baton drain"
 _POLL_S = 0.2

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 
 import httpx
 
-from contracts.instance import Role
-from services.common.cluster_key import read_cluster_key
-from services.common.configuration import load_settings, stop
-from services.common.errors import ConfigurationError, RemoteError
-from services.common.registry import registry_view
-from services.rotate.asking import TIMEOUT_S, Instances, RegistrySource, RouterSource, Source
-from services.rotate.rotation import Rotation
-from services.rotate.settings import RotateSettings
+from baton_serve.contracts.instance import Role
+from baton_serve.services.common.cluster_key import read_cluster_key
+from baton_serve.services.common.errors import ConfigurationError, RemoteError
+from baton_serve.services.common.registry import registry_view
+from baton_serve.services.common.settings.configuration import load_settings, stop
+from baton_serve.services.rotate.admin_client import TIMEOUT_S, Instances, RegistrySource, RouterSource, Source
+from baton_serve.services.rotate.rotation import Rotation
+from baton_serve.services.rotate.settings import RotateSettings
 
 PROGRAM = "baton rotate"
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")

@@ -9,9 +9,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from contracts.instance import Role
-from services.common.errors import RemoteError
-from services.rotate.asking import AskingError, Seen, Source, State, newest
+from baton_serve.contracts.instance import Role
+from baton_serve.services.common.errors import RemoteError
+from baton_serve.services.rotate.admin_client import AskingError, Seen, Source, State, newest
 
 POLL_S = 0.2
 
@@ -21,7 +21,7 @@ class RotationError(RemoteError):
 
 
 class Drainer(Protocol):
-    """`services.rotate.asking.Instances`."""
+    """`services.rotate.admin_client.Instances`."""
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None: ...
     async def state(self, address: str) -> State | None: ...

@@ -9,22 +9,26 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from services.common.version import VERSION
-from services.router.adapter_endpoints import adapter_endpoints
-from services.router.api_keys import ApiKeys
-from services.router.asgi import RequestLimits
-from services.router.audit import AuditLog
-from services.router.chat import ChatEndpoint
-from services.router.completions import CompletionEndpoint
-from services.router.dialects.messages_endpoint import CountTokensEndpoint, MessagesEndpoint
-from services.router.dialects.messages_schema import CountTokensRequest, MessagesRequest
-from services.router.dialects.responses_endpoint import InputTokensEndpoint, ResponsesEndpoint
-from services.router.dialects.responses_schema import InputTokensRequest, ResponsesRequest
-from services.router.errors import ErrorBody, ErrorDetail
-from services.router.frontend import Frontend
-from services.router.invocations import InvocationsEndpoint
-from services.router.model_cards import model_routes
-from services.router.openai_schema import (
+from baton_serve.services.common.version import VERSION
+from baton_serve.services.router.api.chat import ChatEndpoint
+from baton_serve.services.router.api.completions import CompletionEndpoint
+from baton_serve.services.router.api.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
+from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
+from baton_serve.services.router.api.pooling.routes import pooling_endpoints
+from baton_serve.services.router.api.responses.endpoint import InputTokensEndpoint, ResponsesEndpoint
+from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
+from baton_serve.services.router.http.adapter_endpoints import adapter_endpoints
+from baton_serve.services.router.http.gateway import Shell
+from baton_serve.services.router.http.invocations import InvocationsEndpoint
+from baton_serve.services.router.http.model_endpoints import model_routes
+from baton_serve.services.router.http.status_endpoints import DetokenizeEndpoint, TokenizeEndpoint, system_routes
+from baton_serve.services.router.http.tokenizer_endpoints import tokenizer_routes
+from baton_serve.services.router.processes.sibling_rpc import Crew
+from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
+from baton_serve.services.router.protocol.errors import ErrorBody, ErrorDetail
+from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,12 +36,8 @@ from services.router.openai_schema import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from services.router.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
-from services.router.pooling.routes import pooling_endpoints
-from services.router.shell import Asgi, Shell
-from services.router.system import DetokenizeEndpoint, TokenizeEndpoint, system_routes
-from services.router.tokenizer_info import tokenizer_routes
-from services.router.workers.crew import Crew
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.quota.audit_log import AuditLog
 
 _SCHEMAS = "#/components/schemas/{model}"
 

@@ -12,40 +12,40 @@ import zmq
 from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
-from services.common.cluster_key import read_cluster_key
-from services.common.configuration import load_settings
-from services.common.errors import ConfigurationError
-from services.common.http_limits import HttpLimits
-from services.common.http_server import AsgiApp, HttpServer
-from services.common.lifecycle import Lifecycle, run
-from services.common.logs import configure_logs
-from services.common.registry import registry_view
-from services.common.tracing import tracing_to
-from services.router.admission import AdmissionRules
-from services.router.api_keys import ApiKeys
-from services.router.app import create_app
-from services.router.audit import AuditLog
-from services.router.caller import Caller
-from services.router.cluster import Cluster
-from services.router.connections import ZeromqConnector
-from services.router.dispatch import Admission
-from services.router.errors import ModelFolderError
-from services.router.frontend import Frontend
-from services.router.hosts import with_allowed_hosts
-from services.router.job import FlightRules
-from services.router.metrics import RouterMetrics
-from services.router.middleware import with_middleware
-from services.router.model import ModelNames
-from services.router.models import Models, settings_of_models
-from services.router.placement import PlacementPolicy
-from services.router.retry_budget import RetryBudget
-from services.router.settings import RouterSettings
-from services.router.shell import Shell
-from services.router.system import own_figures, own_metrics
-from services.router.usage import UsageLedger
-from services.router.usage_exchange import UsageExchange, UsageStore
-from services.router.workers.crew import Crew, Worker
-from services.router.workers.supervisor import start_workers
+from baton_serve.services.common.cluster_key import read_cluster_key
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.limits import HttpLimits
+from baton_serve.services.common.http.server import AsgiApp, HttpServer
+from baton_serve.services.common.lifecycle import Lifecycle, run
+from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.registry import registry_view
+from baton_serve.services.common.settings.configuration import load_settings
+from baton_serve.services.common.tracing import tracing_to
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.app import create_app
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.cluster.connections import ZeromqConnector
+from baton_serve.services.router.http.gateway import Shell
+from baton_serve.services.router.http.hosts import with_allowed_hosts
+from baton_serve.services.router.http.middleware import with_middleware
+from baton_serve.services.router.http.status_endpoints import own_figures, own_metrics
+from baton_serve.services.router.models import Models, settings_of_models
+from baton_serve.services.router.placement.admission import AdmissionRules
+from baton_serve.services.router.placement.policy import PlacementPolicy
+from baton_serve.services.router.placement.retry_budget import RetryBudget
+from baton_serve.services.router.processes.sibling_rpc import Crew, Worker
+from baton_serve.services.router.processes.supervisor import start_workers
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.protocol.errors import ModelFolderError
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.quota.audit_log import AuditLog
+from baton_serve.services.router.quota.usage import UsageLedger
+from baton_serve.services.router.quota.usage_exchange import UsageExchange, UsageStore
+from baton_serve.services.router.requests.dispatcher import Admission
+from baton_serve.services.router.requests.metrics import RouterMetrics
+from baton_serve.services.router.requests.prompt_request import FlightRules
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.served_model import ModelNames
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,9 @@ def usage_exchange(settings: RouterSettings, ledger: UsageLedger, crew: Crew | N
     """None where no other router can share this registry."""
     store: UsageStore | None = crew
     if not settings.registry.startswith("memory:"):
-        from services.router.usage_redis import RedisUsageStore  # a tenth of a second that only Redis should cost
+        from baton_serve.services.router.quota.usage_redis import (
+            RedisUsageStore,  # a tenth of a second that only Redis should cost
+        )
 
         store = RedisUsageStore(settings.registry)
     return None if store is None else UsageExchange(ledger, store, wall_clock=time.time)

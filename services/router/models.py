@@ -8,16 +8,16 @@ from typing import Literal
 
 import msgspec
 
-from services.common.errors import ConfigurationError
-from services.common.tracing import Tracing
-from services.router.cluster import Cluster
-from services.router.dispatch import Admission, Dispatcher
-from services.router.frontend import Frontend
-from services.router.job import FlightRules
-from services.router.metrics import RouterMetrics
-from services.router.model import ServedModel
-from services.router.pooling.calls import PoolingCalls
-from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.tracing import Tracing
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.requests.dispatcher import Admission, Dispatcher
+from baton_serve.services.router.requests.metrics import RouterMetrics
+from baton_serve.services.router.requests.pooling_calls import PoolingCalls
+from baton_serve.services.router.requests.prompt_request import FlightRules
+from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
+from baton_serve.services.router.text.served_model import ServedModel
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

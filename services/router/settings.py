@@ -1,6 +1,6 @@
 """Settings of the router process. Flags carry vLLM's names where vLLM has them.
 
-Read once in `main` by `services.common.configuration`; nobody changes them afterwards.
+Read once in `main` by `services.common.settings.configuration`; nobody changes them afterwards.
 """
 
 from pathlib import Path
@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from services.router.images.limits import ImageLimits, images_per_prompt
-from services.router.placement import PolicyName
-from services.router.pulls import PullPolicy
+from baton_serve.services.router.placement.policy import PolicyName
+from baton_serve.services.router.placement.prefix_pull import PullPolicy
+from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
 
 ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]

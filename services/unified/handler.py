@@ -1,17 +1,17 @@
 """What a unified instance does with a request: all of it."""
 
-from contracts.messages import Generate
-from engine.vision.given import ImageReader
-from services.instance.engine_thread import EngineCalls
-from services.instance.generation import generate
-from services.instance.ports import EngineStats
-from services.instance.pulling import PullPort
-from services.instance.requests import Request
-from services.instance.serving import Assignment
+from baton_serve.contracts.messages import Generate
+from baton_serve.engine.model.vision.placeholders import ImageReader
+from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.engine_thread import EngineCalls
+from baton_serve.services.instance.kv_sharing.pulling import PullPort
+from baton_serve.services.instance.local_generation import generate
+from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.request_server import Assignment
 
 
 class UnifiedHandler:
-    """`services.instance.serving.RoleHandler`."""
+    """`services.instance.request_server.RoleHandler`."""
 
     def __init__(self, engine: EngineCalls, puller: PullPort, reader: ImageReader | None = None) -> None:
         self._engine = engine

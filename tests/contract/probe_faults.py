@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvtransfer.frames import Offer, Welcome
-from kvtransfer.probing import process
-from kvtransfer.session.steps import Placement
-from kvtransfer.transports.memory import HostInlet
-from kvtransfer.transports.port import Inlet
-from kvtransfer.transports.usm import UsmTransport
+from baton_serve.kvtransfer.frames import Offer, Welcome
+from baton_serve.kvtransfer.probing import process
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.transports.memory import HostInlet
+from baton_serve.kvtransfer.transports.port import Inlet
+from baton_serve.kvtransfer.transports.usm import UsmTransport
 
 FOREVER_S = 600
 receive_all = HostInlet.receive_all

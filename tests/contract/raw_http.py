@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.common.http_limits import HttpLimits
-from services.common.http_server import HttpServer
+from baton_serve.services.common.http.limits import HttpLimits
+from baton_serve.services.common.http.server import HttpServer
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.router.chat_template import ChatTemplate, ChatTemplates, Json
-from services.router.errors import BadRequestError, ModelFolderError
-from services.router.tokenization import TextTokenizer
+from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
+from baton_serve.services.router.text.chat_template import ChatTemplate, ChatTemplates, Json
+from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.tokenizers_for_tests import TEMPLATE, byte_fallback, write_folder
 
 LLAMA_3 = """{{- bos_token }}

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contracts.identity import BlockName
-from contracts.layout import KVLayout, obstacle
-from engine.kernels import kv_codes
-from engine.kv_cache import KVCache
-from kvtransfer import Corrupt, LocalTransferError, Refused, Translation
-from kvtransfer.conversion.landings import Target
-from kvtransfer.conversion.plan import plan
-from kvtransfer.conversion.tensors import place, recoded
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.layout import KVLayout, obstacle
+from baton_serve.engine.kernels import kv_codes
+from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.kvtransfer import Corrupt, LocalTransferError, Refused, Translation
+from baton_serve.kvtransfer.conversion.plan import plan
+from baton_serve.kvtransfer.conversion.staging_buffers import Target
+from baton_serve.kvtransfer.conversion.tensors import place, recoded
 from tests.contract.transports_pair import SETTINGS, Meddler, Pair, TensorMemory, name, pair_of
 
 SOURCE = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
@@ -218,7 +218,7 @@ def test_a_message_between_devices_is_not_converted_so_another_transport_is_used
 
 
 def test_a_pull_between_devices_of_other_layouts_is_refused_with_both() -> None:
-    """By name and without a translation, as `services.instance.pulling` asks; the router plans none."""
+    """By name and without a translation, as `services.instance.kv_sharing.pulling` asks; the router plans none."""
     source, sink = SOURCE, CASES["larger blocks"]
 
     async def test() -> None:

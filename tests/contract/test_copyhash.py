@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvtransfer.memory import address_of
-from kvtransfer.native.copyhash import SOURCE, CopyHash, NativeCopyHash, PlainCopyHash
-from kvtransfer.native.loader import FLAGS, LibraryUnavailableError, load_library
+from baton_serve.kvtransfer.memory import address_of
+from baton_serve.kvtransfer.native.copyhash import SOURCE, CopyHash, NativeCopyHash, PlainCopyHash
+from baton_serve.kvtransfer.native.loader import FLAGS, LibraryUnavailableError, load_library
 
 SIZES = [64, 240, 4096, 4096 + 64, 5120, 5120 - 64, 65536, 65537, 128 * 1024, 300 * 1024 + 192, 1 << 20]
 MACHINES = ["native", "x86-64", "x86-64-v3", "x86-64-v4"]

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.http_exchange import Exchange
-from services.router.asgi import while_connected
-from services.router.compiling.checker import GrammarChecker, QueueLimits
-from services.router.compiling.process import CompileLimits
-from services.router.errors import ClientGoneError, RateLimitError
-from services.router.structured import Vocabulary
-from services.router.structured.lark import Lark
+from baton_serve.services.common.http.exchange import Exchange
+from baton_serve.services.router.protocol.asgi import while_connected
+from baton_serve.services.router.protocol.errors import ClientGoneError, RateLimitError
+from baton_serve.services.router.text.grammar import Vocabulary
+from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker, QueueLimits
+from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
+from baton_serve.services.router.text.grammar.lark import Lark
 from tests import grammar_bombs as bombs
 from tests.recorded_connection import RecordedConnection
 from tests.unit.router.test_structured import TOKENIZER
@@ -188,7 +188,7 @@ def test_a_compiler_ends_when_the_last_client_that_waits_for_it_has_left() -> No
 def test_the_process_has_one_thread_and_ends_with_its_router() -> None:
     code = """
 import asyncio, time
-from services.router.compiling.checker import GrammarChecker
+from services.router.text.grammar.compiling.checker import GrammarChecker
 from tests.contract.test_grammar_compiling import GOOD, VOCABULARY
 async def main():
     one = GrammarChecker(VOCABULARY.source)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.http_exchange import EXTENSION, Exchange
+from baton_serve.services.common.http.exchange import EXTENSION, Exchange
 from tests.contract.raw_http import talk
 from tests.recorded_connection import RecordedConnection
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from services.common.http_limits import HttpLimits, affordable_connections
-from services.common.http_listener import Listener
-from services.common.http_server import HttpServer
-from services.common.http_slots import Slots
+from baton_serve.services.common.http.limits import HttpLimits, affordable_connections
+from baton_serve.services.common.http.listener import Listener
+from baton_serve.services.common.http.server import HttpServer
+from baton_serve.services.common.http.slots import Slots
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
@@ -435,7 +435,7 @@ class Exhausted(socket.socket):
 def test_without_descriptors_nothing_is_accepted_until_there_are_some(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "services.common.http_listener")
+    caplog.set_level(logging.INFO, "baton_serve.services.common.http.listener")
 
     async def scenario() -> None:
         accepted = asyncio.Event()

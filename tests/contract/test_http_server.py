@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.errors import ConfigurationError
-from services.common.http_server import AsgiApp, HttpServer
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.server import AsgiApp, HttpServer
 
 
 async def app(scope: object, receive: object, send: AsgiApp) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.transports.oneccl import nccl
-from kvtransfer.transports.oneccl.nccl import NcclChannel, UniqueId
-from kvtransfer.transports.oneccl.pair import PairBrokenError
-from kvtransfer.transports.oneccl.torch_pair import dist
+from baton_serve.kvtransfer.transports.oneccl import nccl
+from baton_serve.kvtransfer.transports.oneccl.nccl import NcclChannel, UniqueId
+from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
+from baton_serve.kvtransfer.transports.oneccl.torch_pair import dist
 
 STREAM = SimpleNamespace(cuda_stream=5)
 

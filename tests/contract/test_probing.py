@@ -10,10 +10,10 @@ import msgspec
 import psutil
 import pytest
 
-from kvtransfer.ladder import Rung
-from kvtransfer.probing.plan import Plan
-from kvtransfer.probing.running import COMMAND, Runner
-from services.doctor.transports import check_transports
+from baton_serve.kvtransfer.ladder import Rung
+from baton_serve.kvtransfer.probing.plan import Plan
+from baton_serve.kvtransfer.probing.running import COMMAND, Runner
+from baton_serve.services.doctor.transports import check_transports
 from tests.contract.test_transports import handoff, run
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, Meddler, Pair, TensorMemory, pair_of
 

@@ -11,13 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.ports import free_port
-from contracts.identity import Generation, InstanceId
-from contracts.instance import InstanceRecord, Load
-from services.common.errors import ConfigurationError, RegistryUnavailable, Superseded
-from services.common.registry import RegistryClient, RegistryView, check_registry_url, registry_client, registry_view
-from services.common.registry.memory import MemoryRegistryView
-from services.common.registry.redis_registry import RedisRegistryView
+from baton_serve.bench.ports import free_port
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import InstanceRecord, Load
+from baton_serve.services.common.errors import ConfigurationError, RegistryUnavailable, Superseded
+from baton_serve.services.common.registry import (
+    RegistryClient,
+    RegistryView,
+    check_registry_url,
+    registry_client,
+    registry_view,
+)
+from baton_serve.services.common.registry.memory import MemoryRegistryView
+from baton_serve.services.common.registry.redis_registry import RedisRegistryView
 from tests.contract.redis_server import RedisServer
 from tests.unit.router.fakes import record as made_up
 

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 import zmq
 
-from bench.ports import free_port
-from contracts.identity import Generation, InstanceId, RequestId
-from contracts.instance import Load
-from contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
-from contracts.wire import encode
-from services.common.cluster_key import ClusterKey, cluster_key
-from services.common.rpc import InstanceLink, InstanceServer, RouterId
-from services.common.zmtp import command, framed, handshake
+from baton_serve.bench.ports import free_port
+from baton_serve.contracts.identity import Generation, InstanceId, RequestId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
+from baton_serve.contracts.wire import encode
+from baton_serve.services.common.cluster_key import ClusterKey, cluster_key
+from baton_serve.services.common.zmq.rpc import InstanceLink, InstanceServer, RouterId
+from baton_serve.services.common.zmq.zmtp import command, framed, handshake
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.ports import free_port
-from services.common.errors import ConfigurationError, LocalError
-from services.common.restarts import FAILED_STARTS
-from services.local import supervisor as supervisor_module
-from services.local.console import Console
-from services.local.launches import Forks, Programs
-from services.local.plan import Process
-from services.local.supervisor import Supervisor
+from baton_serve.bench.ports import free_port
+from baton_serve.services.common.errors import ConfigurationError, LocalError
+from baton_serve.services.common.restart_policy import FAILED_STARTS
+from baton_serve.services.local import supervisor as supervisor_module
+from baton_serve.services.local.console import Console
+from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.plan import Process
+from baton_serve.services.local.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +142,7 @@ def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
 def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("services.common.restarts.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.FIRST_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
     fuse.touch()
 
@@ -160,8 +160,8 @@ def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
 def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_number_of_deaths(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("services.common.restarts.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("services.common.restarts.LONGEST_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.LONGEST_DELAY_S", 0.01)
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
@@ -198,7 +198,7 @@ def test_a_server_that_cannot_be_forked_is_done_without(monkeypatch: pytest.Monk
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        assert "services.common.leash" in about(stage.pid("prefill-0"), "cmdline")
+        assert "baton_serve.services.common.die_with_parent" in about(stage.pid("prefill-0"), "cmdline")
 
     if way == "forks":
         run(lambda: Stage(["ready"]), body)

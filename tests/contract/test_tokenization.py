@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from services.router.errors import ModelFolderError
-from services.router.tokenization import TextTokenizer
+from baton_serve.services.router.protocol.errors import ModelFolderError
+from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.tokenizers_for_tests import byte_fallback, byte_level, write_folder
 
 TEXTS = ["", "hello world", "<|im_start|>hello</s>", " wörld €😀 ", "a\nb"]

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.messages import Ticket
-from kvtransfer import PeerLost, TransferError
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import PeerLost, TransferError
 from tests.contract.test_transports import handoff, only, run, transport_of, wanted
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, THREE, Pair, TensorMemory, pair_of
 from tests.contract.transports_proxy import Proxy, proxy_of
@@ -143,7 +143,7 @@ def test_bytes_that_change_on_every_way_are_an_error() -> None:
 
 
 def test_bytes_that_a_collective_library_changes_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtransfer.transports.oneccl.torch_pair import TorchPair
+    from baton_serve.kvtransfer.transports.oneccl.torch_pair import TorchPair
 
     receive, calls = TorchPair.receive, 0
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.identity import BlockName, Generation
-from contracts.messages import Ticket
-from kvtransfer import (
+from baton_serve.contracts.identity import BlockName, Generation
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import (
     Corrupt,
     Incomplete,
     LocalTransferError,
@@ -25,8 +25,8 @@ from kvtransfer import (
     TransferTimeout,
     UnknownTicket,
 )
-from kvtransfer.fetching import FetchResult
-from kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.consumer.fetching import FetchResult
+from baton_serve.kvtransfer.session.steps import Placement
 from tests.contract.transports_pair import LAYOUT, SETTINGS, THREE, Meddler, Pair, by_three, name, pair_of, running
 
 TRANSPORTS = ("memory", "usm", "zeromq", "oneccl")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Corrupt
+from baton_serve.kvtransfer import Corrupt
 from tests.contract.test_transports import handoff, only, run, wanted
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, Blocks, TensorMemory, pair_of
 
@@ -101,9 +101,9 @@ def test_blocks_that_nobody_wants_any_more_leave_the_ring() -> None:
 
 def test_a_message_takes_no_more_than_a_small_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of this one; over a library that must stage, a quarter of that."""
-    from kvtransfer.transports.devicecopy import DeviceBlocks
-    from kvtransfer.transports.oneccl import device as ends
-    from kvtransfer.transports.oneccl.device_pair import DevicePair
+    from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
+    from baton_serve.kvtransfer.transports.oneccl import device as ends
+    from baton_serve.kvtransfer.transports.oneccl.device_pair import DevicePair
 
     monkeypatch.setattr(DeviceBlocks, "total_bytes", lambda self: 4 * LAYOUT.block_bytes * ends.DEVICE_SHARE)
     sizes: list[int] = []
@@ -138,7 +138,7 @@ def spoil(parts: Sequence[Any], what: str) -> None:
 def test_damage_on_the_way_is_noticed_where_the_blocks_land(
     monkeypatch: pytest.MonkeyPatch, checksum: str, what: str
 ) -> None:
-    from kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
+    from baton_serve.kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
 
     post = DevicePair.post
 

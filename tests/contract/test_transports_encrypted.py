@@ -7,9 +7,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvtransfer import Refused, TransferSettings
-from kvtransfer.frames import Host
-from kvtransfer.liveness import this_host
+from baton_serve.kvtransfer import Refused, TransferSettings
+from baton_serve.kvtransfer.frames import Host
+from baton_serve.kvtransfer.liveness import this_host
 from tests.contract.transports_pair import SETTINGS, Pair, name, pair_of
 
 
@@ -27,7 +27,7 @@ def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     def host() -> Host:
         return msgspec.structs.replace(this_host(), boot_id=f"machine-{next(boots)}")
 
-    monkeypatch.setattr("kvtransfer.node.this_host", host)
+    monkeypatch.setattr("baton_serve.kvtransfer.node.this_host", host)
 
 
 async def handoff(pair: Pair) -> str:

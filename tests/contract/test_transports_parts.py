@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.identity import BlockName
-from kvtransfer import Corrupt, Incomplete, LocalTransferError, RemoteTransferError, SourceFailed
+from baton_serve.contracts.identity import BlockName
+from baton_serve.kvtransfer import Corrupt, Incomplete, LocalTransferError, RemoteTransferError, SourceFailed
 from tests.contract.test_transports import only, run, wanted
 from tests.contract.transports_pair import LAYOUT, Meddler, Node, Pair, TensorMemory, content, name, pair_of
 

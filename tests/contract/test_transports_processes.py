@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.ports import free_port
-from contracts.messages import Ticket
-from kvtransfer import PeerLost, RemoteTransferError, TransferError, TransferSettings
+from baton_serve.bench.ports import free_port
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import PeerLost, RemoteTransferError, TransferError, TransferSettings
 from tests.contract import test_transports
 from tests.contract.test_transports import only, wanted
 from tests.contract.transports_pair import LAYOUT, LONG_SILENCE_S, Node, running

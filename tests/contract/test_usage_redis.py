@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from contracts.identity import Generation, InstanceId
-from services.common.errors import RegistryUnavailable
-from services.common.redis_client import connect_redis
-from services.common.registry import registry_client, registry_view
-from services.router.caller import Caller
-from services.router.usage import UsageLedger
-from services.router.usage_exchange import UsageExchange
-from services.router.usage_redis import RedisUsageStore
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.services.common.errors import RegistryUnavailable
+from baton_serve.services.common.redis_client import connect_redis
+from baton_serve.services.common.registry import registry_client, registry_view
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.quota.usage import UsageLedger
+from baton_serve.services.router.quota.usage_exchange import UsageExchange
+from baton_serve.services.router.quota.usage_redis import RedisUsageStore
 from tests.contract.redis_server import RedisServer
 from tests.unit.router.fakes import record
 

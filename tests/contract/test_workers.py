@@ -17,12 +17,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.fake_instances import FakeInstance
-from bench.listening import num_listening
-from bench.ports import free_port
-from contracts.identity import InstanceId
-from services.common.registry import RegistryView, registry_client, registry_view
-from services.router.workers.registry_relay import RegistryRelay
+from baton_serve.bench.ports import free_port
+from baton_serve.bench.router.fake_instances import FakeInstance
+from baton_serve.bench.serving.listening import num_listening
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.services.common.registry import RegistryView, registry_client, registry_view
+from baton_serve.services.router.processes.registry_relay import RegistryRelay
 from tests.e2e.cluster import ROOT, environment
 from tests.unit.router.fakes import record
 
@@ -76,7 +76,7 @@ class Router:
 @asynccontextmanager
 async def router(folder: str, *args: str) -> AsyncIterator[Router]:
     registry, port = f"memory://{folder}/registry", free_port()
-    command = [sys.executable, "-m", "services.cli", "router", "--model", str(MODEL), "--workers", "2"]
+    command = [sys.executable, "-m", "baton_serve", "router", "--model", str(MODEL), "--workers", "2"]
     command += ["--registry", registry, "--port", str(port), *args]
     with (Path(folder) / "log").open("ab") as log:
         env = environment() | {"TMPDIR": folder}
@@ -136,7 +136,7 @@ async def _other_than(one: Router, pid: int) -> bool:
 
 def test_what_keeps_workers_from_starting_is_said_and_ends_the_router() -> None:
     async def run(folder: str) -> tuple[int | None, str]:
-        command = [sys.executable, "-m", "services.cli", "router", "--model", folder, "--workers", "2"]
+        command = [sys.executable, "-m", "baton_serve", "router", "--model", folder, "--workers", "2"]
         process = await asyncio.create_subprocess_exec(
             *command, "--registry", f"memory://{folder}/registry", "--port", str(free_port()),
             cwd=ROOT, env=environment(), stderr=asyncio.subprocess.PIPE,

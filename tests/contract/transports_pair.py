@@ -9,15 +9,15 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.layout import KVLayout
-from contracts.messages import Ticket
-from kvtransfer import BlockMemory, HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
-from kvtransfer.ladder import ProbeOutcome
-from kvtransfer.probing.running import COMMAND
-from kvtransfer.session.steps import Placement
-from kvtransfer.transports import build
-from kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transport
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import BlockMemory, HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
+from baton_serve.kvtransfer.ladder import ProbeOutcome
+from baton_serve.kvtransfer.probing.running import COMMAND
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.transports import build
+from baton_serve.kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transport
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
 NUM_BLOCKS = 48

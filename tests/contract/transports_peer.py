@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from contracts.identity import Generation, InstanceId, TicketId
-from contracts.messages import Ticket
-from kvtransfer import TransferError, TransferSettings
+from baton_serve.contracts.identity import Generation, InstanceId, TicketId
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import TransferError, TransferSettings
 from tests.contract.transports_pair import Blocks, Node, name, running
 
 MARK = b"answer "
@@ -78,7 +78,7 @@ async def peer(
 
 def _fork(argv: list[str], out: int) -> tuple[Callable[[int], None], Callable[[], int]]:
     """How to send it a signal, and how to wait until it has ended."""
-    from services.local.plan import Process
+    from baton_serve.services.local.plan import Process
     from tests.forking import PEER, forks
 
     forked = forks()(Process("peer", [PEER, *argv], {}), os.environ, out, _STDERR)

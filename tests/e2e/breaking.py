@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
-from contracts.instance import Role
-from contracts.messages import ErrorCode, Prefill
-from engine.outputs import CompletedBlocks, SequenceOutput
-from services.instance.errors import RequestFailed
-from services.instance.ports import EngineStats
-from services.instance.requests import Progress, Request
-from services.instance.serving import Assignment, RoleHandler
+from baton_serve.contracts.instance import Role
+from baton_serve.contracts.messages import ErrorCode, Prefill
+from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
+from baton_serve.services.instance.attempt_table import Progress, Request
+from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.request_server import Assignment, RoleHandler
 
 ATTEMPTS: dict[Role, int] = {"prefill": 0, "decode": 1}
 """Which attempt at a request breaks where. The first at prefill, so that the second reaches decode."""

@@ -20,9 +20,9 @@ from typing import Any, Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.ports import free_port
-from services.local.launches import Launch
-from services.local.plan import Process
+from baton_serve.bench.ports import free_port
+from baton_serve.services.local.launches import Launch
+from baton_serve.services.local.plan import Process
 from tests.devices import DEVICE
 from tests.forking import forks
 
@@ -39,7 +39,7 @@ def wait_until(fact: Callable[[], bool], *, timeout_s: float, what: str) -> None
 
 
 def baton(*args: str) -> list[str]:
-    return [sys.executable, "-m", "services.cli", *args]
+    return [sys.executable, "-m", "baton_serve", *args]
 
 
 def environment() -> dict[str, str]:

@@ -15,19 +15,19 @@ import httpx
 import pytest
 import torch
 
-from bench.ports import free_port
-from contracts.instance import Role
-from services.common.lifecycle import Lifecycle
-from services.decode.handler import DecodeHandler
-from services.decode.room import Room
-from services.instance.parts import Parts
-from services.instance.process import InstanceProcess
-from services.instance.serving import RoleHandler
-from services.instance.settings import InstanceSettings
-from services.prefill.handler import prefill_handler
-from services.router import main as router
-from services.router.settings import RouterSettings
-from services.unified.handler import UnifiedHandler
+from baton_serve.bench.ports import free_port
+from baton_serve.contracts.instance import Role
+from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.decode.handler import DecodeHandler
+from baton_serve.services.instance.components import Parts
+from baton_serve.services.instance.process import InstanceProcess
+from baton_serve.services.instance.request_server import RoleHandler
+from baton_serve.services.instance.settings import InstanceSettings
+from baton_serve.services.prefill.handler import prefill_handler
+from baton_serve.services.router import main as router
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.unified.handler import UnifiedHandler
 from tests.devices import DEVICE
 from tests.e2e.cluster import Api
 

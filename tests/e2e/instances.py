@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.ports import free_port
-from contracts.identity import RequestId, new_ticket_id
-from contracts.instance import InstanceRecord, Load
-from contracts.messages import (
+from baton_serve.bench.ports import free_port
+from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.identity import RequestId, new_ticket_id
+from baton_serve.contracts.instance import InstanceRecord, Load
+from baton_serve.contracts.messages import (
     Batch,
     Cancel,
     Decode,
@@ -31,12 +32,11 @@ from contracts.messages import (
     ToRouter,
     Work,
 )
-from contracts.naming import root_name
-from contracts.sampling import SamplingParams
-from services.common.registry import RegistryView, registry_view
-from services.common.rpc import InstanceLink
-from services.local.launches import Launched
-from services.local.plan import Process
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.services.common.registry import RegistryView, registry_view
+from baton_serve.services.common.zmq.rpc import InstanceLink
+from baton_serve.services.local.launches import Launched
+from baton_serve.services.local.plan import Process
 from tests.devices import flags_of
 from tests.e2e.cluster import environment
 from tests.forking import forks

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from services.local.lone_gguf import stands_alone, unpacked
-from services.local.settings import DEMO_MODEL
+from baton_serve.services.local.gguf_cache import stands_alone, unpacked
+from baton_serve.services.local.settings import DEMO_MODEL
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
 from tests.families import FAMILIES

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.local.launches import Programs
-from services.local.supervisor import MODULE
+from baton_serve.services.local.launches import Programs
+from baton_serve.services.local.supervisor import MODULE
 from tests.e2e.cluster import Cluster, wait_until
 
 pytestmark = pytest.mark.slow

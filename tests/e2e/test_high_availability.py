@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.ports import free_port
+from baton_serve.bench.ports import free_port
 from tests.contract.redis_server import RedisServer
 from tests.e2e.cluster import ROOT, Api, baton, environment, wait_until
 from tests.e2e.test_faults import text_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.messages import Decode, Generate, Prefill, Work
-from engine import Engine, EngineConfig
+from baton_serve.contracts.messages import Decode, Generate, Prefill, Work
+from baton_serve.engine import Engine, EngineConfig
 from tests.e2e.instances import Driver, instances, is_idle
 from tests.tiny_models import write_tiny_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.ports import free_port
+from baton_serve.bench.ports import free_port
 from tests.e2e.cluster import ROOT, baton, environment, wait_until
 
 pytestmark = pytest.mark.slow

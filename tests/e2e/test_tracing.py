@@ -108,9 +108,9 @@ def test_every_log_line_about_a_request_carries_its_id(traced: Traced) -> None:
     about = [event for event in traced.events() if "r-17" in str(event)]
     ended = {(event["logger"], event.get("kind")) for event in about if event["event"] == "request ended"}
     assert ended == {
-        ("services.router.endings", None),
-        ("services.instance.observed", "prefill"),
-        ("services.instance.observed", "decode"),
+        ("baton_serve.services.router.requests.request_log", None),
+        ("baton_serve.services.instance.observed_role", "prefill"),
+        ("baton_serve.services.instance.observed_role", "decode"),
     }
     assert all("r-17" in event["request_id"] for event in about)
 

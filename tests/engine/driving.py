@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from contracts.identity import RequestId
-from contracts.messages import Work
-from contracts.naming import root_name
-from contracts.sampling import SamplingParams
-from engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
-from engine.vision.given import NO_PIXELS, Pixels
+from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from tests.devices import DEVICE
 
 Answers = dict[tuple[str, int], list[int]]

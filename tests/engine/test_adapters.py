@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from contracts.messages import Work
-from contracts.naming import root_name
-from engine import ConfigError, Engine, EngineConfig
-from engine.config import Quantization
-from engine.errors import AdapterError, RequestError
-from engine.quantization.formats import scheme
+from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.messages import Work
+from baton_serve.engine import ConfigError, Engine, EngineConfig
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.errors import AdapterError, RequestError
+from baton_serve.engine.model.quantized.formats import scheme
 from tests.adapters import merged, write_adapter
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.test_quantization import rounded

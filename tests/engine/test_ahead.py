@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from contracts.identity import RequestId
-from engine import Engine, StepResult
-from engine.sampler import Choice
-from engine.scheduler import Plan, SampleRow
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine import Engine, StepResult
+from baton_serve.engine.core.scheduler import Plan, SampleRow
+from baton_serve.engine.sample.sampler import Choice
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, outputs_of, run
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine import UnsupportedModelError
+from baton_serve.engine import UnsupportedModelError
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import Writer, Written, add_to_config, pack_words, round_unsigned, write_checkpoint

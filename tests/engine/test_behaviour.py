@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from contracts.events import BlocksStored
-from contracts.identity import RequestId
-from contracts.messages import TokenLogprobs
-from contracts.naming import block_names
-from engine import Engine, FirstTokenInfo, RequestError, StepResult
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.events import BlocksStored
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import TokenLogprobs
+from baton_serve.engine import Engine, FirstTokenInfo, RequestError, StepResult
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import copy_block, hand_over, make_engine, make_work, outputs_of, run
 

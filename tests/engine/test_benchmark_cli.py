@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bench.cli import main
+from baton_serve.bench.cli import main
 
 
 def test_a_model_that_cannot_be_had_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What a step's kernels add up to."""
 
-from bench.kernels import Span, Total, tally
+from baton_serve.bench.micro.kernels import Span, Total, tally
 
 
 def test_kernels_count_for_what_they_take_and_what_the_device_waits_before_them() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bench import engine
-from bench.engine import Limits, Turns
+from baton_serve.bench.micro import engine
+from baton_serve.bench.micro.engine import Limits, Turns
 
 
 @pytest.fixture

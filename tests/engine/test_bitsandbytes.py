@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import UnsupportedModelError
-from engine.kernels.quantized import code_values
+from baton_serve.engine import UnsupportedModelError
+from baton_serve.engine.kernels.quantized import code_values
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import Writer, Written, add_to_config, write_checkpoint

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from contracts.identity import Generation, InstanceId, RequestId, TicketId
-from contracts.messages import Ticket
-from contracts.naming import block_names
-from engine import CompletedPart, Engine, KVCache
-from kvtransfer import TransferNode, Translation
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.identity import Generation, InstanceId, RequestId, TicketId
+from baton_serve.contracts.messages import Ticket
+from baton_serve.engine import CompletedPart, Engine, KVCache
+from baton_serve.kvtransfer import TransferNode, Translation
 from tests.contract.test_transports import only
 from tests.devices import DEVICE
 from tests.engine.driving import make_engine, make_work, run
@@ -36,7 +36,7 @@ TRANSPORTS = [
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="device"))
+    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="device"))
 
 
 def node_of(name: str, engine: Engine, transport: str) -> TransferNode:

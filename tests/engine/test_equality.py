@@ -7,9 +7,9 @@ from functools import cached_property
 import msgspec
 import pytest
 
-from contracts.messages import Work
-from contracts.naming import root_name
-from engine import Engine
+from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.messages import Work
+from baton_serve.engine import Engine
 from tests.engine.conftest import ANSWER_TOKENS, Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import FAMILIES

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ConfigError, ModelError, UnsupportedModelError
+from baton_serve.engine import ConfigError, ModelError, UnsupportedModelError
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import Written, add_to_config, write_checkpoint

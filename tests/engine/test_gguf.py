@@ -8,14 +8,14 @@ import gguf
 import pytest
 import torch
 
-from engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
-from engine.fused import fits
-from engine.gguf import gguf_file
-from engine.kernels import QuantizedWeight
-from engine.kernels.quantized import code_bits, dequantize
-from engine.model_loader import load_model
-from engine.quantization.checkpoints.gguf import Gguf
-from engine.quantization.modules import QuantizedEmbedding, QuantizedLinear
+from baton_serve.engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
+from baton_serve.engine.kernels import QuantizedWeight
+from baton_serve.engine.kernels.quantized import code_bits, dequantize
+from baton_serve.engine.loading.gguf import gguf_file
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
+from baton_serve.engine.model.fused import fits
+from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.gguf_files import Kind, blocks, projections, write_gguf

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
-from engine.model_loader import load_model
-from engine.pooling.loader import load_pooling_model
-from engine.quantization.modules import QuantizedLinear, ReorderedLinear
+from baton_serve.engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
+from baton_serve.engine.pooling.loader import load_pooling_model
 from tests.engine.conftest import References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import Writer, Written, add_to_config, pack_words, round_unsigned, write_checkpoint

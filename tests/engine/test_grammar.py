@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from contracts.identity import RequestId
-from engine import Engine, StepResult
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine import Engine, StepResult
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, outputs_of, run
 from tests.tiny_models import IM_END_ID

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import RequestError
-from engine.grammar import Grammars
+from baton_serve.engine.errors import RequestError
+from baton_serve.engine.sample.grammar import Grammars
 from tests import grammar_bombs as bombs
 from tests.families import EOS_ID
 from tests.unit.router.tokenizers_for_tests import write_folder
@@ -77,7 +77,7 @@ print("done")
 def test_what_is_kept_is_bounded_in_bytes_and_what_is_dropped_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.grammar.CACHED_BYTES", 1_000_000)
+    monkeypatch.setattr("baton_serve.engine.sample.grammar.CACHED_BYTES", 1_000_000)
     known = grammars(tmp_path)
     texts = [f'start: "{"a" * 400_000}{i}"' for i in range(4)]
     for text in texts:

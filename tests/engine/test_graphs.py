@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.identity import RequestId
-from engine import Engine, FailedRequest, StepResult, device, prompt_graphs
-from engine.forward import Forward
-from engine.graphs import DecodeGraphs
-from engine.inputs import StepInputs
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine import Engine, FailedRequest, StepResult, device
+from baton_serve.engine.execution import prompt_graphs
+from baton_serve.engine.execution.decode_graphs import DecodeGraphs
+from baton_serve.engine.model.batch_inputs import StepInputs
+from baton_serve.engine.model.forward import Forward
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -186,7 +187,7 @@ def test_logits_of_several_ranks_are_put_together_for_who_asks(
         made.append(Halves(forward, whole.vocab_size))
         return DecodeGraphs(made[-1], *arguments)
 
-    monkeypatch.setattr("engine.executor.DecodeGraphs", halved)
+    monkeypatch.setattr("baton_serve.engine.execution.executor.DecodeGraphs", halved)
     with make_engine(reference.folder, max_num_seqs=4) as engine:
         assert ask(engine, reference.prompts) == reference.answers
         assert sum(halves.num_gathered for halves in made) == 0

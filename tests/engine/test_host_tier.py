@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from contracts.identity import RequestId
-from contracts.naming import block_names
-from engine import Engine, KVCache
-from engine.errors import ConfigError
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine import Engine, KVCache
+from baton_serve.engine.errors import ConfigError
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
@@ -126,7 +126,7 @@ def test_a_pin_brings_blocks_back_from_the_host_tier(references: References) -> 
 
 
 def test_a_device_whose_memory_the_host_cannot_address(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="device"))
+    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="device"))
     reference = references("llama")
     with make_engine(reference.folder, **SMALL) as engine:
         for _ in range(2):
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         make_engine(folder, host_kv_bytes=10)
     with pytest.raises(ConfigError, match="prefix"):
         make_engine(folder, host_kv_bytes=1 << 20, enable_prefix_caching=False)
-    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="mirrored"))
+    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="mirrored"))
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         make_engine(folder, host_kv_bytes=1 << 20)
 

@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from engine import device
-from kvtransfer.transports.oneccl import torch_pair
+from baton_serve.engine import device
+from baton_serve.kvtransfer.transports.oneccl import torch_pair
 
 
 @pytest.fixture

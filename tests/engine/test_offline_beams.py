@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
+from baton_serve.engine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
 from tests.tiny_models import write_tiny_model
 
 PROMPTS = ["once upon a time", "the baton and the block", "x"]

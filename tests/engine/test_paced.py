@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.pace import LEAST, class_of
-from engine.scheduler import Plan
+from baton_serve.engine.core.scheduler import Plan
+from baton_serve.engine.core.step_time_model import LEAST, class_of
 from tests.engine.conftest import References
 from tests.engine.driving import make_engine, make_work, run
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.messages import TokenLogprobs
-from engine import Engine, fused_cpu
-from engine.kernels import cpu_layers
-from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
-from engine.kernels.cpu_linear import has_packed_linear
+from baton_serve.contracts.messages import TokenLogprobs
+from baton_serve.engine import Engine
+from baton_serve.engine.kernels.cpu import layers as cpu_layers
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.linear import has_packed_linear
+from baton_serve.engine.model import fused_cpu
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import make_engine, make_work

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig
-from engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
-from engine.parallel.collectives import Group
-from engine.parallel.leading import LeadingExecutor
-from engine.parallel.shard import Shard
+from baton_serve.engine import Engine, EngineConfig
+from baton_serve.engine.collectives.backends import Group
+from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.parallel.tp_leader import LeadingExecutor
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -86,7 +86,8 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
     def lacks_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr("engine.parallel.ranks.END_TIMEOUT_S", 0.5)  # the other one waits for a step that never comes
+    # The other rank waits for a step that never comes.
+    monkeypatch.setattr("baton_serve.engine.parallel.ranks.END_TIMEOUT_S", 0.5)
     with make_engine(references("llama").folder, tensor_parallel_size=2, async_scheduling=True) as engine:
         (rank,) = engine._ranks._ranks
         assert isinstance(engine._executor, LeadingExecutor)
@@ -98,7 +99,7 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
 
 
 def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.parallel.collectives._groups_that_map", itertools.count())
+    monkeypatch.setattr("baton_serve.engine.collectives.backends._groups_that_map", itertools.count())
     cpu = torch.device("cpu")
     groups = [Group(tmp_path / f"store-{number}", Shard(0, 1), cpu) for number in range(2)]
     assert [group._are_first(cpu) for group in groups] == [True, False]

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from contracts.identity import RequestId
-from contracts.pooling import PoolingInput, PoolingParams, PoolingTask
-from engine import ConfigError, EngineConfig, ModelError, RequestError
-from engine.pooling.engine import PoolingEngine
-from engine.pooling.kind import Task, kind_of
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams, PoolingTask
+from baton_serve.engine import ConfigError, EngineConfig, ModelError, RequestError
+from baton_serve.engine.config import Task
+from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.engine.pooling.kind import kind_of
 from tests.tiny_pooling_models import write_modules, write_pooling_model
 
 INPUTS = [[2, 7, 9, 3], [2, 8, 3], [2, *range(4, 15), 3], [2, 3], [2, 6, 6, 6, 7, 3], [2, *[5, 9] * 20, 3]]

@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from engine import ConfigError, EngineConfig, UnsupportedModelError
-from engine.config import KvCacheDtype, Quantization
-from engine.kernels.quantized import QuantizedWeight, dequantize
-from engine.model_loader import load_model
-from engine.quantization.formats import Scheme, quantize, scheme
-from engine.quantization.modules import quantized_layers
-from engine.quantization.online import HEAD
+from baton_serve.engine import ConfigError, EngineConfig, UnsupportedModelError
+from baton_serve.engine.config import KvCacheDtype, Quantization
+from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.model.quantized.formats import Scheme, quantize, scheme
+from baton_serve.engine.model.quantized.modules import quantized_layers
+from baton_serve.engine.model.quantized.online import HEAD
 from tests.engine.conftest import References, greedy_answer
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model

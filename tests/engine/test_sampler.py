@@ -4,15 +4,15 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.identity import BlockName, RequestId
-from contracts.messages import Work
-from contracts.sampling import SamplingParams
-from engine.constraints import ConstraintBuilder
-from engine.grammar import Grammars
-from engine.masks import Masking
-from engine.sampler import Sampler, invert_cumulative, keep_most_likely
-from engine.scheduler import SampleRow
-from engine.sequence import Request, Sequence
+from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine.core.scheduler import SampleRow
+from baton_serve.engine.core.sequence import Request, Sequence
+from baton_serve.engine.sample.constraints import ConstraintBuilder
+from baton_serve.engine.sample.grammar import Grammars
+from baton_serve.engine.sample.sampler import Sampler, invert_cumulative, keep_most_likely
+from baton_serve.engine.sample.token_masks import Masking
 
 VOCAB = 40
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
-from engine.capacity import check_host
+from baton_serve.engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
+from baton_serve.engine.kv.capacity import check_host
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import REFUSED
 from tests.tiny_models import write_tiny_model
@@ -219,7 +219,7 @@ def test_a_fingerprint_tells_weights_apart_and_survives_a_copy(tmp_path: Path) -
 
 
 def test_progress_is_told(folder: Path) -> None:
-    from engine import EngineConfig
+    from baton_serve.engine import EngineConfig
 
     told: list[str] = []
     config = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=4 << 20)

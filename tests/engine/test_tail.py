@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.identity import BlockName, RequestId
-from contracts.layout import KVLayout
-from engine import CompletedPart, tail
-from engine.device import copies_beside_computing
-from engine.outputs import CompletedBlocks, NamedBlock
-from engine.tail import parts_of
+from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine import CompletedPart
+from baton_serve.engine.core.outputs import CompletedBlocks, NamedBlock
+from baton_serve.engine.device import copies_beside_computing
+from baton_serve.engine.step import layer_groups as tail
+from baton_serve.engine.step.layer_groups import parts_of
 from tests.devices import DEVICE
 from tests.engine.driving import make_engine, make_work, run
 from tests.tiny_models import write_tiny_model

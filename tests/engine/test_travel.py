@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts.identity import RequestId
-from engine import Engine, KVCache
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine import Engine, KVCache
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cache_making.KVCache", partial(KVCache, place="mirrored"))
+    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="mirrored"))
 
 
 def host_bytes(engine: Engine) -> int:

@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaNextProcessor
 
-from contracts.identity import BlockName
-from contracts.messages import Work
-from contracts.vision import PINPOINTS, VisionProfile
-from engine import Engine, EngineConfig
-from engine.errors import ModelError, RequestError, UnsupportedModelError
-from engine.model_loader import load_model
-from engine.parallel.shard import Shard
-from engine.vision import load_images
-from engine.vision.given import Picture
-from engine.vision.prompt import KeptFeatures
-from engine.vision.tower import VisionTower
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.vision import PINPOINTS, VisionProfile
+from baton_serve.engine import Engine, EngineConfig
+from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.errors import ModelError, RequestError, UnsupportedModelError
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.model.vision import load_images
+from baton_serve.engine.model.vision.placeholders import Picture
+from baton_serve.engine.model.vision.prompt import KeptFeatures
+from baton_serve.engine.model.vision.tower import VisionTower
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
 from tests.images import Piece, Reference, picture, prompt_of, tokens_of
 from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from engine import weight_files
-from engine.weight_files import Piece, fill, map_tensors, stored_pieces
+from baton_serve.engine.loading import weight_files
+from baton_serve.engine.loading.weight_files import Piece, fill, map_tensors, stored_pieces
 from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")

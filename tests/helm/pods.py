@@ -15,7 +15,7 @@ from random import SystemRandom
 
 import httpx
 
-from bench.ports import free_port
+from baton_serve.bench.ports import free_port
 from tests.e2e.cluster import ROOT, environment, wait_until
 from tests.helm.chart import Manifest, container_of, environment_of, named, objects, pod_of
 
@@ -70,7 +70,7 @@ class Pods:
 
     def start(self, role: str) -> None:
         arguments = container_of(pod_of(self.rendered, role))["args"]
-        self._spawn(role, [sys.executable, "-m", "services.cli", *arguments], environment() | self.environment(role))
+        self._spawn(role, [sys.executable, "-m", "baton_serve", *arguments], environment() | self.environment(role))
 
     def start_redis(self) -> None:
         container = named(self.rendered, "StatefulSet", "-redis")["spec"]["template"]["spec"]["containers"][0]
@@ -107,7 +107,7 @@ class Pods:
         assert command[0] == "baton"
         words = [word.replace("127.0.0.1", ADDRESSES[role]) for word in command[1:]]
         environ = environment() | self.environment(role)
-        return subprocess.run([sys.executable, "-m", "services.cli", *words], env=environ, check=False).returncode
+        return subprocess.run([sys.executable, "-m", "baton_serve", *words], env=environ, check=False).returncode
 
     def stop(self, role: str) -> int:
         """SIGTERM. Returns the exit status."""

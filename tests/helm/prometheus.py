@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import yaml
 
-from bench.ports import free_port
+from baton_serve.bench.ports import free_port
 from tests.e2e.cluster import wait_until
 from tests.helm.chart import Manifest
 

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.instance import Load
-from engine.outputs import EngineStats
-from services.instance.metrics import EngineCollector, TransferMetrics
-from services.router.metrics import RouterMetrics
+from baton_serve.contracts.instance import Load
+from baton_serve.engine.core.outputs import EngineStats
+from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
+from baton_serve.services.router.requests.metrics import RouterMetrics
 from tests.helm.chart import CHART, ROOT, named, of_kind, render, variant
 from tests.helm.promql import EXPRESSIONS, metrics_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.ports import free_port
+from baton_serve.bench.ports import free_port
 from tests.e2e.cluster import wait_until
 from tests.helm.chart import ROOT
 from tests.helm.test_images import stages

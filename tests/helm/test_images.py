@@ -13,9 +13,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from services.common.configuration import load
-from services.instance.settings import InstanceSettings
-from services.router.settings import RouterSettings
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.instance.settings import InstanceSettings
+from baton_serve.services.router.settings import RouterSettings
 from tests.helm.chart import ROOT, objects
 from tools.lock_requirements import name_of, wanted
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from services.cli import COMMANDS
+from baton_serve.services.cli import COMMANDS
 from tests.helm.chart import CHART, ROOT, of_kind, render, values_of, variant
 from tests.helm.promql import EXPRESSIONS, metrics_of
 

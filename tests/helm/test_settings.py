@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.common.configuration import load
-from services.common.options import options_of
-from services.instance.settings import InstanceSettings
-from services.router.settings import RouterSettings
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.common.settings.options import options_of
+from baton_serve.services.instance.settings import InstanceSettings
+from baton_serve.services.router.settings import RouterSettings
 from tests.helm.chart import (
     CHART,
     ROLES,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.cards import CARDS, MODELS, Card, batch_size, kv_tokens, step_s
+from baton_serve.bench.cards import CARDS, MODELS, Card, batch_size, kv_tokens, step_s
 from tests.helm.chart import ROOT
 from tools.sizing import EXAMPLE, one_card_table, pool_table
 

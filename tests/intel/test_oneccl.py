@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvtransfer.transports.oneccl.library import find_library
+from baton_serve.kvtransfer.transports.oneccl.library import find_library
 from tests.contract.test_transports import only, run, wanted
 from tests.contract.test_transports_processes import text, to_here
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, running

@@ -11,12 +11,12 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import services.router
+import baton_serve.services.router
 
 
 def schemas() -> list[type[BaseModel]]:
     """All models of requests, wherever the router declares them."""
-    for module in pkgutil.walk_packages(services.router.__path__, "services.router."):
+    for module in pkgutil.walk_packages(baton_serve.services.router.__path__, "baton_serve.services.router."):
         importlib.import_module(module.name)
     found, left = set(), [BaseModel]
     while left:
@@ -24,7 +24,9 @@ def schemas() -> list[type[BaseModel]]:
             if model not in found:
                 found.add(model)
                 left.append(model)
-    return sorted((m for m in found if m.__module__.startswith("services.router")), key=lambda m: m.__qualname__)
+    return sorted(
+        (m for m in found if m.__module__.startswith("baton_serve.services.router")), key=lambda m: m.__qualname__
+    )
 
 
 def unbounded(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[str]:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.doctor.settings import DoctorSettings
-from services.instance.settings import InstanceSettings
-from services.local.settings import ServeSettings
-from services.router.settings import RouterSettings
+from baton_serve.services.doctor.settings import DoctorSettings
+from baton_serve.services.instance.settings import InstanceSettings
+from baton_serve.services.local.settings import ServeSettings
+from baton_serve.services.router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(

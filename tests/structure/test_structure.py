@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import BENCHES
+from baton_serve.bench.cli import BENCHES
+from tools.house import code_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bench", "contracts", "engine", "kvtransfer", "services")
-MAX_LINES = 400
+PACKAGES = ("baton_serve", "kvtransfer", "services")
+MAX_CODE_LINES = 400
 VAGUE = {"utils", "util", "helpers", "helper", "manager", "base", "misc", "common_utils"}
 
 
@@ -19,9 +20,10 @@ def source_files() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
-    long = {str(p.relative_to(ROOT)): n for p in source_files() if (n := len(p.read_text().splitlines())) > MAX_LINES}
-    assert not long
+def test_no_file_has_more_than_400_lines_of_code() -> None:
+    """Docstrings, comments and blank lines are not counted: explaining must cost nothing."""
+    counts = {str(p.relative_to(ROOT)): code_lines(p.read_text()) for p in source_files()}
+    assert not {path: count for path, count in counts.items() if count > MAX_CODE_LINES}
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -37,11 +39,11 @@ def test_no_module_has_a_vague_name() -> None:
 
 def test_only_device_py_and_the_transports_name_a_device() -> None:
     device = re.compile(r"torch\.(cuda|xpu)\b")
-    allowed = {ROOT / "engine" / "device.py"}
+    allowed = {ROOT / "baton_serve" / "engine" / "device.py"}
     found = [
         str(p.relative_to(ROOT))
         for p in source_files()
-        if p not in allowed and "transports" not in p.parts and p.parts[-2] != "bench" and device.search(p.read_text())
+        if p not in allowed and "transports" not in p.parts and "bench" not in p.parts and device.search(p.read_text())
     ]
     assert not found
 
@@ -57,7 +59,7 @@ def test_nobody_but_settings_reads_the_environment() -> None:
     mains = {f"services/{role}/main.py" for role in ("prefill", "decode", "unified")}
     forking = {"services/local/launches.py", "services/local/preload.py"}  # they set a new process's
     allowed = {
-        "services/common/configuration.py",
+        "services/common/settings/configuration.py",
         *forking,
         *mains,
     }  # a main also tells its device which card it may see
@@ -71,12 +73,20 @@ def test_nobody_but_settings_reads_the_environment() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("module", ["services.router.main", "services.cli", "engine.scheduler", "kvtransfer.session"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "baton_serve.services.router.main",
+        "baton_serve",
+        "baton_serve.engine.core.scheduler",
+        "baton_serve.kvtransfer.session",
+    ],
+)
 def test_what_decides_never_loads_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_every_benchmark_can_be_run_by_its_name() -> None:
-    files = [ROOT / f"{module.replace('.', '/')}.py" for module, _ in BENCHES.values()]
+    files = [ROOT / f"baton_serve/bench/{module.replace('.', '/')}.py" for module, _ in BENCHES.values()]
     assert not [str(file) for file in files if not re.search(r"^def run\(", file.read_text(), re.MULTILINE)]

@@ -4,9 +4,9 @@ import importlib
 import importlib.util
 from typing import Any
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.transports.oneccl.library import LibraryBackend, find_library
-from kvtransfer.transports.oneccl.pair import Backend
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.transports.oneccl.library import LibraryBackend, find_library
+from baton_serve.kvtransfer.transports.oneccl.pair import Backend
 
 LEGACY_BINDINGS = "oneccl_bindings_for_pytorch"
 
@@ -26,7 +26,7 @@ def device_backends(blocks: Any) -> list[Backend]:
     """For `devicecopy.DeviceBlocks`, by dialect. What cannot be interrupted never receives into blocks."""
     kind = blocks.device.type
     name = "gloo" if kind == "cpu" else device_backend(kind)
-    module = importlib.import_module("kvtransfer.transports.oneccl.device_pair")
+    module = importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device_pair")
     dialects = ("libnccl", "nccl", "nccl+staging") if name == "nccl" else (f"{name}+staging",)
     return [module.DeviceBackend(dialect, blocks) for dialect in dialects]
 
@@ -60,6 +60,6 @@ class LazyGloo:
         return self._backend().join(address, secret, timeout_s)
 
     def _backend(self) -> Backend:
-        module = importlib.import_module("kvtransfer.transports.oneccl.torch_pair")
+        module = importlib.import_module("baton_serve.kvtransfer.transports.oneccl.torch_pair")
         backend: Backend = module.TorchBackend()
         return backend

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Offer, Piece
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.devicecopy import DeviceBlocks, index_of
-from kvtransfer.transports.devicesums import device_sums, is_sample, new_salt, to_host
-from kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
-from kvtransfer.transports.oneccl.lanes import Lane, Lanes, neighbours
-from kvtransfer.transports.oneccl.pair import Pair
-from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Landing, Prepared
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Offer, Piece
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, index_of
+from baton_serve.kvtransfer.transports.devicesums import device_sums, is_sample, new_salt, to_host
+from baton_serve.kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
+from baton_serve.kvtransfer.transports.oneccl.lanes import Lane, Lanes, neighbours
+from baton_serve.kvtransfer.transports.oneccl.pair import Pair
+from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Landing, Prepared
 
 STAGED = "+staging"
 """Of a dialect: what comes is received into memory of the pair."""

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvtransfer.transports.devicecopy import DeviceBlocks
-from kvtransfer.transports.oneccl.nccl import NcclChannel, load_api
-from kvtransfer.transports.oneccl.pair import PairBrokenError
-from kvtransfer.transports.oneccl.torch_pair import Group, TorchMeeting, join_store, make_group, translated
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
+from baton_serve.kvtransfer.transports.oneccl.nccl import NcclChannel, load_api
+from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
+from baton_serve.kvtransfer.transports.oneccl.torch_pair import Group, TorchMeeting, join_store, make_group, translated
 
 WARM_UP_BYTES = 1 << 20
 ENVIRONMENT = {

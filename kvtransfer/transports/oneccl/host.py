@@ -8,15 +8,15 @@ import mmap
 import threading
 from collections.abc import Sequence
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Offer, Piece
-from kvtransfer.session.steps import Placement
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import HostOutlet
-from kvtransfer.transports.oneccl.pair import Pair
-from kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
-from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Announce, Buffer, Inlet, Intake, Landing, Prepared, Wish
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Offer, Piece
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.hostcopy import HostOutlet
+from baton_serve.kvtransfer.transports.oneccl.pair import Pair
+from baton_serve.kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
+from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, Inlet, Intake, Landing, Prepared, Wish
 
 
 class PairOutlet(HostOutlet):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtransfer.transports.devicecopy import DeviceBlocks, is_run
-from kvtransfer.transports.oneccl.pair import LANES
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, is_run
+from baton_serve.kvtransfer.transports.oneccl.pair import LANES
 
 MIN_SUMS = 1024
 

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.memory import address_of
-from kvtransfer.transports.oneccl.pair import PairBrokenError
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.memory import address_of
+from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
 
 logger = logging.getLogger(__name__)
 

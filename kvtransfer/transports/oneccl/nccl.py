@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.transports.oneccl.pair import PairBrokenError
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128

@@ -7,7 +7,7 @@ peer, and some can neither wait with a deadline nor be interrupted: every call i
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.errors import TransportUnavailable
 
 LANES = 3
 """Messages that are under way at once, where a library allows it."""

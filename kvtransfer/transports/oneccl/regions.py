@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.frames import Piece
+from baton_serve.kvtransfer.frames import Piece
 
 MESSAGE_BYTES = 16 << 20
 """Larger ones are erratic over oneCCL's tcp provider; every call costs about 42 µs of host time on Arc."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Protocol
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.transports.oneccl.pair import LANES, Pair, PairBrokenError
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.transports.oneccl.pair import LANES, Pair, PairBrokenError
 
 logger = logging.getLogger(__name__)
 

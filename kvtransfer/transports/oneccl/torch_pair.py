@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.transports.oneccl.pair import Pair, PairBrokenError
+from baton_serve.kvtransfer.transports.oneccl.pair import Pair, PairBrokenError
 
 dist: Any = importlib.import_module("torch.distributed")
 """Much of what is used here carries no types."""

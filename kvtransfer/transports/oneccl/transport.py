@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Hello, Host, Offer, Welcome
-from kvtransfer.memory import BlockMemory
-from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.hostcopy import host_blocks
-from kvtransfer.transports.oneccl.backends import device_backends, host_backends
-from kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
-from kvtransfer.transports.oneccl.pair import Backend, Pair
-from kvtransfer.transports.oneccl.thread import PairThread
-from kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
-from kvtransfer.transports.zeromq import FrameInlet
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Hello, Host, Offer, Welcome
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.hostcopy import host_blocks
+from baton_serve.kvtransfer.transports.oneccl.backends import device_backends, host_backends
+from baton_serve.kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
+from baton_serve.kvtransfer.transports.oneccl.pair import Backend, Pair
+from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
+from baton_serve.kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
+from baton_serve.kvtransfer.transports.zeromq import FrameInlet
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class OneCclTransport:
         if self._blocks is None:
             if target.converter is None:
                 return PairInlet(FrameInlet(host_blocks(target.memory)), target.block_bytes)
-            module = importlib.import_module("kvtransfer.conversion.inlets")
+            module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
             return PairInlet(module.FrameInlet(target.converter), target.block_bytes)
         if target.converter is not None:
             raise TransportUnavailable("blocks of a device change their layout on other transports only")
@@ -148,12 +148,12 @@ class OneCclTransport:
 
 def _blocks_of(memory: BlockMemory) -> Any:
     """`devicecopy.DeviceBlocks`. Loads torch."""
-    return importlib.import_module("kvtransfer.transports.devicecopy").DeviceBlocks(memory)
+    return importlib.import_module("baton_serve.kvtransfer.transports.devicecopy").DeviceBlocks(memory)
 
 
 def _device_module() -> ModuleType:
     """Loads torch: only for memory of a device."""
-    return importlib.import_module("kvtransfer.transports.oneccl.device")
+    return importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device")
 
 
 def _host_of(settings: TransferSettings) -> str:

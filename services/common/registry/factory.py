@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from contracts.messages import ToRegistry
-from services.common.cluster_key import ClusterKey
-from services.common.errors import ConfigurationError
-from services.common.registry.memory import MemoryRegistryClient, MemoryRegistryView
-from services.common.registry.port import RegistryClient, RegistryView
+from baton_serve.contracts.messages import ToRegistry
+from baton_serve.services.common.cluster_key import ClusterKey
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.registry.memory import MemoryRegistryClient, MemoryRegistryView
+from baton_serve.services.common.registry.port import RegistryClient, RegistryView
 
 _REDIS = ("redis", "rediss", "unix")
 
@@ -21,7 +21,7 @@ def check_registry_url(url: str) -> None:
 def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
     """`key` is that of ZeroMQ; Redis has its own ways. Raises `ConfigurationError`."""
     if _is_of_redis(url):
-        from services.common.registry.redis_registry import RedisRegistryClient
+        from baton_serve.services.common.registry.redis_registry import RedisRegistryClient
 
         return RedisRegistryClient(url)
     return MemoryRegistryClient(_zeromq_address(url), key=key)
@@ -35,7 +35,7 @@ def hosted_registry(url: str, on_message: Callable[[ToRegistry], None], key: Clu
 def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
     """Raises `ConfigurationError`. With `memory://` the view hosts the registry itself."""
     if _is_of_redis(url):
-        from services.common.registry.redis_registry import RedisRegistryView
+        from baton_serve.services.common.registry.redis_registry import RedisRegistryView
 
         return RedisRegistryView(url)
     return MemoryRegistryView(_zeromq_address(url), key=key)

@@ -12,16 +12,16 @@ from operator import or_
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import InstanceRecord
-from contracts.messages import Leave, Register, Registered, ToRegistry
-from contracts.wire import Decoder, WireError, encode
-from services.common.callbacks import call_each
-from services.common.cluster_key import ClusterKey
-from services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
-from services.common.limited_log import LimitedLog
-from services.common.registry.table import RecordTable
-from services.common.zeromq import Frames, LoopSocket, bind, connect, new_socket
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import InstanceRecord
+from baton_serve.contracts.messages import Leave, Register, Registered, ToRegistry
+from baton_serve.contracts.wire import Decoder, WireError, encode
+from baton_serve.services.common.callbacks import call_each
+from baton_serve.services.common.cluster_key import ClusterKey
+from baton_serve.services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
+from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.registry.table import RecordTable
+from baton_serve.services.common.zmq.loop_socket import Frames, LoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import InstanceRecord, Load
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import InstanceRecord, Load
 
 
 class RegistryClient(Protocol):

@@ -17,15 +17,15 @@ from typing import Protocol, cast
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import InstanceRecord
-from contracts.wire import Decoder, WireError, encode
-from services.common.callbacks import call_each
-from services.common.errors import RegistryUnavailable, Superseded
-from services.common.redis_client import TIMEOUT_S, connect_redis
-from services.common.registry.port import without_load
-from services.common.registry.table import GENERATIONS_KEPT
-from services.common.tasks import end
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import InstanceRecord
+from baton_serve.contracts.wire import Decoder, WireError, encode
+from baton_serve.services.common.callbacks import call_each
+from baton_serve.services.common.errors import RegistryUnavailable, Superseded
+from baton_serve.services.common.redis_client import TIMEOUT_S, connect_redis
+from baton_serve.services.common.registry.port import without_load
+from baton_serve.services.common.registry.table import GENERATIONS_KEPT
+from baton_serve.services.common.tasks import end
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import InstanceRecord
-from services.common.registry.port import without_load
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import InstanceRecord
+from baton_serve.services.common.registry.port import without_load
 
 GENERATIONS_KEPT = 64
 """How many generations of one instance are remembered, so that an old one is known as such."""

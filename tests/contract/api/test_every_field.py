@@ -10,12 +10,13 @@ import msgspec
 import pytest
 from tokenizers import processors
 
-from contracts.messages import Pool, Work
-from contracts.pooling import PoolingProfile
-from services.router.dialects import messages_schema, responses_schema
-from services.router.model import ServedModel
-from services.router.parsing import UNSUPPORTED
-from services.router.settings import RouterSettings
+from baton_serve.contracts.messages import Pool, Work
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.router.api.messages import schema as messages_schema
+from baton_serve.services.router.api.responses import schema as responses_schema
+from baton_serve.services.router.protocol.request_parsing import UNSUPPORTED
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.served_model import ServedModel
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.test_compatibility import DOCUMENT
 from tests.unit.router.tokenizers_for_tests import TEMPLATE, byte_level, write_folder

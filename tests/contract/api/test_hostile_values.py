@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.router.model import ServedModel
+from baton_serve.services.router.text.served_model import ServedModel
 from tests.contract.api import test_every_field as fields
 from tests.unit.router.conftest import Router, Serve, settle
 

@@ -10,9 +10,9 @@ import anthropic
 import httpx2
 import pytest
 
-from services.router.dialects.messages_endpoint import arguments_of
-from services.router.dialects.messages_request import as_chat
-from services.router.dialects.messages_schema import UNSERVED, CountTokensRequest
+from baton_serve.services.router.api.messages.endpoint import arguments_of
+from baton_serve.services.router.api.messages.request import as_chat
+from baton_serve.services.router.api.messages.schema import UNSERVED, CountTokensRequest
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.test_message_reader import CALL, FUNCTION, HERMES, writes
 

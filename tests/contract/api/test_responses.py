@@ -7,8 +7,8 @@ from typing import Any, cast
 import openai
 import pytest
 
-from services.router.dialects.responses_request import as_chat
-from services.router.dialects.responses_schema import UNSERVED, ResponsesRequest
+from baton_serve.services.router.api.responses.request import as_chat
+from baton_serve.services.router.api.responses.schema import UNSERVED, ResponsesRequest
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.test_message_reader import CALL, FUNCTION, HERMES, writes
 

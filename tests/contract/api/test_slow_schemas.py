@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.router.compiling.checker import GrammarChecker, QueueLimits
-from services.router.compiling.process import CompileLimits
-from services.router.model import ServedModel
-from services.router.structured import Vocabulary
+from baton_serve.services.router.text.grammar import Vocabulary
+from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker, QueueLimits
+from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
+from baton_serve.services.router.text.served_model import ServedModel
 from tests import grammar_bombs as bombs
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.test_structured import TOKENIZER

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import kv_codes
-from engine.kernels.cpu_attention import CpuAttention
-from engine.kernels.cpu_build import load_kernels
-from engine.kernels.metadata import AttentionMetadata, AttentionSpec
-from engine.kernels.reference import ReferenceAttention
+from baton_serve.engine.kernels import kv_codes
+from baton_serve.engine.kernels.cpu.attention import CpuAttention
+from baton_serve.engine.kernels.cpu.build import load_kernels
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 CPU = CpuAttention(load_kernels())
 TWIN = ReferenceAttention()

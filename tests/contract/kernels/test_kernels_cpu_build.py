@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import attention_backend, cpu_build, layer_kernels, reference_layers, selection
-from engine.kernels.cpu_attention import CpuAttention
-from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
-from engine.kernels.reference import ReferenceAttention
+from baton_serve.engine.kernels import attention_backend, layer_kernels, selection
+from baton_serve.engine.kernels.cpu import build as cpu_build
+from baton_serve.engine.kernels.cpu.attention import CpuAttention
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 CPU = torch.device("cpu")
 

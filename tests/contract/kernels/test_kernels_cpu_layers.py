@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import reference_layers
-from engine.kernels.cpu_build import load_kernels
-from engine.kernels.cpu_layers import CpuLayers
-from engine.kernels.metadata import LayerKernels
+from baton_serve.engine.kernels.cpu.build import load_kernels
+from baton_serve.engine.kernels.cpu.layers import CpuLayers
+from baton_serve.engine.kernels.metadata import LayerKernels
+from baton_serve.engine.kernels.reference import layers as reference_layers
 
 CPU: LayerKernels = CpuLayers(load_kernels(), torch.bfloat16)
 TWIN: LayerKernels = reference_layers

@@ -7,11 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import Quantization
-from engine.kernels import quantized
-from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
-from engine.kernels.cpu_linear import Matrix, PackedLinear, can_pack, embed, gated, has_packed_linear, pack, pack_codes
-from engine.quantization.formats import quantize, scheme
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.kernels import quantized
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.linear import (
+    Matrix,
+    PackedLinear,
+    can_pack,
+    embed,
+    gated,
+    has_packed_linear,
+    pack,
+    pack_codes,
+)
+from baton_serve.engine.model.quantized.formats import quantize, scheme
 
 FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]
 ROWS = [1, 2, 3, 4, 5, 13, 100, 600]

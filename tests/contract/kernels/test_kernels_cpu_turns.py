@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine.kernels.cpu_attention import CpuAttention
-from engine.kernels.cpu_build import KernelsUnavailableError, load_kernels
-from engine.kernels.cpu_linear import PackedLinear, has_packed_linear, pack
-from engine.kernels.cpu_turns import give_way_to
-from engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.cpu.attention import CpuAttention
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.linear import PackedLinear, has_packed_linear, pack
+from baton_serve.engine.kernels.cpu.time_slicing import give_way_to
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
 
 ROWS, WIDTH = 4, 8
 Compute = Callable[[], object]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.metadata import AttentionMetadata, AttentionSpec
-from engine.kernels.reference import ReferenceAttention
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 4, 2, 8, 3
 

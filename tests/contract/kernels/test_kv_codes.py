@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.layout import KVLayout
-from engine.kernels import AttentionSpec, kv_codes, reference_layers, triton_layers
-from engine.kernels.reference import ReferenceAttention
-from engine.kernels.triton_attention import TritonAttention
-from engine.kernels.triton_tiles import DeviceLimits
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine.kernels import AttentionSpec, kv_codes
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.kernels.triton.attention import TritonAttention
+from baton_serve.engine.kernels.triton.tiles import DeviceLimits
 from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]

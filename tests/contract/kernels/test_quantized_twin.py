@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.config import Quantization
-from engine.kernels import quantized
-from engine.kernels.quantized import code_values, dequantize, dequantize_rows, pack_codes, unpack_codes
-from engine.quantization.formats import Scheme, quantize, scheme
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.kernels import quantized
+from baton_serve.engine.kernels.quantized import code_values, dequantize, dequantize_rows, pack_codes, unpack_codes
+from baton_serve.engine.model.quantized.formats import Scheme, quantize, scheme
 
 WORST = {
     "fp8_e4m3": 0.03,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels import reference_layers, triton_argmax
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.triton import argmax as triton_argmax
 from tests.contract.kernels.triton_batches import DEVICE
 
 

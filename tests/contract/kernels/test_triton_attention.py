@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import AttentionSpec
-from engine.kernels.reference import ReferenceAttention
-from engine.kernels.triton_attention import TritonAttention
-from engine.kernels.triton_decode import decode
-from engine.kernels.triton_prefill import prefill
-from engine.kernels.triton_store import store
-from engine.kernels.triton_tiles import DecodeTiles, DeviceLimits, PrefillTiles
+from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton.attention import TritonAttention
+from baton_serve.engine.kernels.triton.decode import decode
+from baton_serve.engine.kernels.triton.prefill import prefill
+from baton_serve.engine.kernels.triton.store import store
+from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits, PrefillTiles
 from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 
 PLAIN = AttentionSpec(0.3)

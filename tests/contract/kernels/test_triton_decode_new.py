@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionMetadata, AttentionSpec, NewHeads, Norm, reference_layers
-from engine.kernels.reference import ReferenceAttention
-from engine.kernels.triton_attention import TritonAttention
-from engine.kernels.triton_decode_new import decode_new, fits
-from engine.kernels.triton_tiles import DecodeTiles, DeviceLimits
+from baton_serve.engine.kernels import AttentionMetadata, AttentionSpec, NewHeads, Norm
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton.attention import TritonAttention
+from baton_serve.engine.kernels.triton.decode_new import decode_new, fits
+from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits
 from tests.contract.kernels.triton_batches import DEVICE, random_batch
 
 SINKS = torch.linspace(-1, 2, 3, device=DEVICE)

@@ -6,20 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import Quantization
-from engine.kernels import (
-    Activations,
-    LayerKernels,
-    Linear,
-    Norm,
-    QuantizedWeight,
-    reference_layers,
-    triton_layers,
-)
-from engine.kernels.quantized import dequantize
-from engine.kernels.triton_digits import GROUP, norm_split, silu_split, split, values_of
-from engine.kernels.triton_quant_digits import DigitTiles, digit_product, has_nibbles, takes_digits
-from engine.quantization.formats import quantize, scheme
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.kernels import Activations, LayerKernels, Linear, Norm, QuantizedWeight
+from baton_serve.engine.kernels.quantized import dequantize
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.kernels.triton.digits import GROUP, norm_split, silu_split, split, values_of
+from baton_serve.engine.kernels.triton.quant.digits import DigitTiles, digit_product, has_nibbles, takes_digits
+from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 
 OUTPUTS, INPUTS = 40, 1024

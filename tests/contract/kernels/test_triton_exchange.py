@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import reference_layers
+from baton_serve.engine.kernels.reference import layers as reference_layers
 
-triton_exchange = pytest.importorskip("engine.kernels.triton_exchange")
+triton_exchange = pytest.importorskip("baton_serve.engine.kernels.triton.exchange")
 
 WORDS, MAX_ROWS, EPS = 24, 5, 1e-6
 ROUNDS = (1, 5, 2, 3)

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import Quantization
-from engine.kernels import Experts, StackedWeight, reference_experts, triton_experts, triton_layers
-from engine.quantization.formats import quantize, scheme
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.kernels import Experts, StackedWeight
+from baton_serve.engine.kernels.reference import experts as reference_experts
+from baton_serve.engine.kernels.triton import experts as triton_experts
+from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 
 EXPERTS, HIDDEN, WIDTH = 6, 40, 24

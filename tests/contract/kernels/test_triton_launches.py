@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from engine.config import Quantization
-from engine.kernels import Activations, LayerKernels, Linear, Norm, QuantizedWeight, reference_layers, triton_layers
-from engine.kernels.triton_quant import parts
-from engine.kernels.triton_quant_counters import counters_of
-from engine.quantization.formats import quantize, scheme
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.kernels import Activations, LayerKernels, Linear, Norm, QuantizedWeight
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.kernels.triton.quant.counters import counters_of
+from baton_serve.engine.kernels.triton.quant.linear import parts
+from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 
 OUTPUTS, INPUTS = 128, 1024

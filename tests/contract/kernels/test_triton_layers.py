@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels import reference_layers, triton_layers
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.triton import layers as triton_layers
 from tests.contract.kernels.triton_batches import DEVICE
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import linear as twin
 
-from engine.kernels import Linear, reference_layers, triton_layers
+from baton_serve.engine.kernels import Linear
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.triton import layers as triton_layers
 from tests.contract.kernels.triton_batches import DEVICE
 
 

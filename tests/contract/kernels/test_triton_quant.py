@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.config import Quantization
-from engine.kernels import triton_layers, triton_quant
-from engine.kernels.quantized import QuantizedWeight, dequantize
-from engine.kernels.triton_quant_dense import dense
-from engine.kernels.triton_quant_row import row_product
-from engine.kernels.triton_quant_tile import ProductTiles, product_tiles, tile_product
-from engine.quantization.formats import quantize, scheme
+from baton_serve.engine.config import Quantization
+from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
+from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.kernels.triton.quant import linear as triton_quant
+from baton_serve.engine.kernels.triton.quant.dense import dense
+from baton_serve.engine.kernels.triton.quant.row import row_product
+from baton_serve.engine.kernels.triton.quant.tile import ProductTiles, product_tiles, tile_product
+from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 
 FORMATS: list[Quantization] = ["fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4"]

@@ -7,16 +7,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine import fused
-from engine.inputs import StepInputs
-from engine.kernels import AttentionSpec, triton_layers
-from engine.kernels.metadata import RowLayer
-from engine.kernels.reference import ReferenceAttention
-from engine.kernels.triton_row_layers import RowLayers, RowPlan, shape_of
-from engine.model import LoadedModel
-from engine.parallel.collectives import Alone
-from engine.quantization.formats import scheme
-from engine.quantization.online import Plan, linear_names, quantize_layer
+from baton_serve.engine.collectives.backends import Alone
+from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.kernels.metadata import RowLayer
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.kernels.triton.row.layers import RowLayers, RowPlan, shape_of
+from baton_serve.engine.model import fused
+from baton_serve.engine.model.batch_inputs import StepInputs
+from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.quantized.formats import scheme
+from baton_serve.engine.model.quantized.online import Plan, linear_names, quantize_layer
 from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 
 CONTEXT, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 64

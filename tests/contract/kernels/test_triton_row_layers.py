@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import (
+from baton_serve.engine.kernels import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
@@ -14,11 +14,11 @@ from engine.kernels import (
     Linear,
     Norm,
     QuantizedWeight,
-    reference_layers,
     row_kernel,
 )
-from engine.kernels.reference import ReferenceAttention
-from engine.kernels.triton_row_layers import (
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton.row.layers import (
     RowLayers,
     RowPlan,
     depth_of,
@@ -27,7 +27,7 @@ from engine.kernels.triton_row_layers import (
     row_layers,
     shape_of,
 )
-from engine.quantization.formats import quantize, scheme
+from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE, random_batch
 
 HIDDEN, LAYERS = 256, 2

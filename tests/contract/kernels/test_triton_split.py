@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from engine.kernels import Linear, Norm, reference_layers
+from baton_serve.engine.kernels import Linear, Norm
+from baton_serve.engine.kernels.reference import layers as reference_layers
 from tests.contract.kernels.triton_batches import DEVICE
 
-triton_layers = pytest.importorskip("engine.kernels.triton_layers")
-triton_split = pytest.importorskip("engine.kernels.triton_split")
+triton_layers = pytest.importorskip("baton_serve.engine.kernels.triton.layers")
+triton_split = pytest.importorskip("baton_serve.engine.kernels.triton.split")
 
 EPS = 1e-5
 

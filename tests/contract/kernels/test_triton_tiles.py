@@ -2,7 +2,7 @@
 
 import itertools
 
-from engine.kernels.triton_tiles import DeviceLimits, decode_tiles, prefill_tiles, row_tiles, split_tiles
+from baton_serve.engine.kernels.triton.tiles import DeviceLimits, decode_tiles, prefill_tiles, row_tiles, split_tiles
 
 
 def test_tiles_fit_the_fast_memory_of_every_device() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionMetadata
+from baton_serve.engine.kernels import AttentionMetadata
 
 DEVICE = torch.device("cpu")
 if os.environ["TRITON_INTERPRET"] == "0":

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from bench.simulation.autoscaling import PoolRules, PoolScaler, ScalingRules, rules_from_values
-from bench.simulation.run import simulate
+from baton_serve.bench.simulation.autoscaling import PoolRules, PoolScaler, ScalingRules, rules_from_values
+from baton_serve.bench.simulation.run import simulate
 from tests.structure.test_structure import ROOT
 from tests.unit.bench.tiny_trace import conversations, scenario
 

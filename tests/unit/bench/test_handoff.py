@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.handoff import added_s, exposed_s
-from bench.serve import Outcome
+from baton_serve.bench.serving.handoff import added_s, exposed_s
+from baton_serve.bench.serving.serve import Outcome
 
 
 def test_the_second_token_is_compared_with_those_after_it() -> None:

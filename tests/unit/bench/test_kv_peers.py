@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots
-from bench.kv_cases import clear, fill, is_filled
-from bench.kv_peers import PeerError, chosen
-from bench.kv_results import Point
-from kvtransfer import HostMemory
+from baton_serve.bench import plots
+from baton_serve.bench.transfer.cases import clear, fill, is_filled
+from baton_serve.bench.transfer.peers import PeerError, chosen
+from baton_serve.bench.transfer.results import Point
+from baton_serve.kvtransfer import HostMemory
 
 
 @pytest.fixture

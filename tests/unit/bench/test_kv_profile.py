@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from bench.kv_producer import thread_seconds
-from bench.kv_profile import rows_of
+from baton_serve.bench.transfer.hosts_producer import thread_seconds
+from baton_serve.bench.transfer.profile import rows_of
 
 
 def test_the_work_of_both_ends_bounds_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.pd import parser, rows_of, run, setups
-from bench.pd_results import (
+from baton_serve.bench.serving.pd import parser, rows_of, run, setups
+from baton_serve.bench.serving.pd_results import (
     APART,
     OBJECTIVES_MS,
     UNIFIED,
@@ -17,7 +17,7 @@ from bench.pd_results import (
     losses,
     read_runs,
 )
-from bench.serve import Outcome
+from baton_serve.bench.serving.serve import Outcome
 
 
 def outcome(ttft_s: float, gaps_ms: list[float], error: str | None = None) -> Outcome:

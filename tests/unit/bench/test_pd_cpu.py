@@ -1,6 +1,6 @@
 """The ratios that are told, and which setups are started."""
 
-from bench.pd_cpu import Setup, Values, parser, rows, setups
+from baton_serve.bench.serving.pd_cpu import Setup, Values, parser, rows, setups
 
 
 def test_each_unified_setup_stands_beside_the_one_apart() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.ready import Turn, rows, stages_of
+from baton_serve.bench.serving.ready import Turn, rows, stages_of
 
 
 def line(at: float, logger: str, event: str) -> str:
@@ -14,13 +14,13 @@ def line(at: float, logger: str, event: str) -> str:
 def test_of_several_instances_the_last_one_counts() -> None:
     lines = [
         "",
-        line(101.0, "services.router.main", "serving baton-demo on http://127.0.0.1:8000"),
-        line(102.0, "services.instance.process", "start: imported"),
-        line(102.5, "services.instance.process", "start: imported"),
-        line(102.6, "services.instance.engine_setup", "start: loading weights"),
-        line(102.7, "services.instance.engine_setup", "start: packing weights"),
-        line(103.0, "services.router.cluster", "instance decode-0 is ready: decode"),
-        line(103.5, "services.router.cluster", "instance prefill-0 is ready: prefill"),
+        line(101.0, "baton_serve.services.router.main", "serving baton-demo on http://127.0.0.1:8000"),
+        line(102.0, "baton_serve.services.instance.process", "start: imported"),
+        line(102.5, "baton_serve.services.instance.process", "start: imported"),
+        line(102.6, "baton_serve.services.instance.engine_setup", "start: loading weights"),
+        line(102.7, "baton_serve.services.instance.engine_setup", "start: packing weights"),
+        line(103.0, "baton_serve.services.router.cluster.cluster", "instance decode-0 is ready: decode"),
+        line(103.5, "baton_serve.services.router.cluster.cluster", "instance prefill-0 is ready: prefill"),
         "Baton 0.1.0 serves",
     ]
     assert stages_of(lines, since=100.0) == {

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.replay import hit_rate_of, parse_counters, run
-from bench.serve import Outcome
-from bench.traces import Trace, TraceRequest
-from bench.workload import trace_requests
+from baton_serve.bench.serving.replay import hit_rate_of, parse_counters, run
+from baton_serve.bench.serving.serve import Outcome
+from baton_serve.bench.serving.traces import Trace, TraceRequest
+from baton_serve.bench.serving.workload import trace_requests
 from tests.unit.bench.tiny_trace import conversations, write_conversations
 
 

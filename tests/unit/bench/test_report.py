@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.report import Row, show
+from baton_serve.bench.report import Row, show
 
 
 def test_quartiles_have_a_column_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,8 @@
 
 import json
 
-from bench.senders import Seen, Target, asked, read_stream
-from bench.workload import Request
+from baton_serve.bench.router.senders import Seen, Target, asked, read_stream
+from baton_serve.bench.serving.workload import Request
 
 
 def event(**values: object) -> bytes:

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulation.cost import CostError, CostModel, prompt_steps
-from bench.simulation.run import Result, Served, simulate
-from bench.simulation.search import Trials, best_split, smallest_pools
-from bench.simulation.summary import Objective, Summary, rows, summarise
-from bench.traces import Trace, TraceRequest
-from services.router.placement import PolicyName
+from baton_serve.bench.serving.traces import Trace, TraceRequest
+from baton_serve.bench.simulation.cost import CostError, CostModel, prompt_steps
+from baton_serve.bench.simulation.run import Result, Served, simulate
+from baton_serve.bench.simulation.search import Trials, best_split, smallest_pools
+from baton_serve.bench.simulation.summary import Objective, Summary, rows, summarise
+from baton_serve.services.router.placement.policy import PolicyName
 from tests.unit.bench.tiny_trace import COST, conversations, scenario
 
 SLOW_LINK = replace(COST, link_bytes_per_s=1e6)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from bench import stamped
-from bench.http_load import HttpError
+from baton_serve.bench.router import stamped
+from baton_serve.bench.router.http_load import HttpError
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 Read = tuple[bytes, int, int]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulation.run import prompt_tokens
-from bench.traces import TraceError, load_trace
+from baton_serve.bench.serving.traces import TraceError, load_trace
+from baton_serve.bench.simulation.run import prompt_tokens
 from tests.unit.bench.tiny_trace import conversations
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

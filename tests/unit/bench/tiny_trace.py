@@ -4,10 +4,10 @@ import json
 import random
 from pathlib import Path
 
-from bench.simulation.cost import CostModel
-from bench.simulation.run import Scenario
-from bench.traces import Trace, load_trace
-from services.router.placement import PolicyName
+from baton_serve.bench.serving.traces import Trace, load_trace
+from baton_serve.bench.simulation.cost import CostModel
+from baton_serve.bench.simulation.run import Scenario
+from baton_serve.services.router.placement.policy import PolicyName
 
 COST = CostModel(
     name="round numbers",

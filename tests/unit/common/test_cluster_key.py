@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.cluster_key import cluster_key, read_cluster_key
-from services.common.errors import ConfigurationError
+from baton_serve.services.common.cluster_key import cluster_key, read_cluster_key
+from baton_serve.services.common.errors import ConfigurationError
 
 
 def test_equal_texts_give_equal_keys_and_others_do_not() -> None:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from services.common.configuration import load, load_with, to_argv
-from services.common.options import options_of
+from baton_serve.services.common.settings.configuration import load, load_with, to_argv
+from baton_serve.services.common.settings.options import options_of
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 

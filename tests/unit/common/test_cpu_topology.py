@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.cpu_topology import cpu_list, this_host
-from services.common.cpus import Cpu
+from baton_serve.services.common.cpus.allocation import Cpu
+from baton_serve.services.common.cpus.topology import cpu_list, this_host
 
 
 @pytest.fixture(autouse=True)

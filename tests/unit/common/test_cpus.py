@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from contracts.instance import Role
-from services.common.cpus import STANDS_BACK, Cpu, Host, Seat, seats
+from baton_serve.contracts.instance import Role
+from baton_serve.services.common.cpus.allocation import STANDS_BACK, Cpu, Host, Seat, seats
 
 
 def host(*nodes: int, hyperthreads: int = 1, quota: float | None = None) -> Host:

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from contracts.events import BlockEvent, BlocksStored, EventBatch
-from contracts.identity import BlockName, Generation, InstanceId
-from services.common.events import EventPublisher, EventSubscriber
+from baton_serve.contracts.events import BlockEvent, BlocksStored, EventBatch
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.services.common.zmq.block_events import EventPublisher, EventSubscriber
 
 A = InstanceId("prefill-0")
 

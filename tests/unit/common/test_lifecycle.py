@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from services.common.errors import ConfigurationError
-from services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, SAME_SIGNAL_S, Lifecycle, run
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, SAME_SIGNAL_S, Lifecycle, run
 
 
 def test_a_signal_stops_what_was_started_in_reverse_order() -> None:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from services.common.limited_log import LimitedLog
+from baton_serve.services.common.limited_log import LimitedLog
 
 logger = logging.getLogger("services.test")
 

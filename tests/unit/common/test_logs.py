@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.logs import LogFormat, configure_logs, log_past, request_logs
+from baton_serve.services.common.logs import LogFormat, configure_logs, log_past, request_logs
 
 logger = logging.getLogger("services.test")
 

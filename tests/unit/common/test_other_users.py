@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import Load
-from contracts.messages import LoadReport, ToInstance, ToRouter
-from services.common.cluster_key import ClusterKey, cluster_key, read_cluster_key
-from services.common.errors import RegistryUnavailable
-from services.common.registry import registry_client, registry_view
-from services.common.registry.memory import MemoryRegistryView
-from services.common.rpc import InstanceLink, InstanceServer, RouterId
-from services.common.zmtp_sockets import ANY_UNIX_SOCKET
-from services.local.main import new_key_file
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.messages import LoadReport, ToInstance, ToRouter
+from baton_serve.services.common.cluster_key import ClusterKey, cluster_key, read_cluster_key
+from baton_serve.services.common.errors import RegistryUnavailable
+from baton_serve.services.common.registry import registry_client, registry_view
+from baton_serve.services.common.registry.memory import MemoryRegistryView
+from baton_serve.services.common.zmq.rpc import InstanceLink, InstanceServer, RouterId
+from baton_serve.services.common.zmq.zmtp_sockets import ANY_UNIX_SOCKET
+from baton_serve.services.local.main import new_key_file
 from tests.contract.test_registries import record
 from tests.other_user import NOBODY, as_nobody, needs_root
 

@@ -1,6 +1,6 @@
 """When a process that died is started again."""
 
-from services.common.restarts import FAILED_STARTS, LONG_LIFE_S, LONGEST_DELAY_S, Restarts
+from baton_serve.services.common.restart_policy import FAILED_STARTS, LONG_LIFE_S, LONGEST_DELAY_S, Restarts
 
 
 def test_delays_grow_and_a_start_that_keeps_failing_is_given_up() -> None:

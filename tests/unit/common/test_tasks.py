@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.common.tasks import end
+from baton_serve.services.common.tasks import end
 
 
 def test_a_cancellation_that_is_forgotten_is_said_again() -> None:

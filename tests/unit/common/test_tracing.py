@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from services.common.errors import ConfigurationError
-from services.common.tracing import Tracing, trace_headers, tracing_to
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.tracing import Tracing, trace_headers, tracing_to
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -28,7 +28,7 @@ def test_an_endpoint_that_is_no_http_address_is_refused_with_an_example(endpoint
 
 
 def test_missing_packages_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "services.common.opentelemetry_tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "baton_serve.services.common.opentelemetry_tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'baton-serve\[otel\]'"):
         tracing_to("http://collector:4318", service="s", instance="i")

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from services.common.turn_writes import TurnWrites, Unsent
+from baton_serve.services.common.http.write_coalescer import TurnWrites, Unsent
 
 
 class Counted:

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from services.common.version import VERSION
+from baton_serve.services.common.version import VERSION
 
 
 def test_the_version_is_the_packaging_s() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.wire import MAX_FRAME_BYTES
-from services.common.zmtp import GREETING, ZmtpError, ZmtpReader, command, framed, handshake
+from baton_serve.contracts.wire import MAX_FRAME_BYTES
+from baton_serve.services.common.zmq.zmtp import GREETING, ZmtpError, ZmtpReader, command, framed, handshake
 
 HANDSHAKE = handshake(b"ROUTER")
 

@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
-from services.common.errors import PeerUnreachable
-from services.common.zmtp import command, framed, handshake
-from services.common.zmtp_sockets import ZmtpDealer, ZmtpRouter
+from baton_serve.services.common.errors import PeerUnreachable
+from baton_serve.services.common.zmq.zmtp import command, framed, handshake
+from baton_serve.services.common.zmq.zmtp_sockets import ZmtpDealer, ZmtpRouter
 
 
 class Listener(asyncio.Protocol):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.doctor.cards import check_cards, check_visible, intel_cards, runtime_version
-from services.doctor.findings import Finding
+from baton_serve.services.doctor.cards import check_cards, check_visible, intel_cards, runtime_version
+from baton_serve.services.doctor.findings import Finding
 from tests.unit.doctor.machine import GIB, add_card, forbid, install
 
 

@@ -4,8 +4,8 @@ import sys
 
 import msgspec
 
-from services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
-from services.doctor.devices import check_devices, judge
+from baton_serve.services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
+from baton_serve.services.doctor.devices import check_devices, judge
 
 CARD = DeviceFacts(index=0, name="Arc B580", memory_bytes=12 << 30, pinned_to_device=12e9, device_to_pinned=11e9)
 

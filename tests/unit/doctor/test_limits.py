@@ -3,8 +3,8 @@
 import resource
 from pathlib import Path
 
-from services.doctor.findings import Finding
-from services.doctor.limits import check_limits
+from baton_serve.services.doctor.findings import Finding
+from baton_serve.services.doctor.limits import check_limits
 
 
 def found(root: Path, **limits: int) -> dict[str, Finding]:

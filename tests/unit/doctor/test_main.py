@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from bench.ports import free_port
-from services.doctor.findings import Report, note, ok, problem
-from services.doctor.main import as_text, main
+from baton_serve.bench.ports import free_port
+from baton_serve.services.doctor.findings import Report, note, ok, problem
+from baton_serve.services.doctor.main import as_text, main
 
 
 def test_the_text_has_a_line_for_each_finding_and_its_remedy() -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from bench.ports import free_port
-from services.doctor.findings import Finding
-from services.doctor.network import check_network
+from baton_serve.bench.ports import free_port
+from baton_serve.services.doctor.findings import Finding
+from baton_serve.services.doctor.network import check_network
 
 
 async def found(registry: str = "", *peers: str) -> list[Finding]:

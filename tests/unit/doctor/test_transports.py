@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvtransfer import Verdict
-from kvtransfer.ladder import ProbeOutcome, Rung
-from services.doctor.device_probe import DeviceFacts, Facts
-from services.doctor.transports import ends_of, judge_verdict
+from baton_serve.kvtransfer import Verdict
+from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
+from baton_serve.services.doctor.device_probe import DeviceFacts, Facts
+from baton_serve.services.doctor.transports import ends_of, judge_verdict
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-from contracts.events import BlocksRemoved, BlocksStored
-from contracts.identity import BlockName
-from engine.block_pool import BlockPool
+from baton_serve.contracts.events import BlocksRemoved, BlocksStored
+from baton_serve.contracts.identity import BlockName
+from baton_serve.engine.core.block_pool import BlockPool
 
 
 def name(number: int) -> BlockName:

@@ -4,10 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from contracts.events import BlocksRemoved, BlocksStored
-from contracts.identity import BlockName
-from engine.block_pool import BlockPool
-from engine.host_tier import HostTier
+from baton_serve.contracts.events import BlocksRemoved, BlocksStored
+from baton_serve.contracts.identity import BlockName
+from baton_serve.engine.core.block_pool import BlockPool
+from baton_serve.engine.core.host_tier import HostTier
 
 NUM_BLOCKS = 8
 

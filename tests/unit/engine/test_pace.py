@@ -4,7 +4,16 @@ from math import inf
 
 import pytest
 
-from engine.pace import CLASSES, DELIVERY_S, FALLING, HEADROOM, TELLING, TELLING_TOGETHER, Pace, step_within
+from baton_serve.engine.core.step_time_model import (
+    CLASSES,
+    DELIVERY_S,
+    FALLING,
+    HEADROOM,
+    TELLING,
+    TELLING_TOGETHER,
+    Pace,
+    step_within,
+)
 
 PREFILL, STEP_S = 40_000.0, 0.006
 """Tokens a second; a step without prompts."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.pace import Pace
-from engine.roster import Roster
-from engine.scheduler import Plan, Scheduler
+from baton_serve.engine.core.request_table import Roster
+from baton_serve.engine.core.scheduler import Plan, Scheduler
+from baton_serve.engine.core.step_time_model import Pace
 from tests.unit.engine.test_pace import promise_of_step
 from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
 

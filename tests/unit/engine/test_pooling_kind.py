@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError, UnsupportedModelError
-from engine.pooling.kind import Kind, Runner, Task, kind_of
-from engine.pooling.recipe import Recipe, read_recipe
+from baton_serve.engine.config import Runner, Task
+from baton_serve.engine.errors import ConfigError, UnsupportedModelError
+from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.engine.pooling.recipe import Recipe, read_recipe
 
 MODULES = [
     {"type": "sentence_transformers.models.Transformer", "path": ""},

@@ -2,12 +2,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from contracts.identity import RequestId
-from contracts.naming import block_names
-from engine.errors import RequestError, UsageError
-from engine.reservations import Reservations
-from engine.roster import Roster
-from engine.scheduler import Scheduler
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine.core.request_table import Roster
+from baton_serve.engine.core.reservations import Reservations
+from baton_serve.engine.core.scheduler import Scheduler
+from baton_serve.engine.errors import RequestError, UsageError
 from tests.unit.engine.work import (
     BLOCK_TOKENS,
     EOS,

@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from contracts.sampling import SamplingParams
-from engine.errors import RequestError
-from engine.roster import Limits
-from engine.sampling import check_work, uniform
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.core.sampling_rules import check_work, uniform
+from baton_serve.engine.errors import RequestError
 from tests.unit.engine.work import make_work
 
 LIMITS = Limits(block_tokens=4, max_model_len=20, max_num_seqs=4, max_num_batched_tokens=8)

@@ -2,11 +2,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from contracts.identity import RequestId
-from contracts.naming import block_names
-from engine.outputs import StepResult
-from engine.roster import OVERTAKING, Roster
-from engine.scheduler import Plan, Sampled, Scheduler
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine.core.outputs import StepResult
+from baton_serve.engine.core.request_table import OVERTAKING, Roster
+from baton_serve.engine.core.scheduler import Plan, Sampled, Scheduler
 from tests.unit.engine.work import (
     BLOCK_TOKENS,
     EOS,

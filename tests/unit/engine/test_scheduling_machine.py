@@ -6,14 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from contracts.events import BlocksStored
-from contracts.identity import BlockName, RequestId
-from contracts.naming import block_names
-from engine.imports import Imports
-from engine.outputs import StepResult
-from engine.reservations import Reservations
-from engine.scheduler import Scheduler
-from engine.sequence import Mode
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.events import BlocksStored
+from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.engine.core.kv_import import Imports
+from baton_serve.engine.core.outputs import StepResult
+from baton_serve.engine.core.reservations import Reservations
+from baton_serve.engine.core.scheduler import Scheduler
+from baton_serve.engine.core.sequence import Mode
 from tests.unit.engine.work import BLOCK_TOKENS, ROOT, AheadSteps, add, made_up_token, make_roster, make_work, step
 
 NUM_BLOCKS = 9

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.identity import RequestId
-from contracts.pooling import PoolingInput, PoolingParams
-from engine.pooling.waiting import Waiting
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.engine.pooling.waiting import Waiting
 
 EMBED = PoolingParams(task="embed")
 

@@ -1,6 +1,6 @@
 """How long a start measures."""
 
-from engine.warm_up import is_worth_more
+from baton_serve.engine.step.warm_up import is_worth_more
 
 
 def test_only_an_engine_that_is_fast_reads_a_long_prompt_before_it_serves() -> None:

@@ -1,15 +1,15 @@
 """Works and rosters for tests of the engine's pure parts."""
 
-from contracts.identity import BlockName, RequestId
-from contracts.messages import Work
-from contracts.sampling import SamplingParams
-from engine.block_pool import BlockPool
-from engine.host_tier import HostTier
-from engine.outputs import StepResult
-from engine.roster import Limits, Roster
-from engine.sampling import uniform
-from engine.scheduler import Plan, Sampled, Scheduler
-from engine.sequence import Mode
+from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine.core.block_pool import BlockPool
+from baton_serve.engine.core.host_tier import HostTier
+from baton_serve.engine.core.outputs import StepResult
+from baton_serve.engine.core.request_table import Limits, Roster
+from baton_serve.engine.core.sampling_rules import uniform
+from baton_serve.engine.core.scheduler import Plan, Sampled, Scheduler
+from baton_serve.engine.core.sequence import Mode
 
 ROOT = BlockName(b"root".ljust(16, b"\0"))
 BLOCK_TOKENS = 4

@@ -5,20 +5,20 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from contracts.events import BlockEvent
-from contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
-from contracts.instance import LinkStatus
-from contracts.layout import KVLayout
-from contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
-from contracts.sampling import SamplingParams
-from engine.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
-from engine.vision.given import NO_PIXELS, Pixels
-from kvtransfer import Translation
-from services.common.rpc import RouterId
-from services.instance.engine_thread import Turn
-from services.instance.ports import EnginePort, Mode
-from services.instance.requests import Request
-from services.instance.serving import Identity, RoleHandler, Serving
+from baton_serve.contracts.events import BlockEvent
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+from baton_serve.contracts.instance import LinkStatus
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.kvtransfer import Translation
+from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.engine_thread import Turn
+from baton_serve.services.instance.ports import EnginePort, Mode
+from baton_serve.services.instance.request_server import Identity, RoleHandler, Serving
 
 T = TypeVar("T")
 

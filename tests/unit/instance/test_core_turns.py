@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from services.instance import core_turns as module
-from services.instance.core_turns import (
+from baton_serve.services.instance.cpu_sharing import time_slicing as module
+from baton_serve.services.instance.cpu_sharing.shared_turns import (
+    COMPUTES_UNTIL,
+    PROMPTS_UNTIL,
+    ROWS,
+    WIDTH,
+    TurnMemory,
+)
+from baton_serve.services.instance.cpu_sharing.time_slicing import (
     LONGEST_WAIT_S,
     GivesWay,
     NoTurns,
@@ -16,9 +23,8 @@ from services.instance.core_turns import (
     core_turns,
     pause_s,
 )
-from services.instance.errors import StartFailed
-from services.instance.settings import InstanceSettings
-from services.instance.turn_memory import COMPUTES_UNTIL, PROMPTS_UNTIL, ROWS, WIDTH, TurnMemory
+from baton_serve.services.instance.errors import StartFailed
+from baton_serve.services.instance.settings import InstanceSettings
 
 
 class Clock:
@@ -36,7 +42,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr("services.instance.turn_memory.time", made)
+    monkeypatch.setattr("baton_serve.services.instance.cpu_sharing.shared_turns.time", made)
     return made
 
 
@@ -125,7 +131,8 @@ def test_prefill_tells_of_prompts_until_it_rests(path: Path, clock: Clock) -> No
 def test_a_process_has_a_row_of_its_own(path: Path) -> None:
     first = TurnMemory(str(path))
     child = (
-        "import sys; from services.instance.turn_memory import *; memory = TurnMemory(sys.argv[1]);"
+        "import sys; from baton_serve.services.instance.cpu_sharing.shared_turns import *;"
+        " memory = TurnMemory(sys.argv[1]);"
         " memory.write(PROMPTS_UNTIL, 600.0); print(memory.is_any(PROMPTS_UNTIL))"
     )
     done = subprocess.run([sys.executable, "-c", child, str(path)], capture_output=True, text=True, check=True)

@@ -5,17 +5,17 @@ from typing import Literal
 import msgspec
 import pytest
 
-from contracts.identity import BlockName
-from contracts.layout import KVLayout
-from contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
-from contracts.naming import block_names
-from kvtransfer import Translation
-from kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
-from services.common.tracing import Span
-from services.decode.admission import Admission, Arrivals
-from services.decode.handler import DecodeHandler
-from services.decode.room import Room
-from services.instance.first_tokens import FirstToken, encode_first_tokens
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
+from baton_serve.kvtransfer import Translation
+from baton_serve.kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
+from baton_serve.services.common.tracing import Span
+from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.decode.handler import DecodeHandler
+from baton_serve.services.decode.kv_arrivals import Admission, Arrivals
+from baton_serve.services.instance.first_tokens import FirstToken, encode_first_tokens
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
 
 

@@ -1,6 +1,6 @@
 import asyncio
 
-from services.instance.draining import Draining
+from baton_serve.services.instance.drain.drain_state import Draining
 from tests.unit.instance.fakes import run, settle
 
 

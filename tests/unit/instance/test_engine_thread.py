@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.errors import ModelError, RequestError
-from engine.outputs import EngineStats, StepResult
-from services.instance.core_turns import NoTurns
-from services.instance.engine_thread import EngineThread, Turn
-from services.instance.errors import EngineBroken
+from baton_serve.engine.core.outputs import EngineStats, StepResult
+from baton_serve.engine.errors import ModelError, RequestError
+from baton_serve.services.instance.cpu_sharing.time_slicing import NoTurns
+from baton_serve.services.instance.engine_thread import EngineThread, Turn
+from baton_serve.services.instance.errors import EngineBroken
 from tests.unit.instance.fakes import FakeEngine, output, run, work
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from contracts.wire import WireError
-from services.instance.first_tokens import FirstToken, FirstTokens, decode_first_tokens, encode_first_tokens
+from baton_serve.contracts.wire import WireError
+from baton_serve.services.instance.first_tokens import FirstToken, FirstTokens, decode_first_tokens, encode_first_tokens
 
 
 def test_first_tokens_survive_the_wire() -> None:

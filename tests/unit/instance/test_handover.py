@@ -1,11 +1,11 @@
 import asyncio
 
-from contracts.identity import TicketId
-from contracts.messages import Adopt, Heirs, HotBlocks
-from services.instance.handover import Handover
-from services.instance.pulling import Puller
-from services.instance.sharing import Sharing
-from services.unified.handler import UnifiedHandler
+from baton_serve.contracts.identity import TicketId
+from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
+from baton_serve.services.instance.drain.handover import Handover
+from baton_serve.services.instance.kv_sharing.pulling import Puller
+from baton_serve.services.instance.kv_sharing.serving import Sharing
+from baton_serve.services.unified.handler import UnifiedHandler
 from tests.unit.instance.fakes import IDENTITY, Bench, Fetched, NoPulls, name, run, settle, ticket
 
 

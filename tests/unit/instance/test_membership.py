@@ -1,9 +1,9 @@
 import asyncio
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import InstanceRecord, Load
-from services.common.errors import RegistryUnavailable, Superseded
-from services.instance.membership import RETRY_S, Membership
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import InstanceRecord, Load
+from baton_serve.services.common.errors import RegistryUnavailable, Superseded
+from baton_serve.services.instance.registration import RETRY_S, Membership
 from tests.unit.instance.fakes import FakeEngine, run, settle
 
 

@@ -2,10 +2,10 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from contracts.identity import InstanceId
-from contracts.instance import LinkStatus
-from services.instance.metrics import EngineCollector, TransferMetrics
-from services.instance.serving import load_of
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.instance import LinkStatus
+from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
+from baton_serve.services.instance.request_server import load_of
 from tests.unit.instance.fakes import STATS
 
 PEER = InstanceId("prefill-0")

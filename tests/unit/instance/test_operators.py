@@ -9,12 +9,12 @@ from urllib.request import Request, urlopen
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contracts.identity import Generation, InstanceId
-from contracts.instance import Load
-from services.common.cluster_key import cluster_key
-from services.common.http_server import HttpServer
-from services.common.tcp_owner import owners
-from services.instance.health import Health, create_app
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.instance import Load
+from baton_serve.services.common.cluster_key import cluster_key
+from baton_serve.services.common.http.server import HttpServer
+from baton_serve.services.common.tcp_owner import owners
+from baton_serve.services.instance.health import Health, create_app
 from tests.other_user import as_nobody, needs_root
 
 KEY = cluster_key("k" * 32)

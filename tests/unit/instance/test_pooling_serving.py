@@ -5,15 +5,25 @@ import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from contracts.identity import RequestId
-from contracts.messages import Batch, Cancel, Failed, Generate, Heartbeat, LoadReport, Pool, Pooled, SnapshotRequest
-from contracts.pooling import PoolingInput, PoolingParams
-from engine.errors import RequestError
-from engine.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
-from services.common.rpc import RouterId
-from services.instance.engine_thread import Turn
-from services.instance.pooling_serving import LARGEST_BATCH_BYTES, PoolingServing, frames
-from services.instance.ports import PoolingPort
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import (
+    Batch,
+    Cancel,
+    Failed,
+    Generate,
+    Heartbeat,
+    LoadReport,
+    Pool,
+    Pooled,
+    SnapshotRequest,
+)
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
+from baton_serve.engine.errors import RequestError
+from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.instance.engine_thread import Turn
+from baton_serve.services.instance.pooling_server import LARGEST_BATCH_BYTES, PoolingServing, frames
+from baton_serve.services.instance.ports import PoolingPort
 from tests.unit.instance.fakes import (
     IDENTITY,
     OTHER_ROUTER,

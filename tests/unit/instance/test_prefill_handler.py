@@ -1,9 +1,9 @@
-from contracts.identity import RequestId
-from contracts.messages import Cancel, Prefill
-from engine.errors import RequestError
-from engine.outputs import CompletedBlocks, CompletedPart, FailedRequest, NamedBlock
-from services.instance.first_tokens import FirstToken, decode_first_tokens
-from services.prefill.handler import PrefillHandler
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import Cancel, Prefill
+from baton_serve.engine.core.outputs import CompletedBlocks, CompletedPart, FailedRequest, NamedBlock
+from baton_serve.engine.errors import RequestError
+from baton_serve.services.instance.first_tokens import FirstToken, decode_first_tokens
+from baton_serve.services.prefill.handler import PrefillHandler
 from tests.unit.instance.fakes import ROUTER, Bench, NoPulls, name, output, run, settle, ticket, work
 
 

@@ -2,14 +2,14 @@ import asyncio
 
 import msgspec
 
-from contracts.identity import RequestId
-from contracts.messages import Pull
-from contracts.naming import block_names
-from kvtransfer.errors import PeerLost
-from services.instance.pulling import Puller
-from services.instance.requests import Request, RequestTable
-from services.instance.sharing import Sharing
-from services.unified.handler import UnifiedHandler
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import Pull
+from baton_serve.kvtransfer.errors import PeerLost
+from baton_serve.services.instance.attempt_table import Request, RequestTable
+from baton_serve.services.instance.kv_sharing.pulling import Puller
+from baton_serve.services.instance.kv_sharing.serving import Sharing
+from baton_serve.services.unified.handler import UnifiedHandler
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
 
 

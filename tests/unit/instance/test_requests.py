@@ -1,5 +1,5 @@
-from engine.outputs import FirstTokenInfo, StepResult
-from services.instance.requests import RequestTable
+from baton_serve.engine.core.outputs import FirstTokenInfo, StepResult
+from baton_serve.services.instance.attempt_table import RequestTable
 from tests.unit.instance.fakes import OTHER_ROUTER, ROUTER, output, work
 
 

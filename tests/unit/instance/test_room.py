@@ -3,11 +3,11 @@ from collections.abc import Awaitable
 
 import pytest
 
-from contracts.messages import Work
-from engine.errors import RequestError
-from engine.outputs import Reservation
-from services.decode.room import Room
-from services.instance.errors import RequestFailed
+from baton_serve.contracts.messages import Work
+from baton_serve.engine.core.outputs import Reservation
+from baton_serve.engine.errors import RequestError
+from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.instance.errors import RequestFailed
 from tests.unit.instance.fakes import FakeEngine, InlineCalls, run, settle, work
 
 

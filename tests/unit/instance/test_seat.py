@@ -4,10 +4,10 @@ import os
 import threading
 from collections.abc import Callable
 
-from services.common.cpus import Cpu, Host
-from services.instance.errors import StartFailed
-from services.instance.seat import stand_back, take_seat, thread_count
-from services.instance.settings import InstanceSettings
+from baton_serve.services.common.cpus.allocation import Cpu, Host
+from baton_serve.services.instance.cpu_sharing.cpu_affinity import stand_back, take_seat, thread_count
+from baton_serve.services.instance.errors import StartFailed
+from baton_serve.services.instance.settings import InstanceSettings
 
 FOUR = Host(tuple(Cpu(number, number, 0) for number in range(4)), quota=3.0)
 

@@ -1,7 +1,7 @@
 import asyncio
 
-from contracts.events import BlocksStored
-from contracts.messages import (
+from baton_serve.contracts.events import BlocksStored
+from baton_serve.contracts.messages import (
     Batch,
     Cancel,
     Failed,
@@ -13,9 +13,9 @@ from contracts.messages import (
     SnapshotRequest,
     Tokens,
 )
-from engine.errors import RequestError
-from engine.outputs import FailedRequest
-from services.unified.handler import UnifiedHandler
+from baton_serve.engine.core.outputs import FailedRequest
+from baton_serve.engine.errors import RequestError
+from baton_serve.services.unified.handler import UnifiedHandler
 from tests.unit.instance.fakes import OTHER_ROUTER, ROUTER, Bench, NoPulls, name, output, run, settle, work
 
 

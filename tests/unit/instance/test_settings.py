@@ -2,10 +2,10 @@ import socket
 
 import pytest
 
-from services.common.configuration import load
-from services.instance.addresses import advertised, check_ports, for_routers, tcp
-from services.instance.errors import StartFailed
-from services.instance.settings import (
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.instance.addresses import advertised, check_ports, for_routers, tcp
+from baton_serve.services.instance.errors import StartFailed
+from baton_serve.services.instance.settings import (
     InstanceSettings,
     instance_id,
     model_names,

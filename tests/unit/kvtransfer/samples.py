@@ -1,9 +1,9 @@
 """Values that the tests of this package share."""
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.layout import KVLayout
-from contracts.messages import Ticket
-from kvtransfer.session.steps import SessionLimits
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer.session.steps import SessionLimits
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
 LIMITS = SessionLimits(connect_timeout_s=2, answer_timeout_s=3, lease_s=4, lease_grace_s=0.5, max_attempts=3)

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from contracts.identity import BlockName
-from kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
-from kvtransfer.session.consumer import ConsumerSession
-from kvtransfer.session.producer import ProducerSession
-from kvtransfer.session.steps import (
+from baton_serve.contracts.identity import BlockName
+from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
+from baton_serve.kvtransfer.session.consumer import ConsumerSession
+from baton_serve.kvtransfer.session.producer import ProducerSession
+from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
     ConsumerStep,
@@ -25,7 +25,7 @@ from kvtransfer.session.steps import (
     Succeed,
     Tell,
 )
-from kvtransfer.session.table import ProducerState
+from baton_serve.kvtransfer.session.table import ProducerState
 from tests.unit.kvtransfer.samples import TICKET, name
 
 LIMITS = SessionLimits(connect_timeout_s=8, answer_timeout_s=9, lease_s=4, lease_grace_s=0.5)

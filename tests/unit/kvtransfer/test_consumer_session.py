@@ -1,9 +1,9 @@
 """The consumer's end, step by step."""
 
-from kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
-from kvtransfer.session.consumer import ConsumerSession
-from kvtransfer.session.steps import Arrived, Ask, Copy, Fault, Give, Placement, Relink, StopCopies, Succeed
-from kvtransfer.session.table import ConsumerState
+from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
+from baton_serve.kvtransfer.session.consumer import ConsumerSession
+from baton_serve.kvtransfer.session.steps import Arrived, Ask, Copy, Fault, Give, Placement, Relink, StopCopies, Succeed
+from baton_serve.kvtransfer.session.table import ConsumerState
 from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
 
 

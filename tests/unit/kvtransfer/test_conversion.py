@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.layout import KVLayout, obstacle
-from kvtransfer.conversion.landings import Landings
-from kvtransfer.conversion.plan import Translation, plan, wire_layout
-from kvtransfer.errors import LocalTransferError, TransportUnavailable
+from baton_serve.contracts.layout import KVLayout, obstacle
+from baton_serve.kvtransfer.conversion.plan import Translation, plan, wire_layout
+from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailable
 from tests.unit.kvtransfer.samples import LAYOUT, name
 
 sizes = st.sampled_from([1, 2, 3, 4, 8, 16, 24, 32, 64])

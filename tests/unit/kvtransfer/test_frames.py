@@ -3,9 +3,9 @@
 import msgpack
 import pytest
 
-from contracts.identity import BlockName, Generation, InstanceId, TicketId
-from contracts.wire import WireError, encode
-from kvtransfer.frames import (
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.wire import WireError, encode
+from baton_serve.kvtransfer.frames import (
     MAX_BLOCKS,
     MAX_CONTROL_BYTES,
     MAX_PAYLOAD_BYTES,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtransfer.memory import HostMemory, Parts, address_of
-from kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.memory import HostMemory, Parts, address_of
+from baton_serve.kvtransfer.transports.keptsums import KeptSums
 
 SIZE = 8192
 

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.ladder import Ladder, LadderLimits, ProbeOutcome, Rung, Verdict
-from kvtransfer.probing.plan import complete
-from kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.ladder import Ladder, LadderLimits, ProbeOutcome, Rung, Verdict
+from baton_serve.kvtransfer.probing.plan import complete
+from baton_serve.kvtransfer.settings import TransferSettings
 
 MEMORY, USM, ZEROMQ = Rung("memory"), Rung("usm"), Rung("zeromq")
 NCCL, STAGING = Rung("oneccl", "nccl"), Rung("oneccl", "nccl+staging")

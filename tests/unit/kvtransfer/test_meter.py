@@ -1,6 +1,6 @@
 """The speed of a connection."""
 
-from kvtransfer.meter import Meter
+from baton_serve.kvtransfer.meter import Meter
 
 MIB = 1 << 20
 

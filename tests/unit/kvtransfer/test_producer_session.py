@@ -1,10 +1,10 @@
 """The producer's end, step by step."""
 
-from contracts.messages import Ticket
-from kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
-from kvtransfer.session.producer import ProducerSession
-from kvtransfer.session.steps import Drain, ProducerStep, Released, Serve, Tell
-from kvtransfer.session.table import ProducerState
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
+from baton_serve.kvtransfer.session.producer import ProducerSession
+from baton_serve.kvtransfer.session.steps import Drain, ProducerStep, Released, Serve, Tell
+from baton_serve.kvtransfer.session.table import ProducerState
 from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
 
 LEASE = LIMITS.lease_s + LIMITS.lease_grace_s

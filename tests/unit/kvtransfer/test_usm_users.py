@@ -8,14 +8,14 @@ from typing import cast
 
 import pytest
 
-from contracts.identity import Generation, InstanceId
-from kvtransfer import HostMemory, TransferSettings
-from kvtransfer.errors import TransportUnavailable
-from kvtransfer.frames import Hello, Offer, Welcome
-from kvtransfer.liveness import this_host
-from kvtransfer.transports.keptsums import KeptSums
-from kvtransfer.transports.port import NodeFacts, Target, Wish
-from kvtransfer.transports.usm import UsmTransport
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.kvtransfer import HostMemory, TransferSettings
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
+from baton_serve.kvtransfer.liveness import this_host
+from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.transports.port import NodeFacts, Target, Wish
+from baton_serve.kvtransfer.transports.usm import UsmTransport
 from tests.contract.transports_pair import LAYOUT
 from tests.other_user import NOBODY, as_nobody, needs_root
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.identity import TicketId
-from kvtransfer.window import SAMPLE, SendQueue, is_checked
+from baton_serve.contracts.identity import TicketId
+from baton_serve.kvtransfer.producer.send_queue import SAMPLE, SendQueue, is_checked
 
 A, B = TicketId("a"), TicketId("b")
 

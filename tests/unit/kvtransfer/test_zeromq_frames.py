@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.transports.zeromq import frame_step
+from baton_serve.kvtransfer.transports.zeromq import frame_step
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.accelerators import device_indexes
+from baton_serve.services.local.accelerators import device_indexes
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import io
 
-from services.local.console import Console, LineSplitter
+from baton_serve.services.local.console import Console, LineSplitter
 
 
 class Terminal(io.StringIO):

@@ -2,9 +2,9 @@
 
 from random import Random
 
-from services.local.asking import Split, Usage
-from services.local.demo import describe
-from services.local.passage import write_passage
+from baton_serve.services.local.demo import describe
+from baton_serve.services.local.demo_client import Split, Usage
+from baton_serve.services.local.demo_prompt import write_passage
 
 
 def test_every_fact_of_a_passage_is_stated_once_and_asked_for_by_name() -> None:

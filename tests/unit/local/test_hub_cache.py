@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.hub_cache import is_hub_name, snapshot
+from baton_serve.services.local.hub_cache import is_hub_name, snapshot
 
 
 def downloaded(cache: Path, name: str, commit: str) -> Path:

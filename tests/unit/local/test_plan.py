@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from services.common.cpus import Cpu, Host
-from services.common.errors import ConfigurationError
-from services.common.options import Value, options_of
-from services.local.plan import Given, Machine, Process, plan
-from services.local.settings import ServeSettings
+from baton_serve.services.common.cpus.allocation import Cpu, Host
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.settings.options import Value, options_of
+from baton_serve.services.local.plan import Given, Machine, Process, plan
+from baton_serve.services.local.settings import ServeSettings
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.common.errors import ConfigurationError
-from services.local.main import with_pools
-from services.local.settings import ServeSettings
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.local.main import with_pools
+from baton_serve.services.local.settings import ServeSettings
 
 
 def test_a_model_that_answers_with_vectors_gets_no_decode_instances() -> None:

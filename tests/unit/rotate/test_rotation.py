@@ -3,9 +3,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from contracts.instance import Role
-from services.rotate.asking import AskingError, Seen, State
-from services.rotate.rotation import Rotation, RotationError
+from baton_serve.contracts.instance import Role
+from baton_serve.services.rotate.admin_client import AskingError, Seen, State
+from baton_serve.services.rotate.rotation import Rotation, RotationError
 
 
 @dataclass

@@ -13,19 +13,19 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contracts.instance import Role
-from contracts.pooling import PoolingProfile
-from services.router.api_keys import ApiKeys
-from services.router.app import create_app
-from services.router.cluster import Cluster
-from services.router.dispatch import Dispatcher
-from services.router.frontend import Frontend
-from services.router.main import admission_of, flight_rules
-from services.router.metrics import RouterMetrics
-from services.router.model import ServedModel
-from services.router.pooling.calls import PoolingCalls
-from services.router.settings import RouterSettings
-from services.router.shell import Shell
+from baton_serve.contracts.instance import Role
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.app import create_app
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.http.gateway import Shell
+from baton_serve.services.router.main import admission_of, flight_rules
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.requests.dispatcher import Dispatcher
+from baton_serve.services.router.requests.metrics import RouterMetrics
+from baton_serve.services.router.requests.pooling_calls import PoolingCalls
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.served_model import ServedModel
 from tests.unit.router.fakes import FakeCluster, record
 from tests.unit.router.tokenizers_for_tests import write_folder
 

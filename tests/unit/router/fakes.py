@@ -8,11 +8,11 @@ from functools import partial
 
 import msgspec
 
-from contracts.events import BlocksStored, EventBatch
-from contracts.identity import BlockName, Generation, InstanceId, RequestId
-from contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load, Role
-from contracts.layout import KVLayout
-from contracts.messages import (
+from baton_serve.contracts.events import BlocksStored, EventBatch
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId
+from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load, Role
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import (
     AdapterChanged,
     Answer,
     Batch,
@@ -40,10 +40,10 @@ from contracts.messages import (
     UnloadAdapter,
     Work,
 )
-from contracts.pooling import PoolingProfile
-from contracts.wire import encode
-from services.router.attempt import Attempt
-from services.router.member import Member
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.contracts.wire import encode
+from baton_serve.services.router.cluster.worker_state import Member
+from baton_serve.services.router.requests.attempt import Attempt
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 

@@ -4,9 +4,9 @@ import asyncio
 
 import msgspec
 
-from contracts.instance import AdapterRecord
-from contracts.messages import Decode, LoadAdapter, Prefill, UnloadAdapter
-from services.router.adapters import most_held
+from baton_serve.contracts.instance import AdapterRecord
+from baton_serve.contracts.messages import Decode, LoadAdapter, Prefill, UnloadAdapter
+from baton_serve.services.router.cluster.adapters import most_held
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import record
 

@@ -7,13 +7,13 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from contracts.identity import InstanceId
-from contracts.instance import Load
-from services.router.admission import AdmissionRules, Refusal, Waiting, judge
-from services.router.caller import NO_SLO, Caller, Slo
-from services.router.fair_queue import FairQueue
-from services.router.placement import Candidate, Placement
-from services.router.step_times import StepTimes
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.instance import Load
+from baton_serve.services.router.placement.admission import AdmissionRules, Refusal, Waiting, judge
+from baton_serve.services.router.placement.fair_queue import FairQueue
+from baton_serve.services.router.placement.policy import Candidate, Placement
+from baton_serve.services.router.placement.step_time_fit import StepTimes
+from baton_serve.services.router.protocol.caller import NO_SLO, Caller, Slo
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import LAYOUT
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
-from contracts.messages import Logprob, TokenLogprobs
-from services.router.ranking import best_of
-from services.router.writer import Piece
+from baton_serve.contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
+from baton_serve.contracts.messages import Logprob, TokenLogprobs
+from baton_serve.services.router.api.best_of import best_of
+from baton_serve.services.router.text.text_output import Piece
 from tests.unit.router.conftest import Router, Serve
 
 END = 0

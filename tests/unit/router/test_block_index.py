@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from contracts.events import BlocksRemoved, BlocksStored, EventBatch, Tier
-from contracts.identity import BlockName, Generation, InstanceId
-from contracts.messages import Snapshot
-from services.router.block_index import BlockIndex, Match
+from baton_serve.contracts.events import BlocksRemoved, BlocksStored, EventBatch, Tier
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.messages import Snapshot
+from baton_serve.services.router.placement.block_index import BlockIndex, Match
 
 A, B = InstanceId("a"), InstanceId("b")
 G1, G2 = Generation(1), Generation(2)

@@ -15,24 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from contracts.pooling import PoolingProfile
-from services.router import body_scan
-from services.router.body_scan import UNCOUNTED_BYTES, Counts, count
-from services.router.dialects.messages_schema import CountTokensRequest, MessagesRequest
-from services.router.dialects.responses_request import input_as_chat
-from services.router.dialects.responses_schema import InputTokensRequest, ResponsesRequest
-from services.router.errors import LONGEST_MESSAGE, BadRequestError
-from services.router.model import ServedModel
-from services.router.openai_schema import (
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
+from baton_serve.services.router.api.pooling.routes import DOCUMENTED
+from baton_serve.services.router.api.responses.request import input_as_chat
+from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
+from baton_serve.services.router.protocol import body_scan
+from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count
+from baton_serve.services.router.protocol.errors import LONGEST_MESSAGE, BadRequestError
+from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from services.router.parsing import parse, parsed
-from services.router.pooling.routes import DOCUMENTED
-from services.router.sizes import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
-from services.router.tokenization import PIECE_CHARS, TextTokenizer
+from baton_serve.services.router.protocol.request_parsing import parse, parsed
+from baton_serve.services.router.protocol.sizes import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
+from baton_serve.services.router.text.served_model import ServedModel
+from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextTokenizer
 from tests.unit.router.conftest import Router, Serve
 from tools.fuzz_bodies import search
 

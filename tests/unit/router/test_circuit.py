@@ -1,5 +1,5 @@
-from services.router.circuit import FAILURES, FIRST_PAUSE_S, Circuit
-from services.router.retry_budget import RetryBudget
+from baton_serve.services.router.placement.circuit_breaker import FAILURES, FIRST_PAUSE_S, Circuit
+from baton_serve.services.router.placement.retry_budget import RetryBudget
 from tests.unit.router.conftest import Router, Serve
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.identity import BlockName, Generation, InstanceId, RequestId
-from contracts.instance import InstanceRecord, Load
-from contracts.messages import Answer, Batch, Cancel, Failed, LoadReport, SnapshotRequest
-from services.router.block_index import Match
-from services.router.cluster import Cluster
-from services.router.member import Member, Share
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId
+from baton_serve.contracts.instance import InstanceRecord, Load
+from baton_serve.contracts.messages import Answer, Batch, Cancel, Failed, LoadReport, SnapshotRequest
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.cluster.worker_state import Member, Share
+from baton_serve.services.router.placement.block_index import Match
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, FakeLink, record
 
@@ -160,7 +160,7 @@ def test_a_draining_instance_finishes_what_it_has() -> None:
 
 def test_a_lost_link_is_tried_again_while_the_record_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
-        monkeypatch.setattr("services.router.cluster._RECONNECT_S", 0.0)
+        monkeypatch.setattr("baton_serve.services.router.cluster.cluster._RECONNECT_S", 0.0)
         instance = fakes.add(record("d", "decode"))
         await settle()
         assert instance.link is not None
@@ -179,7 +179,7 @@ def test_an_instance_that_never_answers_is_named_once(
     """It may have another cluster's key, say."""
 
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
-        monkeypatch.setattr("services.router.cluster._RECONNECT_S", 0.0)
+        monkeypatch.setattr("baton_serve.services.router.cluster.cluster._RECONNECT_S", 0.0)
         ghost = record("ghost", "decode")
         fakes.registered[ghost.instance] = ghost
         fakes.add(record("d", "decode"))

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from services.router.parsing import UNSUPPORTED
+from baton_serve.services.router.protocol.request_parsing import UNSUPPORTED
 from tests.unit.router.conftest import Router, Serve
 
 HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from contracts.messages import Decode, Prefill
+from baton_serve.contracts.messages import Decode, Prefill
 from tests.unit.router.conftest import Router, Serve
 
 # What the fake cluster writes for seed 0: letters 7 apart.

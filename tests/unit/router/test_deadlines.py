@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from services.router.deadlines import Deadlines
-from services.router.flight import Flight
+from baton_serve.services.router.requests.deadlines import Deadlines
+from baton_serve.services.router.requests.lifecycle import Flight
 
 
 class Flying(Flight):

@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from bench.simulation.virtual_time import run_virtually
-from contracts.identity import RequestId
-from contracts.instance import Load
-from contracts.messages import Tokens
-from services.router.attempt import Attempt
-from services.router.caller import Slo
-from services.router.delivery import Delivery
-from services.router.errors import UnavailableError
-from services.router.first_gap import MARGIN, TTFT_MARGIN
-from services.router.job import Arrival, FlightRules
-from services.router.member import Member
-from services.router.outbox import Outbox
-from services.router.placement import PlacementPolicy
-from services.router.sequence import TokenSequence
-from services.router.timeline import Timeline
+from baton_serve.bench.simulation.virtual_time import run_virtually
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.messages import Tokens
+from baton_serve.services.router.cluster.worker_state import Member
+from baton_serve.services.router.placement.first_gap import MARGIN, TTFT_MARGIN
+from baton_serve.services.router.placement.policy import PlacementPolicy
+from baton_serve.services.router.protocol.caller import Slo
+from baton_serve.services.router.protocol.errors import UnavailableError
+from baton_serve.services.router.requests.attempt import Attempt
+from baton_serve.services.router.requests.first_token_pacer import Delivery
+from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules
+from baton_serve.services.router.requests.timeline import Timeline
+from baton_serve.services.router.requests.token_queue import Outbox
+from baton_serve.services.router.requests.token_sequence import TokenSequence
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.fakes import FakeFlight, record
 from tests.unit.router.test_flight import Asked

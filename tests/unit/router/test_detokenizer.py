@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.router.detokenizer import Detokenizer
-from services.router.stop_strings import StopStrings
-from services.router.tokenization import TextTokenizer
+from baton_serve.services.router.text.detokenizer import Detokenizer
+from baton_serve.services.router.text.stop_strings import StopStrings
+from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.tokenizers_for_tests import byte_fallback, byte_level, word_piece
 
 BYTE_LEVEL = TextTokenizer(byte_level(), {})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from contracts.instance import Load
+from baton_serve.contracts.instance import Load
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import record
 

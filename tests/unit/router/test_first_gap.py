@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.first_gap import FEW, MARGIN, RECENT, STEPS, FirstGaps, hold_s, ttft_left_s
+from baton_serve.services.router.placement.first_gap import FEW, MARGIN, RECENT, STEPS, FirstGaps, hold_s, ttft_left_s
 
 seconds = st.floats(0.0, 10.0)
 

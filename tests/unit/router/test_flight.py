@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from contracts.identity import Generation
-from contracts.instance import InstanceRecord, Load
-from contracts.messages import Decode, Failed, Generate, Prefill, Tokens
+from baton_serve.contracts.identity import Generation
+from baton_serve.contracts.instance import InstanceRecord, Load
+from baton_serve.contracts.messages import Decode, Failed, Generate, Prefill, Tokens
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.fakes import handoff_report, record
 
@@ -179,7 +179,7 @@ def test_a_broken_stream_is_given_up_after_a_while(serve: Serve) -> None:
 
 def test_a_new_request_waits_for_an_instance_that_is_only_silent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(router: Router) -> None:
-        monkeypatch.setattr("services.router.cluster._RECONNECT_S", 0.02)
+        monkeypatch.setattr("baton_serve.services.router.cluster.cluster._RECONNECT_S", 0.02)
         for name in ("prefill-0", "decode-0"):
             link = router.fakes[name].link
             assert link is not None

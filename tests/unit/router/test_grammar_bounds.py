@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contracts.grammar_bounds import (
+from baton_serve.contracts.grammar_bounds import (
     MAX_CHARS,
     GrammarBoundsError,
     check_gbnf,

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from contracts.identity import BlockName, Generation, InstanceId
-from contracts.instance import Load, Role
-from contracts.messages import HotBlocks
-from services.router.heirs import bequeath
-from services.router.member import Member
+from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.instance import Load, Role
+from baton_serve.contracts.messages import HotBlocks
+from baton_serve.services.router.cluster.drain_migration import bequeath
+from baton_serve.services.router.cluster.worker_state import Member
 from tests.unit.router.fakes import record
 
 HOT = HotBlocks(

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.router.hosts import is_allowed, with_allowed_hosts
+from baton_serve.services.router.http.hosts import is_allowed, with_allowed_hosts
 from tests.unit.router.conftest import Router, Serve
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'

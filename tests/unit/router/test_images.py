@@ -11,19 +11,19 @@ import msgspec
 import pytest
 from PIL import Image
 
-from contracts.media import MediaSpan, digest_of
-from contracts.messages import Decode, Generate, Prefill
-from contracts.naming import block_names, root_name
-from contracts.vision import VisionProfile, vision_profile
-from services.common.configuration import load
-from services.router.errors import BadRequestError
-from services.router.images import web
-from services.router.images.files import load as load_images
-from services.router.images.limits import ImageLimits, images_per_prompt
-from services.router.images.places import expanded, spans_of
-from services.router.model import ServedModel
-from services.router.openai_schema import ChatCompletionRequest
-from services.router.settings import RouterSettings
+from baton_serve.contracts.block_hash import block_names, root_name
+from baton_serve.contracts.media import MediaSpan, digest_of
+from baton_serve.contracts.messages import Decode, Generate, Prefill
+from baton_serve.contracts.vision import VisionProfile, vision_profile
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.multimodal import web
+from baton_serve.services.router.text.multimodal.image_files import load as load_images
+from baton_serve.services.router.text.multimodal.image_tokens import expanded, spans_of
+from baton_serve.services.router.text.served_model import ServedModel
 from tests.images import data_url, picture
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.fakes import record

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.router.errors import BadRequestError
-from services.router.invocations import path_of
+from baton_serve.services.router.http.invocations import path_of
+from baton_serve.services.router.protocol.errors import BadRequestError
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.test_pooling import EMBEDS, WORKERS
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from contracts.identity import Generation, RequestId
-from contracts.instance import Load
-from contracts.messages import LoadReport
-from services.router.block_index import Match
-from services.router.member import DOUBT_S, RECENT_S, Member, Share
+from baton_serve.contracts.identity import Generation, RequestId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.messages import LoadReport
+from baton_serve.services.router.cluster.worker_state import DOUBT_S, RECENT_S, Member, Share
+from baton_serve.services.router.placement.block_index import Match
 from tests.unit.router.fakes import record
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from contracts.messages import Work
-from services.common.errors import ConfigurationError
-from services.router.main import start
-from services.router.model import ServedModel
-from services.router.openai_schema import ChatCompletionRequest
-from services.router.reasoning import REASONING_FORMATS
-from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
-from services.router.tool_calls import TOOL_CALL_FORMATS
+from baton_serve.contracts.messages import Work
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.router.main import start
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
+from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
+from baton_serve.services.router.text.reasoning import REASONING_FORMATS
+from baton_serve.services.router.text.served_model import ServedModel
+from baton_serve.services.router.text.tool_calls import TOOL_CALL_FORMATS
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.fakes import TokenOf
 

@@ -8,10 +8,10 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from services.common.errors import ConfigurationError
-from services.common.http_server import AsgiApp, HttpServer
-from services.router.asgi import Receive, Scope, Send
-from services.router.middleware import with_middleware
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.server import AsgiApp, HttpServer
+from baton_serve.services.router.http.middleware import with_middleware
+from baton_serve.services.router.protocol.asgi import Receive, Scope, Send
 from tests.unit.router.conftest import Router, Serve, events_of
 
 HERE = __name__

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from contracts.sampling import SamplingParams
-from services.router.errors import BadRequestError, ModelFolderError
-from services.router.main import api_keys
-from services.router.model import ModelNames, ServedModel
-from services.router.openai_schema import CompletionRequest
-from services.router.parameters import Limits, TextRules, sampling_params, token_rules
-from services.router.settings import RouterSettings
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.services.router.main import api_keys
+from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
+from baton_serve.services.router.protocol.openai_requests import CompletionRequest
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.sampling_params import Limits, TextRules, sampling_params, token_rules
+from baton_serve.services.router.text.served_model import ModelNames, ServedModel
 from tests.unit.router.tokenizers_for_tests import write_folder
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 30}

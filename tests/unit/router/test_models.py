@@ -11,17 +11,17 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contracts.layout import KVLayout
-from contracts.pooling import PoolingProfile
-from services.common.errors import ConfigurationError
-from services.common.tracing import Tracing
-from services.router.api_keys import ApiKeys
-from services.router.app import create_app
-from services.router.cluster import Cluster
-from services.router.main import admission_of, flight_rules
-from services.router.metrics import RouterMetrics
-from services.router.models import Models, settings_of_models
-from services.router.settings import RouterSettings
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.tracing import Tracing
+from baton_serve.services.router.app import create_app
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.main import admission_of, flight_rules
+from baton_serve.services.router.models import Models, settings_of_models
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.requests.metrics import RouterMetrics
+from baton_serve.services.router.settings import RouterSettings
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, record
 from tests.unit.router.tokenizers_for_tests import write_folder

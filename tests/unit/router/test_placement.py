@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from contracts.identity import InstanceId
-from contracts.instance import Role
-from services.router.placement import (
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.instance import Role
+from baton_serve.services.router.placement.policy import (
     Candidate,
     ClusterView,
     Demand,

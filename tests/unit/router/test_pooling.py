@@ -10,15 +10,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from contracts.messages import Batch, Cancel, Pool
-from contracts.pooling import PoolingInput, PoolingProfile
-from services.router.api_keys import ApiKeys
-from services.router.caller import Caller
-from services.router.pooling.calls import split
-from services.router.pooling.inputs import InputRules, of_texts, shares
-from services.router.pooling.score_endpoints import paired
-from services.router.pooling.vectors import Vector, cosine, written
-from services.router.tokenization import TextTokenizer
+from baton_serve.contracts.messages import Batch, Cancel, Pool
+from baton_serve.contracts.pooling import PoolingInput, PoolingProfile
+from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, shares
+from baton_serve.services.router.api.pooling.score_endpoints import paired
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.requests.pooling_calls import split
+from baton_serve.services.router.requests.pooling_vectors import Vector, cosine, written
+from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import pooled, record
 
@@ -140,8 +140,8 @@ def test_an_embedding_model_scores_by_the_cosine_and_embeds_each_text_once(serve
 
 
 def test_pairs_go_through_a_template_that_the_server_was_given(serve: Serve, model_folder: Path) -> None:
-    from services.router.model import ServedModel
-    from services.router.settings import RouterSettings
+    from baton_serve.services.router.settings import RouterSettings
+    from baton_serve.services.router.text.served_model import ServedModel
 
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     chosen = RouterSettings(model=str(model_folder), chat_template=template)

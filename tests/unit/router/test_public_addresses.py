@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.router.images.public_addresses import is_public
+from baton_serve.services.router.text.multimodal.public_addresses import is_public
 
 PUBLIC = """
 8.8.8.8 1.1.1.1 100.63.255.255 100.128.0.1 172.15.0.1 172.32.0.1 168.63.129.17 198.17.0.1 198.20.0.1 223.255.255.254

@@ -2,10 +2,24 @@
 
 from msgspec.structs import replace
 
-from contracts.identity import InstanceId
-from contracts.layout import KVLayout
-from services.router.placement import Candidate, ClusterView, Demand, NoCapacity, Placement, PlacementPolicy, place
-from services.router.pulls import LATENCY_S, LOCAL_BYTES_PER_S, best_holders, link_speed, plan_pull
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.services.router.placement.policy import (
+    Candidate,
+    ClusterView,
+    Demand,
+    NoCapacity,
+    Placement,
+    PlacementPolicy,
+    place,
+)
+from baton_serve.services.router.placement.prefix_pull import (
+    LATENCY_S,
+    LOCAL_BYTES_PER_S,
+    best_holders,
+    link_speed,
+    plan_pull,
+)
 
 LAYOUT = KVLayout(fingerprint="f", num_layers=4, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="bfloat16")
 

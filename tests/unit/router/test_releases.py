@@ -15,17 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contracts.messages import Cancel, ToInstance
-from contracts.pooling import PoolingProfile
-from contracts.sampling import SamplingParams
-from services.router.caller import Caller
-from services.router.dispatch import Dispatcher
-from services.router.errors import BadRequestError
-from services.router.flight import Flight
-from services.router.job import Arrival, Job
-from services.router.member import Member, Sending
-from services.router.outbox import Outbox
-from services.router.retry_budget import RetryBudget
+from baton_serve.contracts.messages import Cancel, ToInstance
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.services.router.cluster.worker_state import Member, Sending
+from baton_serve.services.router.placement.retry_budget import RetryBudget
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.requests.dispatcher import Dispatcher
+from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.prompt_request import Arrival, Job
+from baton_serve.services.router.requests.token_queue import Outbox
 from tests.unit.router.conftest import Router, Serve, settle
 
 EMBEDS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.configuration import load
-from services.router.main import warn_of_removed
-from services.router.settings import RouterSettings
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.router.main import warn_of_removed
+from baton_serve.services.router.settings import RouterSettings
 
 
 def loaded(argv: list[str], environ: dict[str, str]) -> RouterSettings:

@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common.configuration import load
-from services.router.api_keys import ApiKeys
-from services.router.app import create_app
-from services.router.audit import AuditLog
-from services.router.settings import RouterSettings
+from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.router.app import create_app
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.quota.audit_log import AuditLog
+from baton_serve.services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve
 
 PREFIX = "/llm/baton"

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from services.router.api_keys import ApiKeys
-from services.router.app import create_app
-from services.router.asgi import EventStream
-from services.router.audit import AuditLog
-from services.router.errors import ClientGoneError
-from services.router.main import with_cors
-from services.router.settings import RouterSettings
+from baton_serve.services.router.app import create_app
+from baton_serve.services.router.main import with_cors
+from baton_serve.services.router.protocol.asgi import EventStream
+from baton_serve.services.router.protocol.errors import ClientGoneError
+from baton_serve.services.router.quota.api_keys import ApiKeys
+from baton_serve.services.router.quota.audit_log import AuditLog
+from baton_serve.services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve
 
 JSON = (b"content-type", b"application/json")

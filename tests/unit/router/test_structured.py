@@ -7,13 +7,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from services.router.message_reader import MessageFormat
-from services.router.openai_schema import ChatCompletionRequest, CompletionRequest
-from services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
-from services.router.structured import Rule, Vocabulary, asked_of
-from services.router.structured.closing import closed
-from services.router.structured.lark import Lark
-from services.router.tokenization import TextTokenizer
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest, CompletionRequest
+from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
+from baton_serve.services.router.text.grammar import Rule, Vocabulary, asked_of
+from baton_serve.services.router.text.grammar.closed_objects import closed
+from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.services.router.text.message_reader import MessageFormat
+from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.test_message_reader import HELLO, PATH, plain, streamed, whole, writes
 from tests.unit.router.tokenizers_for_tests import byte_level, word_piece

@@ -4,15 +4,15 @@ import time
 
 import msgspec
 
-from contracts.identity import BlockName, Generation
-from contracts.instance import Load, Role
-from contracts.layout import KVLayout
-from contracts.messages import LoadReport
-from services.router.block_index import BlockIndex
-from services.router.circuit import FAILURES
-from services.router.cluster import Cluster
-from services.router.member import DOUBT_S, Member
-from services.router.takers import Takers
+from baton_serve.contracts.identity import BlockName, Generation
+from baton_serve.contracts.instance import Load, Role
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.messages import LoadReport
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.cluster.routable import Takers
+from baton_serve.services.router.cluster.worker_state import DOUBT_S, Member
+from baton_serve.services.router.placement.block_index import BlockIndex
+from baton_serve.services.router.placement.circuit_breaker import FAILURES
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, record
 from tests.unit.router.test_cluster import NAMES, with_cluster

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.scanning.parts import Call, Content, Part, merged
-from services.router.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat, Tools
-from services.router.tool_calls.forced import named_call, required_calls
+from baton_serve.services.router.text.scanning.parts import Call, Content, Part, merged
+from baton_serve.services.router.text.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat, Tools
+from baton_serve.services.router.text.tool_calls.forced import named_call, required_calls
 
 FORMATS = TOOL_CALL_FORMATS | {"required": ToolCallFormat(required_calls), "named": ToolCallFormat(named_call("f"))}
 PARIS = {"city": "Paris"}

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ConfigurationError
-from services.router.api_keys import RECHECK_S, ApiKeys
-from services.router.caller import Caller
-from services.router.usage import UsageLedger, Used
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.quota.api_keys import RECHECK_S, ApiKeys
+from baton_serve.services.router.quota.usage import UsageLedger, Used
 from tests.unit.router.conftest import Router, Serve
 
 NOW = 86_400.0 * 20_000 + 90

@@ -8,10 +8,10 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.router.metrics import RouterMetrics
-from services.router.usage import DAY_S, MINUTE_S, Used, Window
-from services.router.workers.crew import Crew, Worker
-from services.router.workers.figures import Figures, joined_metrics, newest_first
+from baton_serve.services.router.processes.process_figures import Figures, joined_metrics, newest_first
+from baton_serve.services.router.processes.sibling_rpc import Crew, Worker
+from baton_serve.services.router.quota.usage import DAY_S, MINUTE_S, Used, Window
+from baton_serve.services.router.requests.metrics import RouterMetrics
 
 MINUTE, DAY = Window("alice", MINUTE_S, 7), Window("alice", DAY_S, 1)
 

@@ -1,0 +1,54 @@
+"""Baton: disaggregated prefill/decode serving of large language models, for Intel Arc GPUs, CUDA GPUs and CPUs.
+
+Users import from here: `from baton_serve import LLM, SamplingParams`. Names are loaded at their first use, since the
+engine needs torch and transformers, which take seconds to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from baton_serve.services.common.version import VERSION
+
+if TYPE_CHECKING:
+    from baton_serve.engine.offline.async_engine import AsyncLLMEngine
+    from baton_serve.engine.offline.llm import LLM
+    from baton_serve.engine.offline.llm_engine import LLMEngine
+    from baton_serve.engine.offline.lora import LoRARequest
+    from baton_serve.engine.offline.opening import EngineArgs
+    from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+
+__version__ = VERSION
+
+_MODULES = {
+    "LLM": "llm",
+    "AsyncLLMEngine": "async_engine",
+    "BeamSearchParams": "params",
+    "EngineArgs": "opening",
+    "LLMEngine": "llm_engine",
+    "LoRARequest": "lora",
+    "PoolingParams": "params",
+    "SamplingParams": "params",
+}
+"""The module of `baton_serve.engine.offline` that defines each name."""
+
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "EngineArgs",
+    "LLMEngine",
+    "LoRARequest",
+    "PoolingParams",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"baton_serve.engine.offline.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

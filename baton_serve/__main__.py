@@ -1,0 +1,6 @@
+"""`python -m baton_serve COMMAND …` is the same as `baton COMMAND …`."""
+
+from baton_serve.services.cli import main
+
+if __name__ == "__main__":
+    main()

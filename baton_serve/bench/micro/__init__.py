@@ -1,0 +1,1 @@
+"""Benchmarks of single parts: kernels, engine, grammars, weight loading."""

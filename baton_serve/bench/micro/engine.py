@@ -1,0 +1,368 @@
+"""The engine alone, in this process: decode and prefill of a named shape, beside the limits of the machine.
+
+`baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
+
+A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the
+speed of one large matrix product (on a host in bf16 or float32, whichever is faster); prefill by its products. Both
+limits are measured in the same run. A host's memory and matrix units belong to others too, and their speed changes
+from second to second: there value and limit are taken in turns, `--rounds` times, each value beside the mean of the
+limits before and after it, and medians are told, with the quartiles of the ratio. Times are the owner's: from one
+`Engine.step` to the next, scheduling and results included. Weights are made up; prompts are random and never repeat
+between cases, save that larger decode batches find the prompts of smaller ones in the prefix cache.
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton_serve.bench.micro.engine_peer import NAME as PEER_LABEL
+from baton_serve.bench.micro.engine_peer import TransformersPeer
+from baton_serve.bench.micro.engine_shapes import SHAPES, WEIGHT_BITS, Costs, costs, write_shape
+from baton_serve.bench.report import Row, show
+from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine import Engine, EngineConfig, device
+
+PEER = "vLLM 0.22.1, H200"
+PEER_VALUES = {
+    "decode 1 x 1024": 4.97,
+    "decode 8 x 1024": 5.24,
+    "decode 32 x 1024": 6.35,
+    "decode 64 x 1024": 7.70,
+    "decode 128 x 1024": 10.77,
+    "decode 256 x 1024": 17.34,
+    "prefill 128 x 512": 43260.0,
+    "prefill 32 x 2048": 42030.0,
+    "prefill 8 x 8192": 37760.0,
+    "first token 512": 16.4,
+    "first token 2048": 52.3,
+    "first token 8192": 219.0,
+    "start": 55.0,
+}
+"""Of the llama-3.1-8b shape, measured on the same kind of machine (docs/benchmarks.md); told only where it applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of all devices together."""
+
+    read: float  # bytes / s
+    product: float  # floating-point operations / s
+
+    def times(self, count: int) -> "Limits":
+        return Limits(self.read * count, self.product * count)
+
+    def decode_s(self, cost: Costs, batch: int, context: int) -> float:
+        weights = cost.decode_bytes(batch, 0) / self.read
+        kv = (cost.decode_bytes(batch, context) - cost.decode_bytes(batch, 0)) / self.read
+        return max(weights, cost.decode_flops(batch) / self.product) + kv
+
+
+class Prompts:
+    """Random token ids; the same number gives the same prompt."""
+
+    def __init__(self, engine: Engine) -> None:
+        layout = engine.layout
+        self._vocab_size = engine.vocab_size
+        self._root = root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens)
+        self._next = 0
+
+    def work(self, number: int, length: int, max_tokens: int) -> Work:
+        self._next += 1
+        draw = np.random.default_rng([number, length])
+        return Work(
+            request_id=RequestId(f"{self._next}"),
+            token_ids=draw.integers(0, self._vocab_size, length).tolist(),
+            num_prompt_tokens=length,
+            sampling=SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            root=self._root,
+        )
+
+
+def measure_limits(target: torch.device) -> Limits:
+    is_host = device.is_host(target)
+    source = torch.ones((1 << 27) if is_host else (1 << 31), dtype=torch.int32, device=target)
+    size = 2048 if is_host else 8192
+    left, right = (torch.randn(size, size, device=target).to(torch.bfloat16) for _ in range(2))
+    rounds = 3 if is_host else 20
+    read = _seconds(target, lambda: source.max(), rounds)
+    product = _seconds(target, lambda: left @ right, rounds)
+    if is_host:  # some CPUs multiply bf16 more slowly than float32
+        wide_left, wide_right = left.float(), right.float()
+        product = min(product, _seconds(target, lambda: wide_left @ wide_right, rounds))
+    return Limits(read=source.nbytes / read, product=2 * size**3 / product)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A case's medians."""
+
+    value: float
+    limit: float
+    ratio: float
+    quartiles: tuple[float, float] | None
+
+
+class Turns:
+    """Takes a case's value and its limit in turns."""
+
+    def __init__(self, options: argparse.Namespace, target: torch.device) -> None:
+        self._target, self._count = target, options.tensor_parallel_size
+        self.is_host = device.is_host(target)
+        self.rounds = options.rounds if self.is_host else 1
+        self.first = measure_limits(target).times(self._count)
+
+    def __call__(self, value: Callable[[], float], limit: Callable[[Limits], float], *, less_is_better: bool) -> Taken:
+        """`limit`: what `value` would be at these speeds."""
+        values, limits, ratios = list[float](), list[float](), list[float]()
+        before = self._speeds()
+        for _ in range(self.rounds):
+            values.append(value())
+            after = self._speeds()
+            limits.append(limit(Limits((before.read + after.read) / 2, (before.product + after.product) / 2)))
+            ratios.append(limits[-1] / values[-1] if less_is_better else values[-1] / limits[-1])
+            before = after
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else None
+        ends = (quartiles[0], quartiles[2]) if quartiles else None
+        return Taken(statistics.median(values), statistics.median(limits), statistics.median(ratios), ends)
+
+    def _speeds(self) -> Limits:
+        return measure_limits(self._target).times(self._count) if self.is_host else self.first
+
+
+def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> float:
+    """Of one call; the best of five groups of calls."""
+    call()
+    best = float("inf")
+    for _ in range(5):
+        device.synchronize(target)
+        started = time.perf_counter()
+        for _ in range(rounds):
+            call()
+        device.synchronize(target)
+        best = min(best, (time.perf_counter() - started) / rounds)
+    return best
+
+
+@contextmanager
+def decoding(
+    engine: Engine, prompts: Prompts, batch: int, context: int, steps: int
+) -> Iterator[Callable[[int], list[float]]]:
+    """Seconds of each of so many steps that do nothing but decode `batch` sequences; `steps` in all."""
+    works = [prompts.work(number, context, max_tokens=steps + batch + 8) for number in range(batch)]
+    for work in works:
+        engine.add(work)
+    while engine.stats().queued_tokens or engine.stats().waiting:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+
+    def timed(count: int) -> list[float]:
+        times: list[float] = []
+        while len(times) < count:
+            started = time.perf_counter()
+            result = engine.step()
+            times.append(time.perf_counter() - started)
+            assert len(result.tokens) == batch, f"{len(result.tokens)} of {batch} sequences were decoded"
+        return times
+
+    yield timed
+    for work in works:
+        engine.cancel(work.request_id)
+
+
+def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, length: int) -> float:
+    """Of `count` new prompts, from the first `add` to the last one's token."""
+    works = [prompts.work(first + number, length, max_tokens=1) for number in range(count)]
+    started = time.perf_counter()
+    for work in works:
+        engine.add(work)
+    while engine.has_work():
+        engine.step()
+    return time.perf_counter() - started
+
+
+class Cases:
+    """Of one engine. Prompts are new each time."""
+
+    def __init__(self, engine: Engine, cost: Costs, in_turns: Turns, steps: int) -> None:
+        self._engine, self._cost, self._in_turns, self._steps = engine, cost, in_turns, steps
+        self._prompts = Prompts(engine)
+        self._next = itertools.count(2000)
+
+    def fresh(self, count: int, length: int) -> float:
+        """Seconds of that many prompts."""
+        return prefill_seconds(self._engine, self._prompts, next(self._next) * count, count, length)
+
+    def first_token(self, length: int) -> Taken:
+        """In seconds."""
+        at_once = 1 if self._in_turns.is_host else 3
+        return self._in_turns(
+            lambda: statistics.median(self.fresh(1, length) for _ in range(at_once)),
+            lambda limits: self._cost.prefill_flops(1, length) / limits.product,
+            less_is_better=True,
+        )
+
+    def prefill(self, count: int, length: int) -> Taken:
+        """In tokens a second."""
+        self.fresh(min(count, 16), length)  # libraries load code per size
+        return self._in_turns(
+            lambda: count * length / self.fresh(count, length),
+            lambda limits: count * length * limits.product / self._cost.prefill_flops(count, length),
+            less_is_better=False,
+        )
+
+    def decode(self, batch: int, context: int) -> Taken:
+        """A step, in seconds."""
+        steps = -(-self._steps // self._in_turns.rounds)
+        total = steps * self._in_turns.rounds
+        with decoding(self._engine, self._prompts, batch, context, total) as timed:
+            return self._in_turns(
+                lambda: statistics.median(timed(steps)),
+                lambda limits: limits.decode_s(self._cost, batch, context + batch // 2 + total // 2),
+                less_is_better=True,
+            )
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
+    target = device.select_device(options.device)
+    in_turns = Turns(options, target)
+    limits = in_turns.first
+    yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
+    yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or str(write_shape(options.shape, Path(folder)))
+        started = time.perf_counter()
+        engine = Engine(_config(options, model))
+        yield _row(options, "start", time.perf_counter() - started, "s")
+    gc.collect()
+    gc.freeze()  # as a serving process does: what start-up made is never garbage
+    with engine:
+        cases = Cases(engine, cost, in_turns, options.steps)
+        cases.fresh(1, min(512, engine.max_model_len - 1))  # the first of its size
+        for length in options.single:
+            yield _timed_row(options, f"first token {length}", cases.first_token(length))
+        for count, length in options.prefill:
+            taken = cases.prefill(count, length)
+            yield _row(options, f"prefill {count} x {length}", taken.value, "tok/s", taken)
+        for context in options.context:
+            for batch in options.batches:
+                needed = batch * -(-(context + options.steps + batch + 8) // engine.layout.block_tokens)
+                if needed > engine.stats().total_blocks:
+                    sys.stderr.write(f"decode {batch} x {context}: left out, its K and V do not fit\n")
+                    continue
+                yield _timed_row(options, f"decode {batch} x {context}", cases.decode(batch, context))
+
+
+def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
+    """The same cases through transformers' continuous batching, as far as they fit its memory."""
+    target, draw = device.select_device(options.device), np.random.default_rng(7)
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    assert isinstance(vocab_size, int)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        made: list[list[int]] = draw.integers(0, vocab_size, (count, length)).tolist()
+        return made
+
+    with tempfile.TemporaryDirectory() as folder:
+        peer = TransformersPeer(write_shape(options.shape, Path(folder)), target, options.peer)
+        for count, length in options.prefill:
+            value = count * length / peer.prefill_s(prompts(count, length))
+            yield _row(options, f"{PEER_LABEL} ({options.peer}): prefill {count} x {length}", value, "tok/s")
+        for batch in options.batches:
+            value = peer.decode_s(prompts(batch, options.context[0]), options.peer_steps)
+            case = f"{PEER_LABEL} ({options.peer}): decode {batch} x {options.context[0]}"
+            yield _row(options, case, value * 1e3, "ms")
+        peer.close()
+
+
+def _timed_row(options: argparse.Namespace, case: str, taken: Taken) -> Row:
+    """Of seconds."""
+    in_ms = Taken(taken.value * 1e3, taken.limit * 1e3, taken.ratio, taken.quartiles)
+    return _row(options, case, in_ms.value, "ms", in_ms)
+
+
+def _row(options: argparse.Namespace, case: str, value: float, unit: str, taken: Taken | None = None) -> Row:
+    sys.stderr.write(f"{case}: {value:.4g} {unit}\n")
+    is_measured = options.shape == "llama-3.1-8b" and not options.quantization and options.kv_cache_dtype == "auto"
+    peer = PEER_VALUES.get(case) if is_measured else None
+    name = PEER if peer is not None else None
+    if taken is None:
+        return Row("engine", case, value, unit, peer=name, peer_value=peer)
+    return Row("engine", case, value, unit, taken.limit, taken.ratio, name, peer, taken.quartiles)
+
+
+def _config(options: argparse.Namespace, model: str) -> EngineConfig:
+    longest = max([*options.context, *options.single, *(length for _, length in options.prefill)])
+    return EngineConfig(
+        tensor_parallel_size=options.tensor_parallel_size,
+        disable_custom_all_reduce=options.disable_custom_all_reduce,
+        model=model,
+        device=options.device,
+        dtype="bfloat16",
+        load_format=options.load,
+        max_model_len=options.max_model_len or longest + 512,
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=max(options.max_num_batched_tokens, max(options.batches)),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+        async_scheduling=False if options.no_async_scheduling else None,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+
+
+def _pair(text: str) -> tuple[int, int]:
+    count, _, length = text.partition("x")
+    return int(count), int(length)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="baton-bench engine", description=__doc__)
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    made.add_argument("--model", help="a folder with weights of that shape; default: made-up weights")
+    made.add_argument("--load", choices=["dummy", "auto"], default="dummy")
+    made.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    made.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of each decoding sequence")
+    made.add_argument("--prefill", type=_pair, nargs="*", default=[(128, 512), (32, 2048), (8, 8192)])
+    made.add_argument("--single", type=int, nargs="*", default=[512, 2048, 8192], help="time to the first token of one")
+    made.add_argument("--rounds", type=int, default=5, help="on a host: value and limit in turns, so many times")
+    made.add_argument("--steps", type=int, default=48, help="decode steps to take the median of")
+    made.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    made.add_argument("--max-model-len", type=int, help="default: what the cases need")
+    made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    made.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    made.add_argument("--no-async-scheduling", action="store_true", help="one step after the other")
+    made.add_argument("--tensor-parallel-size", type=int, default=1, help="devices over which the model is split")
+    made.add_argument("--disable-custom-all-reduce", action="store_true", help="sums over devices by the library alone")
+    made.add_argument("--peer", help="also measure transformers' continuous batching, with this attention (sdpa, …)")
+    made.add_argument("--peer-steps", type=int, default=16, help="decode steps of the peer")
+    made.add_argument("--quantization", choices=sorted(WEIGHT_BITS), help="round the weights as a server would")
+    made.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"], default="auto")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    with torch.inference_mode():
+        rows = list(measure(options))
+    if options.peer:
+        gc.collect()
+        rows += measure_peer(options)
+    show(rows, as_json=options.json)

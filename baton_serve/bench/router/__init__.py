@@ -1,0 +1,1 @@
+"""Benchmarks of the router alone, before faked instances."""

@@ -1,0 +1,135 @@
+"""Several processes that send one load together: the measuring must not be what is measured."""
+
+import asyncio
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from baton_serve.bench.router.http_load import Connection, HttpError, post
+from baton_serve.bench.serving.serve import Outcome
+from baton_serve.bench.serving.workload import Request
+
+LEAD_S = 3.0
+"""For the processes to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`itl_ms` between tokens, and `ttft_ms` to the first: what Baton is to promise to every request; 0: nothing."""
+
+    url: str
+    model: str
+    timeout_s: float
+    itl_ms: float = 0.0
+    ttft_ms: float = 0.0
+
+
+def send_all(requests: list[Request], target: Target, *, processes: int) -> list[Outcome]:
+    """In the order of `requests`. A request that takes longer than the target's time counts as failed."""
+    start = time.time() + LEAD_S
+    parts = [list(range(first, len(requests), processes)) for first in range(min(processes, len(requests)))]
+    outcomes: dict[int, Outcome] = {}
+    with ProcessPoolExecutor(len(parts), mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_send, [requests[n] for n in part], target, start) for part in parts]
+        for part, future in zip(parts, futures, strict=True):
+            outcomes |= dict(zip(part, future.result(), strict=True))
+    return [outcomes[number] for number in range(len(requests))]
+
+
+def _send(requests: list[Request], target: Target, start: float) -> list[Outcome]:
+    bodies = [asked(request, target) for request in requests]
+    time.sleep(max(0.0, start - time.time()))
+    seen = asyncio.run(_drive(requests, bodies, target))
+    return [read_stream(each) for each in seen]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one request saw: pieces of the answer and when they came. They are read when all requests have ended, so
+    that reading one answer never delays the clock of another."""
+
+    started: float
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    error: str | None = None
+
+
+async def _drive(requests: list[Request], bodies: list[bytes], target: Target) -> list[Seen]:
+    port = urlsplit(target.url).port or 80
+    idle: list[Connection] = []
+    begun = time.perf_counter()
+
+    async def one(request: Request, body: bytes) -> Seen:
+        await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - begun)))
+        seen = Seen(time.perf_counter())
+        try:
+            async with asyncio.timeout(target.timeout_s):
+                connection = idle.pop() if idle else await Connection.open(port)
+                await connection.ask(body, lambda data, at: seen.pieces.append((at, data)))
+            idle.append(connection)
+        except (HttpError, OSError, TimeoutError) as exc:
+            seen.error = repr(exc)
+        return seen
+
+    found = await asyncio.gather(*map(one, requests, bodies))
+    for connection in idle:
+        connection.close()
+    return found
+
+
+def asked(request: Request, target: Target) -> bytes:
+    """Head and body."""
+    body = {
+        "model": target.model,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    headers = "x-baton-explain: 1\r\n" + (f"x-baton-itl-ms: {target.itl_ms:g}\r\n" if target.itl_ms else "")
+    headers += f"x-baton-ttft-ms: {target.ttft_ms:g}\r\n" if target.ttft_ms else ""
+    return post("/v1/completions", json.dumps(body).encode(), headers=headers)
+
+
+def read_stream(seen: Seen) -> Outcome:
+    """Each event that brings text is one token's arrival, when its last byte came. A stream without its end, or with an
+    error in it, has failed."""
+    outcome = Outcome(error=seen.error)
+    last, rest, has_ended = seen.started, b"", False
+    for at, data in seen.pieces:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                has_ended = True
+                continue
+            event = json.loads(line[6:])
+            _read_about(event, outcome)
+            if not event.get("choices"):
+                continue
+            if outcome.ttft_s == 0.0:
+                outcome.ttft_s = at - seen.started
+            else:
+                outcome.itls_s.append(at - last)
+            last = at
+    outcome.latency_s = last - seen.started
+    if outcome.error is None and not has_ended:
+        outcome.error = "the stream broke off"
+    return outcome
+
+
+def _read_about(event: dict[str, Any], outcome: Outcome) -> None:
+    """What an event says beside text."""
+    if usage := event.get("usage"):
+        outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    if isinstance(baton := event.get("baton"), dict):
+        outcome.to_step_s, outcome.held_s = baton.get("handoff_to_step_s"), baton.get("held_s", 0.0)
+        outcome.decision = baton.get("decision", "")
+    if "error" in event:
+        outcome.error = str(event["error"])

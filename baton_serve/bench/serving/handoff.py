@@ -1,0 +1,97 @@
+"""What a handoff adds for the client of a short prompt: a prefill and a decode instance of `baton serve`, on this CPU.
+
+`baton-bench handoff [MODEL] [--transports usm zeromq] [--requests 100] [--input-len 64] [--json]`
+
+One stream at a time, fresh prompts. `to decode's first step`: from the end of prefill's last step to the moment when
+decode's engine has taken the sequence up and begins its next step, by the clock that both processes share; each answer
+says it (`x-baton-explain`). `second token later`: what the client sees of that, the gap between the first two tokens
+less the median of the later gaps (a decode step each). `exposed`: the part of the handoff that nothing hid, as the
+router was told.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+from baton_serve.bench.report import Row, show
+from baton_serve.bench.serving.peers import Server, running
+from baton_serve.bench.serving.serve import Outcome, drive
+from baton_serve.bench.serving.workload import random_requests
+
+TARGET_MS = 2.0
+WARM_UP = 5
+EXPOSED = "baton:handoff_exposed_seconds"
+
+
+def added_s(outcomes: Sequence[Outcome]) -> list[float]:
+    """By request: the second token's gap less the median gap after it."""
+    served = [outcome.itls_s for outcome in outcomes if outcome.error is None and len(outcome.itls_s) > 2]
+    return [first - statistics.median(later) for first, *later in served]
+
+
+def to_step_s(outcomes: Sequence[Outcome]) -> list[float]:
+    """Of the requests that were handed off."""
+    return [outcome.to_step_s for outcome in outcomes if outcome.error is None and outcome.to_step_s]
+
+
+def exposed_s(metrics: str) -> float:
+    """Mean over all handoffs, from a router's /metrics. Raises ValueError without one."""
+    sums = {"_sum": 0.0, "_count": 0.0}
+    for line in metrics.splitlines():
+        for suffix in sums:
+            if line.startswith(EXPOSED + suffix):
+                sums[suffix] += float(line.rpartition(" ")[2])
+    if not sums["_count"]:
+        raise ValueError("nothing was handed off")
+    return sums["_sum"] / sums["_count"]
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    for transport in options.transports:
+        serve = [sys.executable, "-m", "baton_serve", "serve", *([options.model] if options.model else [])]
+        flags = ["--port", "{port}", "--device", "cpu", "--disaggregation-min-tokens", "0", "--kv-transport", transport]
+        with running(Server(transport, [*serve, *flags])) as url:
+            outcomes = _send(url, options)
+            steps, added = to_step_s(outcomes), added_s(outcomes)
+            if len(steps) < 2 or len(added) < 2:
+                raise SystemExit(f"baton-bench handoff: fewer than two handoffs: {outcomes[0].error}")
+            exposed = exposed_s(httpx.get(f"{url}/metrics", timeout=10).text)
+        median = statistics.median(steps) * 1e3
+        yield Row("handoff", f"{transport}: to decode's first step", median, "ms", TARGET_MS, TARGET_MS / median)
+        yield Row("handoff", f"{transport}: the same, p99", _p99(steps) * 1e3, "ms")
+        yield Row("handoff", f"{transport}: second token later", statistics.median(added) * 1e3, "ms")
+        yield Row("handoff", f"{transport}: the same, p99", _p99(added) * 1e3, "ms")
+        yield Row("handoff", f"{transport}: exposed, mean", exposed * 1e3, "ms")
+
+
+def _p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[-1]
+
+
+def _send(url: str, options: argparse.Namespace) -> list[Outcome]:
+    count = WARM_UP + options.requests
+    requests = random_requests(
+        count=count, input_tokens=options.input_len, output_tokens=16, rate_per_s=float("inf"), range_ratio=0.0, seed=3
+    )
+    load = argparse.Namespace(max_concurrency=1, base_url=url, model=None, api_key=None, ignore_eos=True, explain=True)
+    outcomes, _ = asyncio.run(drive(requests, load))
+    return outcomes[WARM_UP:]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="baton-bench handoff", description=__doc__)
+    made.add_argument("model", nargs="?", help="a model's folder; default: the bundled one")
+    made.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
+    made.add_argument("--requests", type=int, default=100)
+    made.add_argument("--input-len", type=int, default=64, help="tokens of a prompt, about")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    show(rows(options), as_json=options.json)

@@ -1,0 +1,264 @@
+"""One prefill and one decode instance against two unified ones: the same devices, engine, trace and load.
+
+`baton-bench pd MODEL --trace FILE [--rates 10 20] [--duration-s 30] [--chunks 512 1024] [--plot FILE.png] [--json]`
+
+Each setup is started by `baton serve`, one after the other, and sent the trace's first requests with times scaled to
+each rate, prompts as token ids of exact length. With `--promises-ms 0 12` it is sent each rate twice, the second time
+with a promise of 12 ms between tokens (`x-baton-itl-ms`): then first tokens may wait for the second, and a decode
+instance may compute prompts, too, as far as the promise allows; `12/1000` also promises the first within 1000 ms.
+A request is good when its time to the first token and the 99th percentile of its own gaps between
+tokens keep the objectives; goodput is good requests per second of arrivals. The curve: for each objective of the gaps,
+each layout's best goodput over its setups and rates, also where prefill apart from decode loses, which is told in words
+too; the plot has a line for each setup. `--from FILE ...` takes what `--json` printed earlier and runs nothing. Without
+weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from baton_serve.bench import plots
+from baton_serve.bench.micro.engine_shapes import SHAPES
+from baton_serve.bench.report import Row, show
+from baton_serve.bench.router.senders import Target, send_all
+from baton_serve.bench.serving.pd_results import (
+    APART,
+    OBJECTIVES_MS,
+    UNIFIED,
+    Measured,
+    Setup,
+    curve,
+    line_of,
+    lines,
+    losses,
+    read_runs,
+)
+from baton_serve.bench.serving.peers import Server, running, wait_complete
+from baton_serve.bench.serving.servable_shape import write_servable_shape
+from baton_serve.bench.serving.traces import TraceError, load_trace
+from baton_serve.bench.serving.workload import trace_requests
+
+
+class Promise(NamedTuple):
+    """To every request, between tokens and to the first; 0: nothing."""
+
+    itl_ms: float
+    ttft_ms: float = 0.0
+
+
+def promise_of(text: str) -> Promise:
+    """`12` or `12/1000`. Raises ValueError."""
+    itl_ms, _, ttft_ms = text.partition("/")
+    return Promise(float(itl_ms), float(ttft_ms or 0))
+
+
+def setups(options: argparse.Namespace) -> list[Setup]:
+    apart = ("--prefill", "1", "--decode", "1")
+    unified = ("--prefill", "0", "--decode", "0", "--unified", "2")
+    return [
+        *(Setup(APART, chunk, (*apart, *options.pd_args)) for chunk in options.pd_chunks),
+        *(Setup(UNIFIED, chunk, unified) for chunk in options.chunks),
+    ]
+
+
+def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
+    """Setups that cannot be served are told and left out."""
+    begun, longest_s = time.monotonic(), 0.0
+    for setup in setups(options):
+        setup_begun = time.monotonic()
+        if setup_begun - begun + longest_s > options.budget_s:
+            sys.stderr.write(f"{setup.name}: left out, --budget-s {options.budget_s:g} would not hold it\n")
+            continue
+        serve = [sys.executable, "-m", "baton_serve", "serve", model, "--port", "{port}"]
+        flags = ["--max-num-batched-tokens", str(setup.chunk), *setup.flags, *options.baton_args]
+        try:
+            with running(Server(setup.name, [*serve, *flags])) as url:
+                wait_complete(url, 2)
+                yield from _measure_rates(options, setup, url)
+        except SystemExit as exc:  # it did not start
+            sys.stderr.write(f"{setup.name}: {exc}\n")
+        longest_s = max(longest_s, time.monotonic() - setup_begun)
+
+
+def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Iterator[Measured]:
+    model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
+    cases = [(rate, promise) for rate in options.rates for promise in options.promises_ms]
+    for number, (rate, promise) in enumerate([(options.rates[0], max(options.promises_ms)), *cases]):
+        is_warm_up = number == 0
+        promised = replace(setup, itl_ms=promise.itl_ms, ttft_ms=promise.ttft_ms)
+        target = Target(url, model, options.request_timeout_s, promise.itl_ms, promise.ttft_ms)
+        duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
+        count = max(2, round(rate * duration_s))
+        natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
+        scale = duration_s / natural.duration_s
+        trace = load_trace(options.trace, count=count, length_scale=options.length_scale, time_scale=scale)
+        requests = trace_requests(trace, seed=number, token_ids=(options.token_ids[0], options.token_ids[1]))
+        before = _read_by_decode(url)
+        outcomes = send_all(requests, target, processes=options.clients)
+        if is_warm_up or not any(outcome.error is None for outcome in outcomes):
+            if not is_warm_up:
+                sys.stderr.write(f"{promised.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
+            continue
+        measured = Measured(promised, rate, trace.duration_s, outcomes)
+        _tell(measured, options, _read_by_decode(url) - before)
+        yield measured
+
+
+def _read_by_decode(url: str) -> int:
+    """Prompts that were computed by decode instances so far."""
+    text = httpx.get(f"{url}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if line.startswith("baton:placements_total") and "decode_only" in line]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
+
+def _tell(measured: Measured, options: argparse.Namespace, num_read_by_decode: int) -> None:
+    good = measured.goodput(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
+    causes = measured.causes(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
+    first = [measured.first_gap_s(percent) * 1e3 for percent in (50, 99)]
+    sys.stderr.write(
+        f"{measured.setup.name} at {measured.rate:g}/s: goodput {good:.3g}/s, mean TTFT"
+        f" {measured.mean_ttft_s * 1e3:.4g} ms (held {measured.mean_held_s * 1e3:.3g}), p99 ITL"
+        f" {measured.itl_s(99) * 1e3:.4g} ms, first gap median {first[0]:.3g}, p99 {first[1]:.3g} ms; of"
+        f" {len(measured.outcomes)} requests {causes.failed} failed, not good by the first token"
+        f" {causes.first_token}, first gap {causes.first_gap}, later gaps {causes.later_gaps}; {num_read_by_decode}"
+        " prompts read by decode\n"
+    )
+    sys.stderr.flush()
+
+
+def rows_of(found: Sequence[Measured], options: argparse.Namespace) -> Iterator[Row]:
+    """Goodput, TTFT and ITL of each setup and rate; the layouts' best beside each other; the curve."""
+    ttft_s, itl_s = options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3
+    for measured in found:
+        case = f"{measured.setup.name}, {measured.rate:g}/s"
+        yield Row("pd", f"{case}: goodput", measured.goodput(ttft_s, itl_s), "req/s")
+        yield Row("pd", f"{case}: mean TTFT", measured.mean_ttft_s * 1e3, "ms")
+        yield Row("pd", f"{case}: median ITL", measured.itl_s(50) * 1e3, "ms")
+        yield Row("pd", f"{case}: p99 ITL", measured.itl_s(99) * 1e3, "ms")
+        yield Row("pd", f"{case}: median first gap", measured.first_gap_s(50) * 1e3, "ms")
+        yield Row("pd", f"{case}: p99 first gap", measured.first_gap_s(99) * 1e3, "ms")
+        yield Row("pd", f"{case}: first tokens held, mean", measured.mean_held_s * 1e3, "ms")
+        causes = measured.causes(ttft_s, itl_s)
+        yield Row("pd", f"{case}: failed", float(causes.failed), "")
+        yield Row("pd", f"{case}: not good by the first token", float(causes.first_token), "")
+        yield Row("pd", f"{case}: not good by the first gap alone", float(causes.first_gap), "")
+        yield Row("pd", f"{case}: not good by later gaps", float(causes.later_gaps), "")
+    for rate in dict.fromkeys(measured.rate for measured in found):
+        yield from _beside(rate, [measured for measured in found if measured.rate == rate], ttft_s, itl_s)
+    for objective, values in curve(found, ttft_s).items():
+        apart, unified = values
+        label = f"best goodput, TTFT <= {options.goodput_ttft_ms:g} ms, p99 ITL <= {objective} ms: {APART}"
+        ratio = apart / unified if unified else None
+        yield Row("pd", label, apart, "req/s", ratio=ratio, peer=UNIFIED, peer_value=unified)
+
+
+def _beside(rate: float, found: Sequence[Measured], ttft_s: float, itl_s: float) -> Iterator[Row]:
+    """At equal load, each layout's setup of best goodput. `ratio` above 1 is better apart."""
+    best = {
+        layout: max(
+            (measured for measured in found if measured.setup.layout == layout),
+            key=lambda measured: (measured.goodput(ttft_s, itl_s), -measured.itl_s(99)),
+            default=None,
+        )
+        for layout in (APART, UNIFIED)
+    }
+    apart, unified = best[APART], best[UNIFIED]
+    if apart is None or unified is None:
+        return
+    pairs = (
+        ("p99 ITL", apart.itl_s(99), unified.itl_s(99)),
+        ("mean TTFT", apart.mean_ttft_s, unified.mean_ttft_s),
+    )
+    for what, ours, theirs in pairs:
+        ratio = theirs / ours if ours else None
+        yield Row("pd", f"{rate:g}/s: {what} of {APART}", ours * 1e3, "ms", None, ratio, UNIFIED, theirs * 1e3)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="baton-bench pd", description=__doc__)
+    made.add_argument("model", nargs="?", help="a model's folder; without it --shape")
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    made.add_argument("--trace", type=Path, help="an Azure .csv or a Mooncake .jsonl")
+    made.add_argument("--from", dest="earlier", type=Path, nargs="+", help="files that --json printed: nothing is run")
+    made.add_argument("--rates", type=float, nargs="+", default=[10.0, 20.0, 30.0], help="requests per second")
+    made.add_argument("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
+    made.add_argument("--warm-up-s", type=float, default=5.0, help="at the first rate, not counted")
+    made.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
+    made.add_argument(
+        "--chunks",
+        type=int,
+        nargs="*",
+        default=[512, 1024, 2048],
+        help="most tokens of a unified step; none: 1P1D only",
+    )
+    made.add_argument("--pd-chunks", type=int, nargs="*", default=[1024], help="the same where prefill is apart")
+    made.add_argument(
+        "--promises-ms",
+        type=promise_of,
+        nargs="+",
+        default=[Promise(0.0)],
+        help="between tokens, to every request; 0: nothing; 12/1000: and 1000 ms to the first",
+    )
+    made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
+    made.add_argument("--goodput-itl-ms", type=float, default=12.0)
+    made.add_argument("--budget-s", type=float, default=480.0, help="setups that would take longer are left out")
+    made.add_argument("--clients", type=int, default=8, help="processes that send and measure")
+    made.add_argument("--request-timeout-s", type=float, default=120.0)
+    made.add_argument("--token-ids", type=int, nargs=2, default=[1000, 30000], help="range of the prompts' tokens")
+    made.add_argument("--baton-args", type=str.split, default=[], help="more flags of `baton serve`, as one text")
+    made.add_argument("--pd-args", type=str.split, default=[], help="the same, where prefill is apart alone")
+    made.add_argument("--plot", type=Path, help="the curve as PNG")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.plot is not None:
+        try:
+            plots.check()
+        except plots.PlotError as exc:
+            raise SystemExit(f"baton-bench pd: {exc}") from None
+    found: list[Measured] = []
+    for measured in _earlier(options) if options.earlier else _measured(options):
+        found.append(measured)
+        if options.json:
+            sys.stdout.write(line_of(measured) + "\n")
+            sys.stdout.flush()
+    show(rows_of(found, options), as_json=options.json)
+    ttft_s = options.goodput_ttft_ms / 1e3
+    # People read it below the table; programs have the rows.
+    out = sys.stderr if options.json else sys.stdout
+    told = list(losses(found, ttft_s)) or ["nowhere in what was measured"]
+    out.write(f"\nwhere {APART} is worse than {UNIFIED}:\n" + "".join(f"  {text}\n" for text in told))
+    if options.plot is not None:
+        plots.objectives(options.plot, OBJECTIVES_MS, lines(found, ttft_s), ttft_ms=options.goodput_ttft_ms)
+
+
+def _earlier(options: argparse.Namespace) -> list[Measured]:
+    try:
+        return read_runs(options.earlier)
+    except (OSError, ValueError) as exc:
+        raise SystemExit(f"baton-bench pd: {exc}") from None
+
+
+def _measured(options: argparse.Namespace) -> Iterator[Measured]:
+    if options.trace is None:
+        raise SystemExit("baton-bench pd: --trace, or --from with what was measured earlier")
+    try:
+        load_trace(options.trace, count=2)
+    except TraceError as exc:
+        raise SystemExit(f"baton-bench pd: {exc}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model
+        if model is None:
+            model = str(write_servable_shape(options.shape, Path(folder)))
+            options.baton_args = ["--load-format", "dummy", *options.baton_args]
+        yield from measure(options, model)

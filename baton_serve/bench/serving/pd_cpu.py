@@ -1,0 +1,146 @@
+"""One prefill and one decode instance against one unified instance, on the same cores of one CPU, at a closed load.
+
+`baton-bench pd-cpu MODEL [--concurrency 8] [--prompt 1024] [--output 128] [--requests 32] [--chunks 128 512] [--json]`
+
+`baton serve` starts each setup in turn, `--rounds` times over, so that none has a better moment of the machine than
+the others; values are medians over rounds. Prompts are fresh random token ids. Throughput counts tokens of answers.
+The ratios at the end set the layout that is apart beside each unified setup: above 1 is better apart.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from baton_serve.bench.report import Row, show
+from baton_serve.bench.serving.peers import FIRST_TOKEN, LAST_TOKEN, START_S, Server, running
+from baton_serve.bench.serving.serve import drive, percentile
+from baton_serve.bench.serving.workload import Request
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    name: str
+    flags: tuple[str, ...]
+    is_apart: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    tokens_per_s: float
+    p99_itl_s: float
+    mean_itl_s: float
+    mean_ttft_s: float
+
+
+def setups(options: argparse.Namespace) -> list[Setup]:
+    """What is apart first."""
+    apart = ("--prefill", "1", "--decode", "1", *options.pd_args)
+    unified = ("--prefill", "0", "--decode", "0", "--unified", "1")
+    sized = ((chunk, ("--max-num-batched-tokens", str(chunk))) for chunk in options.chunks)
+    return [
+        Setup("1P1D", apart, True),
+        *(Setup(f"unified, chunk {chunk}", (*unified, *flags), False) for chunk, flags in sized),
+    ]
+
+
+def measure(setup: Setup, options: argparse.Namespace, *, seed: int) -> Values:
+    serve = [sys.executable, "-m", "baton_serve", "serve", options.model, "--port", "{port}"]
+    draw = random.Random(seed)
+
+    def requests(count: int) -> list[Request]:
+        prompts = ([draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(options.prompt)] for _ in range(count))
+        return [Request(at_s=0.0, prompt=prompt, max_tokens=options.output) for prompt in prompts]
+
+    with running(Server(setup.name, [*serve, *setup.flags, *options.baton_args])) as url:
+        sending = argparse.Namespace(
+            base_url=url, model=None, api_key=None, ignore_eos=True, max_concurrency=options.concurrency
+        )
+        wait_for_instances(url, 2 if setup.is_apart else 1)
+        asyncio.run(drive(requests(WARM_UP), sending))
+        outcomes, seconds = asyncio.run(drive(requests(options.requests), sending))
+    if failed := [outcome.error for outcome in outcomes if outcome.error]:
+        raise SystemExit(f"baton-bench pd-cpu: {setup.name} answered {failed[0]}")
+    gaps = [gap for outcome in outcomes for gap in outcome.itls_s]
+    return Values(
+        tokens_per_s=sum(outcome.output_tokens for outcome in outcomes) / seconds,
+        p99_itl_s=percentile(gaps, 99),
+        mean_itl_s=statistics.fmean(gaps),
+        mean_ttft_s=statistics.fmean(outcome.ttft_s for outcome in outcomes),
+    )
+
+
+def wait_for_instances(url: str, count: int) -> None:
+    """A router serves as soon as one instance can answer."""
+    deadline = time.monotonic() + START_S
+    while len(httpx.get(f"{url}/health", timeout=START_S).json()["instances"]) < count:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"baton-bench pd-cpu: {count} instances did not start within {START_S:g} s")
+        time.sleep(0.1)
+
+
+def rows(found: Sequence[tuple[Setup, Sequence[Values]]]) -> Iterator[Row]:
+    """`found`: each setup with its values of every round."""
+    middle = {
+        setup: Values(
+            *(
+                statistics.median(getattr(values, name) for values in rounds)
+                for name in ("tokens_per_s", "p99_itl_s", "mean_itl_s", "mean_ttft_s")
+            )
+        )
+        for setup, rounds in found
+    }
+    for setup, values in middle.items():
+        yield Row("pd-cpu", f"{setup.name}: throughput", values.tokens_per_s, "tok/s")
+        yield Row("pd-cpu", f"{setup.name}: p99 ITL", values.p99_itl_s * 1e3, "ms")
+        yield Row("pd-cpu", f"{setup.name}: mean ITL", values.mean_itl_s * 1e3, "ms")
+        yield Row("pd-cpu", f"{setup.name}: mean TTFT", values.mean_ttft_s * 1e3, "ms")
+    apart = next(values for setup, values in middle.items() if setup.is_apart)
+    for setup, peer in middle.items():
+        if setup.is_apart:
+            continue
+        pairs = (
+            ("throughput", "tok/s", apart.tokens_per_s, peer.tokens_per_s, apart.tokens_per_s / peer.tokens_per_s),
+            ("p99 ITL", "ms", apart.p99_itl_s * 1e3, peer.p99_itl_s * 1e3, peer.p99_itl_s / apart.p99_itl_s),
+        )
+        for what, unit, ours, theirs, ratio in pairs:
+            yield Row("pd-cpu", f"1P1D: {what}", ours, unit, None, ratio, setup.name, theirs)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="baton-bench pd-cpu", description=__doc__)
+    made.add_argument("model", help="a folder in Hugging Face's format")
+    made.add_argument("--concurrency", type=int, default=8)
+    made.add_argument("--prompt", type=int, default=1024, help="tokens")
+    made.add_argument("--output", type=int, default=128, help="tokens")
+    made.add_argument("--requests", type=int, default=32)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--chunks", type=int, nargs="*", default=[128, 512], help="most tokens of a unified step")
+    made.add_argument("--baton-args", type=str.split, default=[], help="more flags of `baton serve`, as one text")
+    made.add_argument("--pd-args", type=str.split, default=[], help="the same, where prefill is apart alone")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    chosen = setups(options)
+    found: list[tuple[Setup, list[Values]]] = [(setup, []) for setup in chosen]
+    for number in range(options.rounds):
+        for setup, rounds in found:
+            values = measure(setup, options, seed=number)
+            rounds.append(values)
+            sys.stderr.write(
+                f"{setup.name}: {values.tokens_per_s:.4g} tok/s, p99 ITL {values.p99_itl_s * 1e3:.4g} ms, mean"
+                f" {values.mean_itl_s * 1e3:.4g} ms, TTFT {values.mean_ttft_s * 1e3:.4g} ms\n"
+            )
+            sys.stderr.flush()
+    show(rows(found), as_json=options.json)

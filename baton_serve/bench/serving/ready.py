@@ -1,0 +1,167 @@
+"""`baton serve` from the command to all instances ready, on this machine, and where the time goes.
+
+`baton-bench ready [MODEL] [--prefill 1] [--decode 1] [--unified 0] [--turns 5] [--json]`
+
+Values are medians over turns. The limit, measured in turns with it, is what nobody who computes with torch can leave
+out: a Python that only imports torch, and a read of the weights. Stages are moments since the command was given, told
+by the processes' own debug logs; of several instances the last one counts. Weights lie in the page cache from the first
+turn on, which is not counted.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+import httpx
+
+from baton_serve.bench.ports import free_port
+from baton_serve.bench.report import Row, show
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.services.local.settings import DEMO_MODEL
+
+DEADLINE_S = 600.0
+POLL_S = 0.01
+READ_BYTES = 16 << 20
+STAGES = {
+    "start: imported": "instances begin, everything imported",
+    "start: packing weights": "weights loaded",
+    "start: reading the vocabulary": "weights packed",
+    "start: warming up": "KV cache there",
+    "start: ready": "engines warmed up",
+}
+ROUTER, JOINED = "baton_serve.services.router.main", "baton_serve.services.router.cluster.cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds since the command was given."""
+
+    ready_s: float
+    stages: dict[str, float]
+
+
+def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
+    """Of the processes' JSON logs, whose times are those of the wall clock; other lines are passed over."""
+    found: dict[str, float] = {}
+    for line in lines:
+        if not line.startswith("{"):
+            continue
+        entry = json.loads(line)
+        stage = STAGES.get(entry["event"])
+        if entry["logger"] == ROUTER and entry["event"].startswith("serving "):
+            stage = "router serves"
+        elif entry["logger"] == JOINED and " is ready" in entry["event"]:
+            stage = "registered"
+        if stage is not None:
+            found[stage] = max(found.get(stage, 0.0), entry["time"] - since)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def one_turn(options: argparse.Namespace) -> Turn:
+    port = free_port()
+    command = [sys.executable, "-m", "baton_serve", "serve", *filter(None, [options.model]), "--port", str(port)]
+    for role in ("prefill", "decode", "unified"):
+        command += [f"--{role}", str(getattr(options, role))]
+    command += ["--log-level", "debug", "--log-format", "json", *options.baton_args]
+    count = options.prefill + options.decode + options.unified
+    with TemporaryFile("w+") as log:
+        since, started = time.time(), time.perf_counter()
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            _wait(process, f"http://127.0.0.1:{port}/health", count, log)
+            ready_s = time.perf_counter() - started
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(DEADLINE_S)
+        log.seek(0)
+        return Turn(ready_s, stages_of(log.read().splitlines(), since=since))
+
+
+def _wait(process: "subprocess.Popen[bytes]", url: str, count: int, log: IO[str]) -> None:
+    """Until the router is healthy with so many instances."""
+    deadline = time.monotonic() + DEADLINE_S
+    with httpx.Client(timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                log.seek(0)
+                raise SystemExit(f"baton-bench ready: baton serve ended with {process.returncode}:\n{log.read()}")
+            try:
+                answer = client.get(url)
+                if answer.status_code == 200 and len(answer.json()["instances"]) >= count:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(POLL_S)
+    raise SystemExit(f"baton-bench ready: not ready within {DEADLINE_S:g} s")
+
+
+def import_s() -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - started
+
+
+def read_s(folder: Path) -> float:
+    """Of every byte of the weights once, from the page cache, in one thread."""
+    buffer = bytearray(READ_BYTES)
+    started = time.perf_counter()
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - started
+
+
+def rows(name: str, turns: Sequence[Turn], imports: Sequence[float], reads: Sequence[float]) -> Iterator[Row]:
+    limits = [a + b for a, b in zip(imports, reads, strict=True)]
+    value, limit = statistics.median(turn.ready_s for turn in turns), statistics.median(limits)
+    ratios = [limit / turn.ready_s for limit, turn in zip(limits, turns, strict=True)]
+    ratio = statistics.median(ratios)
+    first, _, third = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio,) * 3
+    for stage in turns[-1].stages:
+        yield Row("ready", f"{name}: {stage}", statistics.median(turn.stages[stage] for turn in turns), "s")
+    yield Row("ready", f"{name}: ready", value, "s", limit, ratio, quartiles=(first, third))
+    yield Row("ready", "import torch", statistics.median(imports), "s")
+    yield Row("ready", "read of the weights", statistics.median(reads), "s")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="baton-bench ready", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "model", nargs="?", default="", metavar="MODEL", help="a model's folder; default: the bundled one"
+    )
+    made.add_argument("--prefill", type=int)
+    made.add_argument("--decode", type=int)
+    made.add_argument("--unified", type=int, default=0)
+    made.add_argument("--turns", type=int, default=5)
+    made.add_argument("--baton-args", type=str.split, default=[], help="more options of baton serve, in one word")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    apart = 0 if options.unified else 1  # one of each, unless something is said
+    options.prefill = apart if options.prefill is None else options.prefill
+    options.decode = apart if options.decode is None else options.decode
+    folder = model_folder(options.model) if options.model else DEMO_MODEL
+    one_turn(options)
+    turns, imports, reads = [], [], []
+    for _ in range(options.turns):
+        imports.append(import_s())
+        reads.append(read_s(folder))
+        turns.append(one_turn(options))
+    pools = {role: getattr(options, role) for role in ("prefill", "decode", "unified")}
+    name = f"{folder.name}, " + " + ".join(f"{count} {role}" for role, count in pools.items() if count)
+    show(rows(name, turns, imports, reads), as_json=options.json)

@@ -1,0 +1,129 @@
+"""A trace replayed against a server, or against simulated instances, and what `baton-bench serve` would report of it.
+
+`baton-bench replay --trace conversation_trace.jsonl --base-url http://localhost:8000 --length-scale 0.05`
+`baton-bench replay --trace conversation_trace.jsonl --simulate --card B60 --model Qwen3-4B --prefill 8 --decode 4`
+
+Prompts are made up, but share prefixes exactly as the trace's hashes do. Against a server the trace takes its time;
+simulated, an hour takes seconds.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import httpx
+
+from baton_serve.bench.report import Row, show
+from baton_serve.bench.serving.serve import Outcome, drive, summarise
+from baton_serve.bench.serving.traces import Trace, TraceError
+from baton_serve.bench.serving.workload import trace_requests
+from baton_serve.bench.simulation import options as shared
+from baton_serve.bench.simulation.cost import CostError
+from baton_serve.bench.simulation.run import simulate
+from baton_serve.bench.simulation.summary import rows
+from baton_serve.bench.simulation.summary import summarise as summarise_simulated
+
+_HIT_COUNTERS = (
+    ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    ("baton:prefix_hit_tokens_total", "vllm:prompt_tokens_total"),
+)
+"""(found, asked for) in /metrics, in tokens."""
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if int(low) < 0 or int(high) - int(low) < 2:
+        raise ValueError(text)
+    return int(low), int(high)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="baton-bench replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shared.add_trace(made, many=False)
+    shared.add_objective(made)
+    group = made.add_argument_group("server")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000")
+    group.add_argument("--served-model-name", help="default: the first one that /v1/models lists")
+    group.add_argument("--api-key")
+    group.add_argument(
+        "--token-ids",
+        type=_range,
+        metavar="LOW:HIGH",
+        help="prompts of token ids from this range, exactly as long as the trace says (default: text, about as long)",
+    )
+    group.add_argument("--max-concurrency", type=int, help="most requests at once; more wait here")
+    group.add_argument("--no-ignore-eos", action="store_true", help="answers may end before the trace's length")
+    made.add_argument("--simulate", action="store_true", help="simulated instances instead of a server")
+    made.add_argument("--policy", choices=shared.POLICIES, default="prefix", help="with --simulate")
+    shared.add_pools(made)
+    shared.add_cost(made)
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.simulate and (wrong := shared.check_pools(options)) is not None:
+        made.error(wrong)
+    try:
+        trace = shared.trace(options, options.time_scale)
+        report = _simulated(options, trace) if options.simulate else _served(options, trace)
+    except (CostError, TraceError) as exc:
+        sys.exit(f"baton-bench replay: {exc}")
+    scales = [("Time scale", trace.time_scale), ("Length scale", trace.length_scale)]
+    if not options.json:
+        print(trace.told())
+    show([*(Row("replay", case, value, "x") for case, value in scales), *report], as_json=options.json)
+
+
+def _simulated(options: argparse.Namespace, trace: Trace) -> list[Row]:
+    cost = shared.cost(options)
+    if not options.json:
+        print(f"simulated: {cost.name}")
+    pools = (options.prefill, options.decode)
+    result = simulate(shared.scenario(options, trace, cost, policy=options.policy, pools=pools))
+    return rows(summarise_simulated(result, shared.objective(options)))
+
+
+def _served(options: argparse.Namespace, trace: Trace) -> list[Row]:
+    options.model, options.ignore_eos = options.served_model_name, not options.no_ignore_eos
+    requests = trace_requests(trace, seed=options.seed, token_ids=options.token_ids)
+    before = _counters(options.base_url)
+    outcomes, duration_s = asyncio.run(drive(requests, options))
+    report = [Row("replay", row.case, row.value, row.unit) for row in summarise(outcomes, duration_s, options)]
+    hit_rate = hit_rate_of(outcomes, before, _counters(options.base_url))
+    return report if hit_rate is None else [*report, Row("replay", "Prefix token hit rate", hit_rate * 100, "%")]
+
+
+def hit_rate_of(outcomes: Sequence[Outcome], before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Of prompt tokens: as the answers' usage tells, else as counters have grown. None where the server is silent."""
+    told = [outcome for outcome in outcomes if outcome.error is None and outcome.cached_tokens is not None]
+    if told:
+        return sum(outcome.cached_tokens or 0 for outcome in told) / max(1, sum(o.prompt_tokens for o in told))
+    for hits, queries in _HIT_COUNTERS:
+        asked = after.get(queries, 0.0) - before.get(queries, 0.0)
+        if hits in after and asked > 0:
+            return (after[hits] - before.get(hits, 0.0)) / asked
+    return None
+
+
+def _counters(base_url: str) -> dict[str, float]:
+    """Sums over labels of the counters in /metrics; empty where there is no such page."""
+    try:
+        answer = httpx.get(f"{base_url}/metrics", timeout=10)
+    except httpx.HTTPError:
+        return {}
+    return parse_counters(answer.text) if answer.status_code == 200 else {}
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        if name.endswith("_total") and not line.startswith("#"):
+            totals[name] = totals.get(name, 0.0) + float(rest.rpartition("}")[2].split()[0])
+    return totals

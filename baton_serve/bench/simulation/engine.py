@@ -1,0 +1,324 @@
+"""A simulated engine: schedules as the real one does, but a step only takes time.
+
+Decodes come first, one token each; prompts fill the rest of a step's token budget in chunks, first come first served
+(those for another instance by `request_table.OVERTAKING`), and enter only when all their blocks are there. A decode
+that finds no block takes those of the newest sequence, which is computed again later. Steps that only decode are taken
+many at once: their lengths are known beforehand.
+"""
+
+import asyncio
+from bisect import insort
+from math import ceil, inf
+from typing import Protocol
+
+from baton_serve.bench.simulation.cache import BlockCache
+from baton_serve.bench.simulation.cost import CostModel
+from baton_serve.bench.simulation.measures import Gaps
+from baton_serve.bench.simulation.stream import Stream
+from baton_serve.contracts.identity import RequestId
+from baton_serve.engine.core.request_table import OVERTAKING
+from baton_serve.engine.core.step_time_model import Pace
+
+
+class Owner(Protocol):
+    """Hears what the engine has done, at the moment it is done."""
+
+    def on_reserved(self, sequence: Stream) -> None: ...
+    def on_chunk(self, sequence: Stream) -> None: ...
+    def on_first_token(self, sequence: Stream) -> None: ...
+    def on_second_token(self, sequence: Stream) -> None:
+        """Of a handed-over sequence that goes on after it."""
+
+    def on_finished(self, sequence: Stream) -> None: ...
+    def on_step(self) -> None: ...
+
+
+class SimulatedEngine:
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        cache: BlockCache,
+        block_tokens: int,
+        owner: Owner,
+        gaps: Gaps,
+        stretch: float = inf,
+    ) -> None:
+        """`stretch`: as `engine.core.step_time_model.Pace`."""
+        self.cost = cost
+        self.cache = cache
+        self.waiting: list[Stream] = []
+        self.prompts: list[Stream] = []
+        self.decoding: list[Stream] = []
+        self.reserved: set[Stream] = set()
+        self.pace = Pace(cost.prefill_tokens_per_s, cost.step_s(1, 0), stretch)
+        self.busy_s = 0.0
+        self._block_tokens = block_tokens
+        self._owner = owner
+        self._gaps = gaps
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_deciding = False
+        self._started_at = 0.0
+        self._first_s = 0.0
+        """Length of the first of the steps that run now."""
+        self._longer_s = 0.0
+        """By how much each is longer than the one before."""
+        self._num_steps = 0
+        self._chunks: list[tuple[Stream, int]] = []
+        self._batch: list[Stream] = []
+        """Who writes in the steps that run now; of `decoding`, the others have come since."""
+        self._num_planned_tokens = 0
+
+    @property
+    def queued_tokens(self) -> int:
+        waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
+        return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
+
+    @property
+    def spare_tokens_per_s(self) -> float:
+        """As the scheduler's."""
+        writers = self.decoding
+        if not writers:
+            return self.pace.prefill_tokens_per_s
+        promises_s = [s.itl_s for s in writers]
+        if None in promises_s or not self.pace.keeps(promises_s):
+            return 0.0
+        most = self.cost.max_num_batched_tokens - len(writers)
+        return self.pace.tokens_per_s(min(self.pace.room(promises_s) or most, most), len(writers))
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prompts) + len(self.decoding) + len(self.reserved)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.num_running)
+
+    def add(self, sequence: Stream) -> None:
+        # Memory for a handoff does not wait for prompts that have it already.
+        sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
+        if sequence.mode == "prefill":
+            sequence.due += OVERTAKING * sequence.num_tokens
+        insort(self.waiting, sequence, key=lambda s: s.due)
+        self._look()
+
+    def join(self, sequence: Stream) -> None:
+        """The blocks of a reserved sequence have come."""
+        if sequence in self.reserved:
+            self.reserved.discard(sequence)
+            self.cache.name(sequence.holding, sequence.names[sequence.cached // self._block_tokens :])
+            self._write_on(sequence)
+            self._look()
+
+    def release(self, sequence: Stream) -> None:
+        """Its blocks are wanted no more."""
+        self.cache.release(sequence.holding)
+        self._look()
+
+    def cancel(self, request_id: RequestId) -> None:
+        for group in (self.waiting, self.prompts, self.decoding):
+            for sequence in [s for s in group if s.request_id == request_id]:
+                group.remove(sequence)
+                self.cache.release(sequence.holding)
+        self._batch = [s for s in self._batch if s.request_id != request_id]
+        for sequence in [s for s in self.reserved if s.request_id == request_id]:
+            self.reserved.discard(sequence)
+            self.cache.release(sequence.holding)
+        self._chunks = [chunk for chunk in self._chunks if chunk[0].request_id != request_id]
+        self._look()
+
+    def _look(self) -> None:
+        """Something has changed: begins a step, or ends the running ones at the next token."""
+        if self._is_deciding:
+            return
+        if self._timer is None:
+            self._begin()
+        elif self._num_steps > 1:
+            self._end_soon()
+
+    def _end_soon(self) -> None:
+        elapsed = self._loop.time() - self._started_at
+        low, high = 1, self._num_steps
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._seconds(middle) >= elapsed else (middle + 1, high)
+        if low < self._num_steps:
+            assert self._timer is not None
+            self._timer.cancel()
+            self._num_steps = low
+            self._timer = self._loop.call_at(self._started_at + self._seconds(low), self._end)
+
+    def _seconds(self, num_steps: int) -> float:
+        return num_steps * self._first_s + self._longer_s * num_steps * (num_steps - 1) / 2
+
+    def _begin(self) -> None:
+        self._is_deciding = True
+        self._num_steps = self._grow() if self.decoding else 0
+        self._schedule_prompts()
+        self._is_deciding = False
+        if self._chunks:
+            self._num_steps = 1
+        elif any([s.is_fresh for s in self.decoding]):  # its token is told of when it comes
+            self._num_steps = min(1, self._num_steps)
+        if not self._num_steps:
+            return
+        self._batch = list(self.decoding)
+        batch = len(self.decoding)
+        num_kv_tokens = sum(s.kv_tokens for s in self.decoding)
+        if self._chunks:
+            chunks = [(s.computed, length) for s, length in self._chunks]
+            self._first_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
+        else:
+            self._first_s = self.cost.step_s(batch, num_kv_tokens)
+        self._longer_s = batch * self.cost.step_s_per_kv_token
+        self._started_at = self._loop.time()
+        self._timer = self._loop.call_at(self._started_at + self._seconds(self._num_steps), self._end)
+
+    def _schedule_prompts(self) -> None:
+        budget = self.cost.max_num_batched_tokens - len(self.decoding)
+        if self.decoding and (self.prompts or self.waiting):
+            room = self.pace.room([s.itl_s for s in self.decoding])
+            budget = budget if room is None else min(room, budget)
+        for sequence in self.prompts:
+            budget -= self._append_chunk(sequence, budget)
+        while self.waiting and self.num_running < self.cost.max_num_seqs:
+            head = self.waiting[0]
+            if (head.mode != "decode" and budget <= 0) or not self._place(head):
+                break
+            self.waiting.pop(0)
+            if head.mode == "decode":
+                self.reserved.add(head)
+                self._owner.on_reserved(head)
+            else:
+                head.started_at = head.started_at if head.started_at is not None else self._loop.time()
+                insort(self.prompts, head, key=lambda s: s.due)
+                budget -= self._append_chunk(head, budget)
+
+    def _append_chunk(self, sequence: Stream, budget: int) -> int:
+        length = min(budget, sequence.num_tokens - sequence.computed)
+        if length > 0:
+            self._chunks.append((sequence, length))
+            self._num_planned_tokens += length
+        return max(0, length)
+
+    def _place(self, sequence: Stream) -> bool:
+        """Gives it all its blocks, if they are there."""
+        num_tokens = sequence.num_tokens
+        # Who computes must compute the last token at least.
+        reusable = (num_tokens if sequence.mode == "decode" else num_tokens - 1) // self._block_tokens
+        cached = sequence.names[: self.cache.match(sequence.names[:reusable])]
+        fresh = ceil(num_tokens / self._block_tokens) - len(cached)
+        reserve = self.cache.num_total // 100 if self.num_running else 0
+        if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
+            return False
+        sequence.holding = self.cache.take(cached, fresh)
+        sequence.computed = sequence.cached = len(cached) * self._block_tokens
+        return True
+
+    def _grow(self) -> int:
+        """Blocks for as many tokens of every decode as it has to write, or as there is room for. Returns how many."""
+        while self.decoding:
+            num_steps = min(s.remaining for s in self.decoding)
+            while num_steps and self._missing(num_steps) > self.cache.num_free:
+                num_steps //= 2
+            if num_steps:
+                for sequence in self.decoding:
+                    self.cache.grow(sequence.holding, self._missing_of(sequence, num_steps))
+                return num_steps
+            self._preempt()
+        return 0
+
+    def _missing(self, num_steps: int) -> int:
+        return sum(self._missing_of(sequence, num_steps) for sequence in self.decoding)
+
+    def _missing_of(self, sequence: Stream, num_steps: int) -> int:
+        return max(0, ceil((sequence.kv_tokens + num_steps) / self._block_tokens) - sequence.holding.num_blocks)
+
+    def _preempt(self) -> None:
+        """The newest gives up its blocks; one that is alone can never go on, and ends."""
+        running = self.decoding + [s for s in self.prompts if s.mode == "generate"]
+        victim = max(running, key=lambda s: (s.arrived_at, s.request_id))
+        (self.decoding if victim in self.decoding else self.prompts).remove(victim)
+        self.cache.release(victim.holding)
+        if len(running) == 1 and not self.reserved:
+            victim.remaining = 0
+            self._owner.on_finished(victim)
+            return
+        victim.mode = "generate"
+        victim.num_tokens += victim.written
+        victim.written = victim.computed = 0
+        self.waiting.insert(0, victim)
+
+    def _end(self) -> None:
+        self._is_deciding = True
+        self._timer = None
+        now, num_steps = self._loop.time(), self._num_steps
+        self._measure(now - self._started_at)
+        finished = []
+        second = [s for s in self._batch if s.is_fresh and s.mode == "decode" and s.remaining > num_steps]
+        for sequence in self._batch:
+            sequence.written += num_steps
+            sequence.remaining -= num_steps
+            sequence.last_token_at = now
+            sequence.is_fresh = False
+            if not sequence.remaining:
+                finished.append(sequence)
+        if finished:
+            self.decoding = [s for s in self.decoding if s.remaining]
+        for sequence in second:
+            self._owner.on_second_token(sequence)
+        for sequence in finished:
+            self.cache.release(sequence.holding)
+            self._owner.on_finished(sequence)
+        chunks, self._chunks = self._chunks, []
+        for sequence, length in chunks:
+            self._computed(sequence, length)
+        self._owner.on_step()
+        self._is_deciding = False
+        self._begin()
+
+    def _measure(self, seconds: float) -> None:
+        self.busy_s += seconds
+        num_prompt_tokens = sum(length for _, length in self._chunks)
+        if not num_prompt_tokens:
+            self.pace.decoded(seconds / self._num_steps)
+        else:
+            self.pace.computed(num_prompt_tokens, seconds)
+            if self._batch:
+                self.pace.mixed(num_prompt_tokens, len(self._batch), seconds)
+        fresh = [s for s in self._batch if s.is_fresh]
+        for sequence in fresh:
+            before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at
+            self._gaps.add_first(sequence.request_id, self._started_at + self._first_s - before)
+        step_s = seconds / self._num_steps
+        self._gaps.add([s.request_id for s in self._batch if not s.is_fresh], step_s, self._num_steps)
+        self._gaps.add([s.request_id for s in fresh], step_s, self._num_steps - 1)
+
+    def _computed(self, sequence: Stream, length: int) -> None:
+        before = sequence.computed // self._block_tokens
+        sequence.computed += length
+        self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
+        is_done = sequence.computed == sequence.num_tokens
+        if sequence.mode == "prefill":
+            self._owner.on_chunk(sequence)
+        if not is_done:
+            return
+        self.prompts.remove(sequence)
+        sequence.remaining -= 1
+        last_token_at, sequence.last_token_at = sequence.last_token_at, self._loop.time()
+        if last_token_at is None:
+            self._owner.on_first_token(sequence)
+        else:
+            self._gaps.add([sequence.request_id], sequence.last_token_at - last_token_at)
+        if sequence.mode == "generate":
+            if sequence.remaining:
+                self._write_on(sequence)
+            else:
+                self.cache.release(sequence.holding)
+                self._owner.on_finished(sequence)
+
+    def _write_on(self, sequence: Stream) -> None:
+        sequence.written = 1
+        sequence.is_fresh = True
+        self.decoding.append(sequence)

@@ -1,0 +1,121 @@
+"""Handoffs in virtual time: blocks travel chunk by chunk while prefill computes, and share both instances' links."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton_serve.bench.simulation.cache import BlockCache
+from baton_serve.contracts.identity import InstanceId, TicketId
+from baton_serve.contracts.messages import Ticket
+from baton_serve.services.router.placement.prefix_pull import LATENCY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What the sink is told when the last block is there. `first_token_at`: when prefill was done."""
+
+    handoff_s: float
+    exposed_s: float
+    num_tokens: int
+    first_token_at: float
+
+
+@dataclass(slots=True)
+class _Handoff:
+    produced: int = 0
+    sent: int = 0
+    """Tokens that have left, or that the sink has already."""
+    reserved_at: float | None = None
+    first_token_at: float | None = None
+    ends_at: float = 0.0
+    num_tokens: int = 0
+    on_arrived: Callable[[Arrival], None] | None = None
+    on_sent: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Fabric:
+    """Every instance sends and receives at its own speed; a transfer takes both ends' links."""
+
+    def __init__(self, *, bytes_per_token: int, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._seconds_per_token = bytes_per_token / bytes_per_s
+        self._loop = asyncio.get_running_loop()
+        self._handoffs: dict[TicketId, _Handoff] = {}
+        self.caches: dict[InstanceId, BlockCache] = {}
+        """Of all instances: what can be pulled from them."""
+        self._sending_until: dict[InstanceId, float] = {}
+        self._receiving_until: dict[InstanceId, float] = {}
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._handoffs)
+
+    def produced(self, ticket: Ticket, num_tokens: int) -> None:
+        """The source has computed the first `num_tokens`."""
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        handoff.produced = num_tokens
+        self._send(ticket, handoff)
+
+    def finished(self, ticket: Ticket, on_sent: Callable[[], None]) -> None:
+        """The source has computed all; it holds the blocks until `on_sent`."""
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        handoff.first_token_at = self._loop.time()
+        handoff.on_sent.append(on_sent)
+        self._end(ticket, handoff)
+
+    def reserved(self, ticket: Ticket, num_cached: int, on_arrived: Callable[[Arrival], None]) -> None:
+        """The sink has room, and the first `num_cached` tokens already."""
+        handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
+        handoff.sent, handoff.reserved_at, handoff.on_arrived = num_cached, self._loop.time(), on_arrived
+        self._send(ticket, handoff)
+        self._end(ticket, handoff)
+
+    def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
+        """Tokens that the source has cached go to the sink."""
+        ends_at = self._link_free_at(ticket) + LATENCY_S + num_tokens * self._seconds_per_token
+        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = ends_at
+        self._loop.call_at(ends_at, on_arrived)
+
+    def forget(self, ticket: Ticket) -> None:
+        """The sink wants it no more: the source's blocks are free."""
+        handoff = self._handoffs.pop(ticket.ticket, None)
+        for on_sent in handoff.on_sent if handoff is not None else []:
+            on_sent()
+
+    def _send(self, ticket: Ticket, handoff: _Handoff) -> None:
+        num_tokens = handoff.produced - handoff.sent
+        if handoff.reserved_at is None or num_tokens <= 0:
+            return
+        handoff.ends_at = self._link_free_at(ticket) + num_tokens * self._seconds_per_token
+        self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = handoff.ends_at
+        handoff.sent = handoff.produced
+        handoff.num_tokens += num_tokens
+
+    def _link_free_at(self, ticket: Ticket) -> float:
+        return max(
+            self._loop.time(), self._sending_until.get(ticket.source, 0.0), self._receiving_until.get(ticket.sink, 0.0)
+        )
+
+    def _end(self, ticket: Ticket, handoff: _Handoff) -> None:
+        """Once both are ready."""
+        if handoff.on_arrived is None or handoff.first_token_at is None:
+            return
+        self._loop.call_at(max(self._loop.time(), handoff.ends_at), self._arrived, ticket)
+
+    def _arrived(self, ticket: Ticket) -> None:
+        handoff = self._handoffs.get(ticket.ticket)
+        if handoff is None:
+            return
+        assert handoff.reserved_at is not None
+        assert handoff.first_token_at is not None
+        assert handoff.on_arrived is not None
+        now = self._loop.time()
+        arrival = Arrival(
+            handoff_s=now - handoff.reserved_at,
+            exposed_s=now - max(handoff.first_token_at, handoff.reserved_at),
+            num_tokens=handoff.num_tokens,
+            first_token_at=handoff.first_token_at,
+        )
+        on_arrived = handoff.on_arrived
+        self.forget(ticket)
+        on_arrived(arrival)

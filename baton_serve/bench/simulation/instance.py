@@ -1,0 +1,284 @@
+"""A simulated instance: speaks `contracts.messages` with the router, and has a simulated engine for its work."""
+
+import asyncio
+from collections.abc import Callable
+from math import ceil, inf
+
+from baton_serve.bench.simulation.cache import BlockCache
+from baton_serve.bench.simulation.cost import CostModel
+from baton_serve.bench.simulation.engine import SimulatedEngine
+from baton_serve.bench.simulation.fabric import Arrival, Fabric
+from baton_serve.bench.simulation.measures import Gaps
+from baton_serve.bench.simulation.stream import Stream
+from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.events import BlockEvent, EventBatch
+from baton_serve.contracts.identity import InstanceId, RequestId
+from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Load
+from baton_serve.contracts.messages import (
+    Cancel,
+    Decode,
+    Generate,
+    HandoffReport,
+    Heartbeat,
+    LoadReport,
+    Prefill,
+    PrefillReport,
+    Pull,
+    Snapshot,
+    SnapshotRequest,
+    Ticket,
+    ToInstance,
+    Tokens,
+    ToRouter,
+    Work,
+)
+from baton_serve.engine.core.step_time_model import DECODE_STRETCH
+
+_TOKEN = 0
+"""What every simulated token is."""
+
+
+class SimulatedInstance:
+    """The router's messages come by `on_message`; the answers go to `router` and `subscriber`, once they are set."""
+
+    def __init__(self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Gaps, cache: BlockCache) -> None:
+        self.record = record
+        self.router: Callable[[ToRouter], None] | None = None
+        self.subscriber: Callable[[EventBatch], None] | None = None
+        self.sharers: list[SimulatedInstance] = [self]
+        """All whose cache this is, itself included."""
+        self.engine = SimulatedEngine(
+            cost,
+            cache=cache,
+            block_tokens=record.layout.block_tokens,
+            owner=self,
+            gaps=gaps,
+            stretch=DECODE_STRETCH if record.role == "decode" else inf,
+        )
+        self.started_at = asyncio.get_running_loop().time()
+        self.ended_at: float | None = None
+        self._fabric = fabric
+        self._loop = asyncio.get_running_loop()
+        self._works: dict[RequestId, Work] = {}
+        self._tickets: dict[RequestId, Ticket] = {}
+        self._held: dict[RequestId, Stream] = {}
+        """Streams whose blocks wait to be fetched."""
+        self._num_pulls = 0
+        self._peers: dict[InstanceId, None] = {}
+        """Those that blocks have come from."""
+        self._fabric.caches[record.instance] = self.engine.cache
+        self._sequence = 0
+        self._reported: Load | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.engine.is_idle and not self._held and not self._num_pulls
+
+    def load(self) -> Load:
+        engine = self.engine
+        return Load(
+            free_blocks=engine.cache.num_free,
+            total_blocks=engine.cache.num_total,
+            running=engine.num_running,
+            waiting=len(engine.waiting),
+            queued_tokens=engine.queued_tokens,
+            prefill_tokens_per_s=engine.pace.prefill_tokens_per_s,
+            decode_step_s=engine.pace.decode_step_s,
+            spare_tokens_per_s=engine.spare_tokens_per_s,
+            held_blocks=sum(stream.holding.num_blocks for stream in self._held.values()),
+        )
+
+    def report(self) -> None:
+        """Tells the router its load, if that has changed."""
+        load = self.load()
+        if load != self._reported:
+            self._reported = load
+            self._send(
+                LoadReport(
+                    instance=self.record.instance,
+                    generation=self.record.generation,
+                    load=load,
+                    links=[
+                        LinkStatus(peer=peer, transport="simulated", bytes_per_second=self._fabric.bytes_per_s)
+                        for peer in self._peers
+                    ],
+                    draining=self.record.draining,
+                )
+            )
+
+    def on_message(self, message: ToInstance) -> None:
+        match message:
+            case Prefill(work=work, ticket=ticket, pull=pull):
+                self._begin(work, "prefill", ticket, pull)
+            case Decode(work=work, ticket=ticket):
+                self._begin(work, "decode", ticket)
+            case Generate(work=work, pull=pull):
+                self._begin(work, "generate", None, pull)
+            case Cancel(request_id=request_id):
+                self._cancel(request_id)
+            case SnapshotRequest():
+                self._send_snapshot()
+            case Heartbeat():
+                self.report()
+
+    def on_reserved(self, sequence: Stream) -> None:
+        ticket = self._tickets[sequence.request_id]
+        self._peers[ticket.source] = None
+        self._fabric.reserved(ticket, sequence.cached, lambda arrival: self._arrived(sequence, arrival))
+
+    def on_chunk(self, sequence: Stream) -> None:
+        if (ticket := self._tickets.get(sequence.request_id)) is not None:
+            self._fabric.produced(ticket, sequence.computed)
+
+    def on_first_token(self, sequence: Stream) -> None:
+        now = self._loop.time()
+        assert sequence.started_at is not None
+        report = PrefillReport(
+            request_id=sequence.request_id,
+            queue_s=sequence.started_at - sequence.arrived_at,
+            prefill_s=now - sequence.started_at,
+            cached_tokens={"device": sequence.cached},
+        )
+        work = self._works[sequence.request_id]
+        self._publish()
+        self._send(report)
+        if sequence.mode == "prefill":
+            # Before the token: it may end the request.
+            self._hold(sequence)
+        self._send_tokens(work, 1, is_last=work.sampling.max_tokens == self._offset(work) + 1)
+
+    def on_second_token(self, sequence: Stream) -> None:
+        work = self._works[sequence.request_id]
+        self._send_tokens(work, 1, position=self._offset(work) + 1, is_last=False)
+        sequence.told = 2
+
+    def on_finished(self, sequence: Stream) -> None:
+        work = self._works.pop(sequence.request_id, None)
+        self._tickets.pop(sequence.request_id, None)
+        if work is None:
+            return
+        sent = self._offset(work) + sequence.told
+        if work.sampling.max_tokens > sent:
+            self._send_tokens(work, work.sampling.max_tokens - sent, position=sent, is_last=True)
+
+    def on_step(self) -> None:
+        self._publish()
+
+    def _begin(self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None) -> None:
+        block_tokens = self.record.layout.block_tokens
+        num_full = len(work.token_ids) // block_tokens
+        num_tokens = work.sampling.max_tokens - self._offset(work)
+        stream = Stream(
+            request_id=work.request_id,
+            mode="prefill" if mode == "prefill" else "decode" if mode == "decode" else "generate",
+            num_tokens=len(work.token_ids),
+            remaining=1 if mode == "prefill" else num_tokens - (mode == "decode"),
+            names=block_names(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
+            arrived_at=self._loop.time(),
+            itl_s=work.itl_s,
+        )
+        self._works[work.request_id] = work
+        if ticket is not None:
+            self._tickets[work.request_id] = ticket
+        if pull is None:
+            self.engine.add(stream)
+        else:
+            self._pull(stream, pull)
+
+    def _pull(self, stream: Stream, pull: Pull) -> None:
+        """What the source has by now comes first; the prompt is added then."""
+        own, source = self.engine.cache, self._fabric.caches[pull.ticket.source]
+        self._peers[pull.ticket.source] = None
+        names = list(stream.names[: pull.num_blocks])
+        missing = names[own.match(names) : source.match(names)]
+        self._num_pulls += 1
+
+        def arrived() -> None:
+            self._num_pulls -= 1
+            if stream.request_id in self._works:
+                own.adopt(missing)
+                self.engine.add(stream)
+
+        self._fabric.pull(pull.ticket, len(missing) * self.record.layout.block_tokens, arrived)
+
+    def _hold(self, stream: Stream) -> None:
+        """Until the blocks have been fetched, or at once where nobody will."""
+        del self._works[stream.request_id]
+        ticket = self._tickets.pop(stream.request_id, None)
+        if ticket is None:
+            self.engine.release(stream)
+            return
+        self._held[stream.request_id] = stream
+
+        def let_go() -> None:
+            if self._held.pop(stream.request_id, None) is not None:
+                self.engine.release(stream)
+
+        self._fabric.finished(ticket, let_go)
+
+    def _arrived(self, stream: Stream, arrival: Arrival) -> None:
+        if stream.request_id not in self._works:
+            return
+        token_bytes, block_tokens = self.record.layout.token_bytes, self.record.layout.block_tokens
+        stream.last_token_at = arrival.first_token_at
+        self._send(
+            HandoffReport(
+                request_id=stream.request_id,
+                transport="simulated",
+                handoff_s=arrival.handoff_s,
+                exposed_s=arrival.exposed_s,
+                transferred_blocks=ceil(arrival.num_tokens / block_tokens),
+                reused_blocks=stream.cached // block_tokens,
+                transferred_bytes=arrival.num_tokens * token_bytes,
+            )
+        )
+        self.engine.join(stream)
+        self._publish()
+
+    def _cancel(self, request_id: RequestId) -> None:
+        self._works.pop(request_id, None)
+        ticket = self._tickets.pop(request_id, None)
+        self.engine.cancel(request_id)
+        if ticket is not None and ticket.sink == self.record.instance:
+            self._fabric.forget(ticket)
+
+    def _offset(self, work: Work) -> int:
+        """Tokens that were written before, elsewhere."""
+        return len(work.token_ids) - work.num_prompt_tokens
+
+    def _send_tokens(self, work: Work, count: int, *, position: int | None = None, is_last: bool) -> None:
+        self._send(
+            Tokens(
+                request_id=work.request_id,
+                sequence=work.sequences[0],
+                position=self._offset(work) if position is None else position,
+                token_ids=[_TOKEN] * count,
+                finish_reason="length" if is_last else None,
+            )
+        )
+
+    def _send(self, message: ToRouter) -> None:
+        if self.router is not None:
+            self.router(message)
+
+    def _send_snapshot(self) -> None:
+        self._publish()
+        self._send(
+            Snapshot(
+                instance=self.record.instance,
+                generation=self.record.generation,
+                sequence=self._sequence,
+                device=self.engine.cache.names(),
+            )
+        )
+
+    def _publish(self) -> None:
+        events = self.engine.cache.take_events()
+        if events:
+            for sharer in self.sharers:
+                sharer.tell(events)
+
+    def tell(self, events: list[BlockEvent]) -> None:
+        self._sequence += 1
+        if self.subscriber is not None:
+            self.subscriber(EventBatch(self.record.instance, self.record.generation, self._sequence, events))

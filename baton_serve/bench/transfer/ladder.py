@@ -1,0 +1,85 @@
+"""How a pair of accelerators comes to its transport: handoffs run one after another while the probe runs beside them.
+
+`baton-bench kv-ladder [--devices cuda:0 cuda:1] [--seconds 25] [--peer-access 0|1] [--json]`
+
+Two processes, a device each, `--kv-transport auto`. A row for each transport in its turn: when its first handoff began,
+and the best of its handoffs, each checked whole on the device where it lands. The last rows say what the link itself
+tells in `/health`. With `cpu` in place of devices the paths run.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from baton_serve.bench.report import Row, show
+from baton_serve.bench.transfer.cases import MIB
+from baton_serve.bench.transfer.devices import Pair, default_devices, pair_of, throughput
+from baton_serve.bench.transfer.devices_producer import Order
+from baton_serve.contracts.instance import LinkStatus
+from baton_serve.kvtransfer import TransferSettings
+
+
+@dataclass
+class Turn:
+    """Handoffs by one transport, one after another."""
+
+    transport: str
+    began_s: float
+    handoffs: int = 0
+    bytes_per_second: float = 0.0
+
+
+async def watch(pair: Pair, num_blocks: int, seconds: float, num_bytes: int) -> list[Turn]:
+    digest, began = await pair.order(Order(op="digest")), time.perf_counter()
+    turns: list[Turn] = []
+    while (elapsed := time.perf_counter() - began) < seconds:
+        transport = link_of(pair).transport
+        took = await throughput(pair, 1, num_blocks, digest)
+        if not turns or turns[-1].transport != transport:
+            turns.append(Turn(transport, elapsed))
+        turns[-1].handoffs += 1
+        turns[-1].bytes_per_second = max(turns[-1].bytes_per_second, num_bytes / took)
+    return turns
+
+
+def link_of(pair: Pair) -> LinkStatus:
+    (link,) = pair.node.links()
+    return link
+
+
+async def measure(options: argparse.Namespace) -> list[Row]:
+    settings = msgspec.convert(
+        {"transports": ["auto"], "peer_access": options.peer_access, "checksum": options.checksum}, TransferSettings
+    )
+    num_bytes = options.prompt_mib * MIB
+    num_blocks = num_bytes // (options.block_kib << 10)
+    async with asyncio.timeout(options.timeout_s), pair_of(options, num_blocks, settings) as pair:
+        turns = await watch(pair, num_blocks, options.seconds, num_bytes)
+        link = link_of(pair)
+    rows = [
+        Row("kv-ladder", f"{turn.transport} from {turn.began_s:.1f} s, {turn.handoffs} handoffs", speed / 1e9, "GB/s")
+        for turn in turns
+        if (speed := turn.bytes_per_second)
+    ]
+    rows.append(Row("kv-ladder", f"probe of {link.transport}", link.probed_bytes_per_second / 1e9, "GB/s"))
+    return [*rows, *(Row("kv-ladder", f"{link.choice}: {line}", 0.0, "") for line in link.reason.split("; "))]
+
+
+def run(argv: Sequence[str]) -> None:
+    """Entry point for `baton-bench kv-ladder`."""
+    parser = argparse.ArgumentParser(prog="baton-bench kv-ladder", description=__doc__)
+    parser.add_argument("--devices", nargs=2, default=default_devices())
+    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--peer-access", default="", choices=["", "0", "1"], help="as CCL_TOPO_P2P_ACCESS")
+    parser.add_argument("--checksum", default="sampled", choices=["full", "sampled", "off"])
+    parser.add_argument("--prompt-mib", type=int, default=1024)
+    parser.add_argument("--block-kib", type=int, default=8192)
+    parser.add_argument("--timeout-s", type=float, default=120.0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    options.scattered = False
+    show(asyncio.run(measure(options)), as_json=options.json)

@@ -1,0 +1,147 @@
+"""Other libraries that move blocks between processes of this host, measured beside Baton's transports.
+
+NIXL (UCX) by the way it chooses itself, which is the other process's memory, and over TCP; Mooncake's Transfer Engine
+over TCP. None of them checks its bytes; whether they arrived is looked at here, outside of the measured time.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Self
+
+START_S = 60.0
+READ_S = 120.0
+
+
+class PeerError(Exception):
+    """This peer cannot be measured here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    engine: str
+    """As `bench.transfer.peer_process` calls it, and `--peers`."""
+    module: str
+    transport: str
+    """Baton's transport of the same medium."""
+    environment: Mapping[str, str]
+
+
+PEERS = (
+    Peer("NIXL UCX (shared memory)", "nixl", "nixl", "usm", {}),
+    Peer("NIXL UCX (tcp)", "nixl", "nixl", "zeromq", {"UCX_TLS": "tcp"}),
+    Peer("Mooncake (tcp)", "mooncake", "mooncake", "zeromq", {}),
+)
+NAMES = tuple(dict.fromkeys(peer.engine for peer in PEERS))
+QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
+
+
+def chosen(names: Collection[str] | None) -> list[Peer]:
+    """The peers of these names; None: those that are installed. Raises `PeerError` for one that is named and is not."""
+    missing = [peer.engine for peer in PEERS if importlib.util.find_spec(peer.module) is None]
+    if asked := sorted(set(missing) & set(names or ())):
+        raise PeerError(f"not installed: {', '.join(asked)} (pip install 'baton-serve[peers]')")
+    return [peer for peer in PEERS if peer.engine not in missing and (names is None or peer.engine in names)]
+
+
+class Reading:
+    """A holding and a reading process of a peer."""
+
+    def __init__(self, peer: Peer, log: IO[bytes]) -> None:
+        self.peer = peer
+        self._log = log
+        self._ends: list[asyncio.subprocess.Process] = []
+
+    @classmethod
+    async def start(cls, peer: Peer, num_blocks: int, block_bytes: int) -> Self:
+        reading = cls(peer, tempfile.TemporaryFile())  # noqa: SIM115
+        try:
+            holder = await reading._spawn("hold", num_blocks, block_bytes)
+            reader = await reading._spawn("read", num_blocks, block_bytes)
+            card = await reading._line(holder, START_S)
+            assert reader.stdin is not None
+            reader.stdin.write(card)
+            await reading.seconds(1)
+        except BaseException:
+            await reading.close()
+            raise
+        return reading
+
+    async def seconds(self, concurrency: int) -> float:
+        """To read all blocks, divided among so many transfers."""
+        reader = self._ends[1]
+        assert reader.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it ended; its last words are read below
+            reader.stdin.write(json.dumps({"concurrency": concurrency}).encode() + b"\n")
+            await reader.stdin.drain()
+        return float(json.loads(await self._line(reader, READ_S))["seconds"])
+
+    async def close(self) -> None:
+        for process in self._ends:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        self._log.close()
+
+    async def _spawn(self, end: str, num_blocks: int, block_bytes: int) -> asyncio.subprocess.Process:
+        arguments = [
+            "-m",
+            "baton_serve.bench.transfer.peer_process",
+            self.peer.engine,
+            end,
+            str(num_blocks),
+            str(block_bytes),
+        ]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **QUIET, **self.peer.environment},
+        )
+        self._ends.append(process)
+        return process
+
+    async def _line(self, process: asyncio.subprocess.Process, timeout_s: float) -> bytes:
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise PeerError(f"no answer within {timeout_s:g} s") from None
+        if not line:
+            raise PeerError(self._last_words())
+        return line
+
+    def _last_words(self) -> str:
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(size - 2000, 0))
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+
+
+@contextlib.asynccontextmanager
+async def readings(
+    peers: Sequence[Peer], transport: str, num_blocks: int, block_bytes: int
+) -> AsyncIterator[list[Reading]]:
+    """The peers of the transport's medium, started; one that cannot run here is left out, with a line on stderr."""
+    started: list[Reading] = []
+    try:
+        for peer in peers:
+            if peer.transport == transport:
+                try:
+                    started.append(await Reading.start(peer, num_blocks, block_bytes))
+                except PeerError as exc:
+                    sys.stderr.write(f"baton-bench kv: {peer.name} is left out: {exc}\n")
+        yield started
+    finally:
+        for reading in started:
+            await reading.close()

@@ -1,0 +1,154 @@
+"""Where the processor time of a transfer between two processes of this host goes: milliseconds per GB, by thread.
+
+`baton-bench kv-profile [--transports usm zeromq] [--checksum full off] [--block-kib 8192] [--prompt-mib N] [--json]`
+
+Beside each transfer the same for what bounds it: one memcpy, one hash, the plain TCP connection that `baton-bench kv`
+measures against, and that connection with a hash at each end, which is as much as a verified transfer must do. The
+limit is the speed at which the work of both ends would keep all processors of this process busy: with that work no
+transfer between two processes of this host can be faster.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from baton_serve.bench.report import Row, show
+from baton_serve.bench.transfer.cases import MIB
+from baton_serve.bench.transfer.hosts import Pair, memcpy, pair_of, throughput
+from baton_serve.bench.transfer.hosts_producer import Order, thread_seconds
+from baton_serve.kvtransfer import HostMemory, TransferSettings
+from baton_serve.kvtransfer.native.copyhash import copy_hash
+
+Times = dict[str, float]
+GB = 1e9
+
+
+async def spent(pair: Pair, work: Callable[[], object]) -> tuple[float, Times]:
+    """Seconds that `work` takes, and processor seconds of the threads of both ends meanwhile."""
+    before, there = thread_seconds(), await _producer_seconds(pair)
+    began = time.perf_counter()
+    result = work()
+    if asyncio.iscoroutine(result):
+        await result
+    seconds = time.perf_counter() - began
+    after, then = thread_seconds(), await _producer_seconds(pair)
+    found = {f"consumer, {name}": after[name] - before.get(name, 0.0) for name in after}
+    found |= {f"producer, {name}": then[name] - there.get(name, 0.0) for name in then}
+    return seconds, found
+
+
+async def _producer_seconds(pair: Pair) -> Times:
+    found: Times = json.loads(await pair.order(Order(op="processor")))
+    return found
+
+
+def rows_of(case: str, num_bytes: int, samples: Sequence[tuple[float, Times]]) -> list[Row]:
+    """Medians, so that other work on the machine, which takes time but no processor time of ours, changes little."""
+    each = num_bytes / GB
+    names = sorted({name for _, times in samples for name in times})
+    medians = {name: statistics.median(times.get(name, 0.0) for _, times in samples) * 1e3 / each for name in names}
+    in_all, best = sum(medians.values()), min(seconds for seconds, _ in samples)
+    bound = len(os.sched_getaffinity(0)) / (in_all / 1e3)
+    rows = [Row("kv-profile", f"{case}: {name}", value, "ms/GB") for name, value in medians.items() if value >= 1]
+    return [
+        *rows,
+        Row("kv-profile", f"{case}: both ends", in_all, "ms/GB"),
+        Row("kv-profile", f"{case}", each / best, "GB/s", bound, each / best / bound),
+    ]
+
+
+async def by_tcp(pair: Pair, *, hashes: bool) -> None:
+    """One TCP connection, straight into place, perhaps with one hash of every byte at each end."""
+    view = pair.memory.host_view
+    assert view is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        order = Order(op="tcp", port=listener.getsockname()[1], hashes=hashes)
+        sending = asyncio.create_task(pair.order(order))
+        await asyncio.to_thread(_receive, listener, view, hashes)
+        await sending
+
+
+def _receive(listener: socket.socket, view: memoryview, hashes: bool) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        taken = 0
+        while taken < len(view) and (size := connection.recv_into(view[taken : taken + MIB])):
+            if hashes:
+                xxh3_64_intdigest(view[taken : taken + size])
+            taken += size
+
+
+def hash_all(memory: HostMemory) -> None:
+    assert memory.host_view is not None
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory.host_view))
+    copy_hash().checksums([start + i * memory.block_bytes for i in range(memory.num_blocks)], memory.block_bytes)
+
+
+async def measure(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    size, num_bytes = options.block_kib << 10, options.prompt_mib * MIB
+    for transport in options.transports:
+        for checksum in options.checksum:
+            settings = msgspec.convert({"transports": [transport], "checksum": checksum}, TransferSettings)
+            async with pair_of(size, num_bytes // size, settings) as pair:
+                await throughput(pair, options.concurrency, is_fresh=True)
+                samples = [await _transfer(pair, options.concurrency) for _ in range(options.repeats)]
+                rows += rows_of(f"{transport} checksum={checksum}", num_bytes, samples)
+                if transport == options.transports[0] and checksum == options.checksum[0]:
+                    rows = [*await limits(pair, num_bytes, options.repeats), *rows]
+    return rows
+
+
+async def limits(pair: Pair, num_bytes: int, repeats: int) -> list[Row]:
+    source = HostMemory(pair.memory.num_blocks, pair.memory.block_bytes)
+    works: dict[str, Callable[[], object]] = {
+        "memcpy, twice": lambda: memcpy(source, pair.memory),
+        "one hash": lambda: hash_all(pair.memory),
+        "plain TCP": lambda: by_tcp(pair, hashes=False),
+        "plain TCP, a hash at each end": lambda: by_tcp(pair, hashes=True),
+    }
+    rows: list[Row] = []
+    for case, work in works.items():
+        samples = [await spent(pair, work) for _ in range(repeats + 1)][1:]
+        rows += rows_of(case, num_bytes * (2 if "twice" in case else 1), samples)
+    source.close()
+    return rows
+
+
+async def _transfer(pair: Pair, concurrency: int) -> tuple[float, Times]:
+    """The time is that of the fetches alone; processor time includes their preparation, and the comparison not."""
+    taken: list[float] = []
+
+    async def fetch() -> None:
+        taken.append(await throughput(pair, concurrency, is_fresh=True, compares=False))
+
+    _, times = await spent(pair, fetch)
+    return taken[0], times
+
+
+def run(argv: Sequence[str]) -> None:
+    """Entry point for `baton-bench kv-profile`."""
+    parser = argparse.ArgumentParser(prog="baton-bench kv-profile", description=__doc__)
+    parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
+    parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", "sampled", "off"])
+    parser.add_argument("--block-kib", type=int, default=8192)
+    parser.add_argument("--prompt-mib", type=int, default=256)
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    show(asyncio.run(measure(options)), as_json=options.json)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""A layer's sum over ranks and the norm after it in one kernel that writes into the other ranks' memory.
+
+A decode step has two per layer, each of a few kilobytes: what counts is the way there, once, and not the bytes. Where
+ranks cannot map each other's memory, or what is written there does not arrive, there is no `Direct`.
+"""
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.collectives.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 128
+"""A program each, and they wait for other ranks: no more than run at once. Larger batches are limited by the link."""
+MAX_ARGMAX_ROWS = 1024
+"""A program of one warp each."""
+INBOX_BYTES = 64 << 20
+TRIAL_POLLS = 1 << 20
+ERRORS = (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError)
+
+
+class Direct:
+    def __init__(self, group_name: str, shard: Shard, weight: Tensor) -> None:
+        """Maps the inboxes and compiles; what is computed here is thrown away. Raises one of `ERRORS`."""
+        memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        self._kernels: Any = importlib.import_module("baton_serve.engine.kernels.triton.exchange")
+        self._shard = shard
+        words = weight.numel() * weight.element_size() // 4
+        row_bytes = self._kernels.inbox_bytes(shard.size, 1, words)
+        rows = min(MAX_ROWS, INBOX_BYTES // row_bytes)
+        words_of_largest = self._kernels.WORDS_OF_LARGEST
+        sums = rows * row_bytes
+        largest = self._kernels.inbox_bytes(shard.size, MAX_ARGMAX_ROWS, words_of_largest)
+        self._buffer: Tensor = memory.empty(sums + largest, dtype=torch.uint8, device=weight.device)
+        self._buffer.zero_()
+        handle = memory.rendezvous(self._buffer, group_name)
+        inboxes = [handle.get_buffer(rank, (1,), torch.int64) for rank in range(shard.size)]
+        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=weight.device)
+        counters = torch.zeros(rows, dtype=torch.int32, device=weight.device)
+        self._inboxes = self._kernels.Inboxes(shard.rank, addresses, counters, words, rows)
+        counters = torch.zeros(MAX_ARGMAX_ROWS, dtype=torch.int32, device=weight.device)
+        self._largest = self._kernels.Inboxes(shard.rank, addresses + sums, counters, words_of_largest, MAX_ARGMAX_ROWS)
+        self._try(weight, polls=0)
+
+    @classmethod
+    def make(cls, group: Any, shard: Shard, weight: Tensor) -> "Direct | None":
+        """`weight` is like those of the norms to come, [hidden]. All ranks get one, or none does."""
+        made: Direct | None = None
+        try:
+            made = cls(group.group_name, shard, weight)
+        except ERRORS as error:
+            logger.warning("sums over ranks do not go through mapped memory: %s", str(error).split("\n")[0])
+        if not _agree(made is not None, weight.device):
+            return None
+        assert made is not None
+        arrived = made._try(weight, polls=TRIAL_POLLS)
+        if not arrived:
+            logger.warning("what is written into another rank's memory does not arrive: sums go through the library")
+        return made if _agree(arrived, weight.device) else None
+
+    def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """RMSNorm of the ranks' `x` + `residual` [rows, hidden], which becomes that sum. None: not of this shape."""
+        if not self._inboxes.fits(x):
+            return None
+        normed: Tensor = self._kernels.sum_norm(x, residual, weight, eps, self._inboxes)
+        return normed
+
+    def argmax(self, logits: Tensor, out: Tensor) -> None:
+        """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side, the
+        first among equals, and of a row with NaN the number of all columns; at most `MAX_ARGMAX_ROWS` rows."""
+        self._kernels.argmax(logits, out, self._largest)
+
+    def _try(self, weight: Tensor, polls: int) -> bool:
+        """Whether sums and choices of known numbers are right, in every row and twice, for there are two halves."""
+        rows, hidden, size = self._inboxes.max_rows, weight.numel(), self._shard.size
+        column = torch.arange(hidden, device=weight.device) % 64
+        is_right = True
+        for turn in range(2):
+            x = (column + self._shard.rank + turn).to(weight.dtype).expand(rows, hidden).contiguous()
+            residual = torch.zeros_like(x)
+            self._kernels.sum_norm(x, residual, torch.ones_like(weight), 1e-6, self._inboxes, polls=polls)
+            expected = size * (column + turn) + size * (size - 1) // 2
+            is_right = is_right and bool((residual == expected.to(weight.dtype)).all())
+            logits = ((column[:64] == turn) * float(self._shard.rank)).expand(MAX_ARGMAX_ROWS, 64).contiguous()
+            out = torch.zeros(MAX_ARGMAX_ROWS, dtype=torch.int64, device=weight.device)
+            self._kernels.argmax(logits, out, self._largest, polls=polls)
+            is_right = is_right and bool((out == (size - 1) * 64 + turn).all())
+        return is_right
+
+
+def _agree(mine: bool, device: torch.device) -> bool:
+    """Whether all ranks say so. A barrier."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    agreed = torch.tensor([1.0 if mine else 0.0], device=device)
+    distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN)
+    return bool(agreed.item())

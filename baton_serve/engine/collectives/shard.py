@@ -1,0 +1,102 @@
+"""Which part of a decoder a rank holds. Pure: numbers and names in, numbers out.
+
+Attention heads, KV heads and the MLP's width are split evenly; what is not split is held by every rank.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from baton_serve.engine.errors import ConfigError, UnsupportedModelError
+
+ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Read and compared by name: which products are split by rows and which by columns is known of these."""
+
+COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+"""Their outputs are split, weight and bias alike."""
+ROWS = {"o_proj", "down_proj"}
+"""Their inputs are split; the ranks' outputs are summed, so one rank alone adds the bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == 1
+
+    def part(self, total: int) -> slice:
+        """This rank's of `total` equal things."""
+        share = total // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank reads of one stored tensor: `dim` None is all of it; `is_zero`: nothing, it is zeros there."""
+
+    dim: int | None = None
+    is_zero: bool = False
+
+
+def cut_of(name: str, shard: Shard, *, cuts_head: bool) -> Cut:
+    """By the parameter's name, such as `model.layers.0.self_attn.q_proj.weight`."""
+    *_, module, kind = ("", *name.split("."))
+    if module in COLUMNS or (module == "lm_head" and cuts_head):
+        return Cut(dim=0)
+    if module in ROWS:
+        return Cut(dim=1) if kind == "weight" else Cut(is_zero=shard.rank > 0)
+    return Cut()
+
+
+def cuts_head(vocab_size: int, shard: Shard) -> bool:
+    """Each rank computes its columns of the logits; a vocabulary that does not divide is computed whole by all."""
+    return not shard.is_whole and vocab_size % shard.size == 0
+
+
+def check_shardable(name: str, text_config: Any, size: int) -> None:
+    """Raises `ConfigError` or `UnsupportedModelError`."""
+    if size == 1:
+        return
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {size}, but {name} cannot be split over devices yet; those that can:"
+            f" {', '.join(sorted(ARCHITECTURES))}. Set tensor_parallel_size to 1"
+        )
+    if getattr(text_config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {size}, but the weights of this {name} are quantized, which cannot be split yet;"
+            " set tensor_parallel_size to 1"
+        )
+    for what, count in (
+        ("attention heads", text_config.num_attention_heads),
+        ("KV heads", text_config.num_key_value_heads),
+        ("the MLP's width", text_config.intermediate_size),
+    ):
+        if count % size:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, which does not divide this model's {what} ({count});"
+                f" choose one that does, such as {_largest_divisor(text_config, size)}"
+            )
+
+
+def shard_config(hf_config: Any, shard: Shard) -> Any:
+    """The config of a model that is one rank's part."""
+    if shard.is_whole:
+        return hf_config
+    config = copy.deepcopy(hf_config)
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.num_attention_heads //= shard.size
+    config.num_key_value_heads //= shard.size
+    config.intermediate_size //= shard.size
+    return config
+
+
+def _largest_divisor(config: Any, size: int) -> int:
+    counts = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    return max(n for n in range(1, size) if not any(count % n for count in counts))

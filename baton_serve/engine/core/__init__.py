@@ -1,0 +1,1 @@
+"""The decisions of the engine, without torch: requests, scheduling, blocks and step times."""

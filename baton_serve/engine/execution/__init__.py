@@ -1,0 +1,1 @@
+"""Runs scheduled batches on the device, eagerly or as captured graphs."""

@@ -1,0 +1,184 @@
+"""Steps with prompts as captured graphs, for numbers of tokens in a few buckets: where few tokens are computed,
+launching hundreds of kernels takes the host longer than their work takes the device, and keeps Python's lock meanwhile.
+
+One kind of graph is for prompts alone, two are for prompts beside sequences that write, few or many. A graph's inputs
+lie in one array and one table that the host fills and the device copies. Tokens beyond the step's belong to no sequence
+and are stored nowhere; sequences beyond its own have no token and no context. Steps that fit no graph are computed
+without.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.core.step_time_model import SIZES
+from baton_serve.engine.execution.decode_graphs import Capture, Graph
+from baton_serve.engine.kernels import AttentionMetadata
+from baton_serve.engine.model.batch_inputs import StepArrays, StepInputs
+from baton_serve.engine.model.block_tables import table_width
+from baton_serve.engine.model.forward import Forward
+
+LARGEST = SIZES[-1]
+"""Beyond, the device takes longer than the host anyway."""
+TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
+"""Rows of the input array. A negative token is the last one of slot LAST_OF. STARTS and CONTEXTS are int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    num_seqs: int
+    """At most."""
+    has_singles: bool
+    """Sequences may have one new token."""
+    beyond: int = 0
+    """For more sequences than these, and so for more tokens."""
+
+
+KINDS = (Kind(16, has_singles=False), Kind(64, has_singles=True), Kind(128, has_singles=True, beyond=64))
+"""The first that fits is taken."""
+
+
+def buckets(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens to capture."""
+    largest = min(max_num_batched_tokens, LARGEST)
+    return [size for size in SIZES if size < largest] + [largest]
+
+
+def variants(limits: Limits) -> list[tuple[Kind, int]]:
+    """What to capture, the largest first."""
+    kinds = [kind for kind in reversed(KINDS) if limits.max_num_seqs > kind.beyond]
+    sizes = reversed(buckets(limits.max_num_batched_tokens))
+    return [(kind, size) for size, kind in product(sizes, kinds) if size > kind.beyond]
+
+
+def kind_for(arrays: StepArrays) -> Kind | None:
+    """None: steps of single tokens, with adapters, with images, with many sequences or many rows of logits."""
+    lengths = np.diff(arrays.query_starts)
+    if arrays.adapters or arrays.images or arrays.logit_rows is None or lengths.max() == 1:
+        return None
+    count, has_singles = max(len(lengths), len(arrays.logit_rows)), bool((lengths == 1).any())
+    return next((kind for kind in KINDS if count <= kind.num_seqs and kind.has_singles >= has_singles), None)
+
+
+class PromptGraphs:
+    def __init__(self, forward: Forward, layers: list[Tensor], limits: Limits, last_tokens: Tensor) -> None:
+        """`last_tokens`: each slot's, on the device."""
+        device = layers[0].device
+        self._forward = forward
+        self._layers = layers
+        self._limits = limits
+        self._last_tokens = last_tokens
+        self._device = device
+        self._sizes = buckets(limits.max_num_batched_tokens)
+        most_seqs = max(kind.num_seqs for kind in KINDS)
+        shape = (7, max(self._sizes[-1], most_seqs + 1))
+        # Two, for the device may still be copying from the one before.
+        self._staging = [_Staging(device, shape, (most_seqs, table_width(limits))) for _ in range(2)]
+        self._inputs = torch.zeros_like(self._staging[0].inputs, device=device)
+        self._tables = torch.zeros_like(self._staging[0].tables, device=device)
+        self._logits: Tensor | None = None
+        self._graphs: dict[tuple[Kind, int], Graph] = {}
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture) -> None:
+        """The largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
+        self._fill_nothing()
+        graphs: dict[tuple[Kind, int], Graph] = {}
+        for kind, size in variants(self._limits):
+            self._compute(kind, size)  # compiles kernels and allocates what libraries keep
+            graphs[kind, size] = capture(partial(self._compute, kind, size))
+        self._graphs = graphs
+
+    def release(self) -> None:
+        """There are none any more."""
+        self._graphs = {}
+
+    def replay(self, arrays: StepArrays) -> Tensor | None:
+        """Starts the step and does not wait for it: logits [num_logits, vocab_size], overwritten by the next one.
+        None: no graph fits, and nothing has been started."""
+        count = len(arrays.tokens)
+        if not self._graphs or count > self._sizes[-1] or (kind := kind_for(arrays)) is None:
+            return None
+        size = next(size for size in self._sizes if size >= count)
+        self._staging.reverse()
+        staging, num_seqs = self._staging[0], len(arrays.context_lens)
+        staging.wait()
+        _fill(staging.inputs.numpy(), arrays, size, kind.num_seqs)
+        staging.tables.numpy()[:num_seqs, : arrays.block_tables.shape[1]] = arrays.block_tables
+        self._inputs.copy_(staging.inputs, non_blocking=True)
+        self._tables[:num_seqs].copy_(staging.tables[:num_seqs], non_blocking=True)
+        staging.is_being_copied(self._device)
+        self._graphs[kind, size].replay()
+        assert self._logits is not None and arrays.logit_rows is not None
+        return self._logits[: len(arrays.logit_rows)]
+
+    def _fill_nothing(self) -> None:
+        inputs = self._staging[0].inputs
+        inputs.zero_()
+        inputs[SLOTS] = -1
+        self._inputs.copy_(inputs)
+
+    def _compute(self, kind: Kind, size: int) -> None:
+        """What a graph does. Every tensor here keeps its memory, or is scratch."""
+        inputs, num_seqs = self._inputs[:, :size], kind.num_seqs
+        told = inputs[TOKENS]
+        tokens = torch.where(told < 0, self._last_tokens.index_select(0, inputs[LAST_OF]), told)
+        meta = AttentionMetadata(
+            query_starts=self._inputs[STARTS].view(torch.int32)[: num_seqs + 1],
+            context_lens=self._inputs[CONTEXTS].view(torch.int32)[:num_seqs],
+            block_tables=self._tables[:num_seqs],
+            slots=inputs[SLOTS],
+            max_query_len=size,
+            max_context_len=self._limits.max_model_len,
+            has_singles=kind.has_singles,
+        )
+        step = StepInputs(tokens, inputs[POSITIONS], self._inputs[LOGIT_ROWS, :num_seqs], meta)
+        logits = self._forward(step, self._layers)
+        if self._logits is None:
+            most_seqs = max(kind.num_seqs for kind in KINDS)
+            self._logits = logits.new_empty((most_seqs, logits.shape[1]))
+        self._logits[:num_seqs] = logits
+
+
+class _Staging:
+    """On the host, from where the device copies without its help."""
+
+    def __init__(self, device: torch.device, inputs: tuple[int, int], tables: tuple[int, int]) -> None:
+        self.inputs = devices.staging(device, inputs, torch.int64)
+        self.tables = devices.staging(device, tables, torch.int32)
+        self._copied: devices.DeviceEvent | None = None
+
+    def is_being_copied(self, device: torch.device) -> None:
+        if not devices.is_host(device):
+            self._copied = devices.record(device)
+
+    def wait(self) -> None:
+        """A prompt's chunks without its last are not waited for, so the host may be steps ahead of the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int) -> None:
+    """`host`: as the rows above, all of a graph's columns."""
+    count, own = len(arrays.tokens), len(arrays.context_lens)
+    host[TOKENS, :count], host[POSITIONS, :count], host[SLOTS, :count] = arrays.tokens, arrays.positions, arrays.slots
+    host[TOKENS, count:size] = host[POSITIONS, count:size] = 0
+    host[SLOTS, count:size] = -1
+    host[LAST_OF, :size] = 0
+    if arrays.pending is not None:
+        where, slots = arrays.pending
+        host[TOKENS, where] = -1
+        host[LAST_OF, where] = slots
+    starts, contexts = host[STARTS].view(np.int32), host[CONTEXTS].view(np.int32)
+    starts[: own + 1], starts[own + 1 : num_seqs + 1] = arrays.query_starts, count
+    contexts[:own], contexts[own:num_seqs] = arrays.context_lens, 0
+    assert arrays.logit_rows is not None
+    host[LOGIT_ROWS, : len(arrays.logit_rows)] = arrays.logit_rows
+    host[LOGIT_ROWS, len(arrays.logit_rows) : num_seqs] = 0

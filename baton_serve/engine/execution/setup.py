@@ -1,0 +1,68 @@
+"""What every rank of an engine derives from its settings and its model: the block's shape, the limits, the forward."""
+
+import torch
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.backends import Collectives
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.kernels import attention_backend, layer_kernels
+from baton_serve.engine.model.forward import choose_forward
+from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.lora.store import AdapterStore
+from baton_serve.engine.model.vision import load_images
+from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
+
+
+class Setup:
+    """`layout` is of whole blocks, all ranks' heads in them."""
+
+    def __init__(
+        self, config: EngineConfig, model: LoadedModel, device: torch.device, collectives: Collectives
+    ) -> None:
+        """Call once: it repacks the model's weights."""
+        defaults = devices.defaults(device)
+        self.layout = KVLayout(
+            fingerprint=model.fingerprint,
+            num_layers=len(model.specs),
+            num_kv_heads=model.num_kv_heads * config.tensor_parallel_size,
+            block_tokens=config.block_size or defaults.block_tokens,
+            head_dim=model.head_dim,
+            dtype=_kv_dtype(config, model),
+            num_planes=model.num_planes,
+        )
+        batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
+        self.limits = Limits(
+            block_tokens=self.layout.block_tokens,
+            max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=batched,
+            max_loras=config.max_loras,
+        )
+        backend = attention_backend(device, model.dtype)
+        layers = layer_kernels(device, model.dtype)
+        self.adapters: AdapterStore | None = None
+        if config.enable_lora:
+            self.adapters = AdapterStore(
+                max_rank=config.max_lora_rank,
+                max_adapters=config.max_adapters,
+                dtype=model.dtype,
+                device=device,
+            )
+        self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
+        self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
+        """For any thread. None: prompts with images are not read here."""
+        self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
+        for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
+            assert self.adapters is not None  # `check` saw to it
+            self.adapters.put(self.adapters.read(name, folder))
+
+
+def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
+    if config.kv_cache_dtype == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    if model.head_dim % 2:
+        raise ConfigError(f"a KV cache in one byte needs heads of even size, not {model.head_dim}")
+    return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype

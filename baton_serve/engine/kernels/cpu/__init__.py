@@ -1,0 +1,1 @@
+"""C++ kernels for CPUs, built at first use; the sources are in `src`."""

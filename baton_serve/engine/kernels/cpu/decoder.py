@@ -1,0 +1,181 @@
+"""A whole Llama-shaped decoder as one call of the C++ library, on weights packed once at load."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.cpu.layers import KV_CODES, reads_cache
+from baton_serve.engine.kernels.cpu.linear import Matrix, PackedMatrix, as_argument
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_AfterLayer = ctypes.CFUNCTYPE(_INT, _INT)
+_NOTHING = _AfterLayer()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    input_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    mlp_norm: Tensor
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    spec: AttentionSpec
+
+
+class _Layer(ctypes.Structure):
+    """`DecoderLayer` of cpu/decoder.cpp, field by field; the class below is its `StepArguments`."""
+
+    _fields_ = (
+        *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm", "cache", "sinks")),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("sliding_window", _INT),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("head", PackedMatrix),
+        *((name, _POINTER) for name in ("final_norm", "residual", "normed", "heads", "attended", "gated", "logits")),
+        *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
+        *((name, _POINTER) for name in ("slots", "logit_rows")),
+        *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
+        *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
+        *((name, _LONG) for name in ("num_tokens", "num_logits")),
+        *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
+        *((name, _INT) for name in ("block_tokens", "num_threads", "codes")),
+        ("epsilon", _FLOAT),
+        ("after_layer", _AfterLayer),
+    )
+
+
+class CpuDecoder:
+    """Keeps the weights, and scratch memory for the longest step so far."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        head: Matrix,
+        epsilon: float,
+        num_kv_heads: int,
+    ) -> None:
+        self._function = library.baton_decoder_step
+        self._function.argtypes = [ctypes.POINTER(_Step)]
+        self._function.restype = ctypes.c_int
+        self._kept = (list(layers), final_norm, head)
+        self._sinks = [None if n.spec.sinks is None else n.spec.sinks.float().contiguous() for n in layers]
+        self._layers = (_Layer * len(layers))(*map(_layer, layers, self._sinks))
+        self._scratch: tuple[Tensor, ...] = ()
+        self._step = _Step(
+            layers=self._layers, head=as_argument(head), final_norm=final_norm.data_ptr(), epsilon=epsilon
+        )
+        self._step.num_layers, self._step.num_kv_heads = len(layers), num_kv_heads
+        self._caches: list[Tensor] | None = None
+
+    def __call__(
+        self,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        caches: list[Tensor],
+        meta: AttentionMetadata,
+        logit_rows: Tensor | None,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """`residual`: the embeddings [num_tokens, hidden], destroyed; `rotation`: cos and sin, float32
+        [num_tokens, rotary_dim]; `caches`: each layer's view; `after_layer`: as in `StepInputs`. Returns logits
+        [num_logits, vocabulary]. Raises what `after_layer` raises."""
+        step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
+        self._point_at(caches)
+        self._make_room(len(residual))
+        num_logits = len(residual) if logit_rows is None else len(logit_rows)
+        logits = torch.empty((num_logits, step.head.outputs), dtype=torch.bfloat16)
+        step.residual, step.logits = residual.data_ptr(), logits.data_ptr()
+        step.cos, step.sin, step.rotary_stride, step.rotary_dim = (
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+            len(cos[0]),
+        )
+        step.query_starts, step.context_lens = meta.query_starts.data_ptr(), meta.context_lens.data_ptr()
+        step.block_tables, step.table_stride = meta.block_tables.data_ptr(), meta.block_tables.stride(0)
+        step.slots, step.num_seqs = meta.slots.data_ptr(), len(meta.context_lens)
+        step.logit_rows = None if logit_rows is None else logit_rows.data_ptr()
+        step.num_tokens, step.num_logits = len(residual), num_logits
+        step.num_threads = torch.get_num_threads()
+        calls = _Calls(after_layer)
+        step.after_layer = calls.function
+        if self._function(step) != 0:
+            raise MemoryError("attention ran out of memory for its scratch space")
+        if calls.error is not None:
+            raise calls.error
+        return logits
+
+    def _point_at(self, caches: list[Tensor]) -> None:
+        if caches is self._caches:
+            return
+        self._caches, step = caches, self._step
+        assert reads_cache(caches[0], torch.bfloat16)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.cache = cache.data_ptr()
+        strides = caches[0].stride()
+        step.cache_block_stride, step.cache_value_offset = strides[0], strides[1]
+        step.cache_head_stride, step.cache_token_stride = strides[2], strides[3]
+        step.head_dim, step.block_tokens = caches[0].shape[4], caches[0].shape[3]
+        step.codes = KV_CODES.get(caches[0].dtype, 0)
+        step.num_heads = self._layers[0].output.inputs // step.head_dim
+
+    def _make_room(self, num_tokens: int) -> None:
+        if self._scratch and len(self._scratch[0]) >= num_tokens:
+            return
+        first, step = self._layers[0], self._step
+        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs)
+        self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
+        step.normed, step.heads, step.attended, step.gated = (part.data_ptr() for part in self._scratch)
+
+
+class _Calls:
+    """`after_layer` as a function of C, through which no error can pass: it is kept."""
+
+    def __init__(self, after_layer: Callable[[int], None] | None) -> None:
+        self.error: BaseException | None = None
+        self._after_layer = after_layer
+        self.function = _NOTHING if after_layer is None else _AfterLayer(self._call)
+
+    def _call(self, layer: int) -> int:
+        assert self._after_layer is not None
+        try:
+            self._after_layer(layer)
+        except BaseException as error:  # noqa: BLE001 - raised when the library has returned
+            self.error = error
+        return self.error is not None
+
+
+def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
+    def at(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    return _Layer(
+        qkv=as_argument(layer.qkv),
+        output=as_argument(layer.output),
+        gate_up=as_argument(layer.gate_up),
+        down=as_argument(layer.down),
+        input_norm=at(layer.input_norm),
+        mlp_norm=at(layer.mlp_norm),
+        query_norm=at(layer.query_norm),
+        key_norm=at(layer.key_norm),
+        sinks=at(sinks),
+        scale=layer.spec.scale,
+        softcap=layer.spec.softcap or 0.0,
+        sliding_window=layer.spec.sliding_window or 0,
+    )

@@ -1,0 +1,239 @@
+"""The C++ steps between a layer's matrix products, behind `LayerKernels`, and the KV store they share with attention.
+
+Tensors become pointers and strides here; what the library has no code for goes to the plain-torch twin.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.cpu.linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack_codes
+from baton_serve.engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.reference import layers as twin
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+KV_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
+"""Of caches with a byte per element."""
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class _NormArguments(ctypes.Structure):
+    """`NormArguments` of cpu/layers.cpp, field by field; so are the classes below."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input", "weight", "residual", "output")),
+        *((name, _LONG) for name in ("input_stride", "residual_stride", "num_rows")),
+        *((name, _INT) for name in ("size", "dtype", "num_threads", "unit_offset")),
+        ("epsilon", _FLOAT),
+    )
+
+
+class _GateArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate", "up", "output")),
+        *((name, _LONG) for name in ("gate_stride", "up_stride", "num_rows")),
+        *((name, _INT) for name in ("size", "dtype", "num_threads")),
+    )
+
+
+class _StoreArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value", "cos", "sin", "cache", "slots")),
+        *((name, _LONG) for name in ("query_token_stride", "query_head_stride")),
+        *((name, _LONG) for name in ("key_token_stride", "key_head_stride")),
+        *((name, _LONG) for name in ("value_token_stride", "value_head_stride")),
+        *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
+        *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "num_tokens", "rotary_stride")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
+        *((name, _INT) for name in ("block_tokens", "dtype", "num_threads", "interleaved", "codes")),
+    )
+
+
+def reads_cache(cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the library reads and writes this layer's view for activations of `dtype`."""
+    if cache.dtype in KV_CODES:  # scales lie behind a head's codes
+        return cache.stride(4) == 1 and cache.stride(3) == cache.shape[4]
+    return cache.dtype == dtype and cache.stride(4) == 1
+
+
+class KvStore:
+    """Writes K and V to their slots; with `rotation`, rotates the query (in place) and the key on the way."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._function = library.baton_store
+        self._function.argtypes = [ctypes.POINTER(_StoreArguments)]
+
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        rotated: tuple[Tensor, Tensor, Tensor] | None = None,
+        interleaved: bool = False,
+    ) -> bool:
+        """`rotated`: query, cos and sin. False: nothing was done, the library has no code for such tensors."""
+        dtype = DTYPE_CODES.get(key.dtype)
+        rows = (key, value) if rotated is None else (key, value, rotated[0])
+        if dtype is None or not reads_cache(cache, key.dtype):
+            return False
+        if any(t.dtype != key.dtype or t.stride(-1) != 1 for t in rows):
+            return False
+        block_stride, value_offset, head_stride, token_stride, _ = cache.stride()
+        arguments = _StoreArguments(
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            cache=cache.data_ptr(),
+            slots=slots.data_ptr(),
+            key_token_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value_token_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            cache_block_stride=block_stride,
+            cache_value_offset=value_offset,
+            cache_head_stride=head_stride,
+            cache_token_stride=token_stride,
+            num_tokens=key.shape[0],
+            num_kv_heads=cache.shape[2],
+            head_dim=cache.shape[4],
+            block_tokens=cache.shape[3],
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            interleaved=interleaved,
+            codes=KV_CODES.get(cache.dtype, 0),
+        )
+        if rotated is None:
+            return bool(self._function(arguments) == 0)
+        query, cos, sin = rotated[0], rotated[1].float().contiguous(), rotated[2].float().contiguous()
+        arguments.query, arguments.cos, arguments.sin = query.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        arguments.query_token_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
+        arguments.num_heads = query.shape[1]
+        arguments.rotary_stride, arguments.rotary_dim = cos.stride(0), cos.shape[1]
+        return bool(self._function(arguments) == 0)
+
+
+class CpuLayers:
+    """Fits `LayerKernels`. `library` is what `load_kernels` gave; `dtype` that of a model's activations."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.library = library
+        self._can_pack = dtype == torch.bfloat16 and has_packed_linear(library)
+        self._packed_linear = PackedLinear(library)
+        self._store = KvStore(library)
+        self._norm = library.baton_rms_norm
+        self._norm.argtypes = [ctypes.POINTER(_NormArguments)]
+        self._gate = library.baton_silu_mul
+        self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
+
+    def pack(self, weight: QuantizedWeight) -> Weight:
+        return pack_codes(weight, None) if self._can_pack and can_pack(weight) else weight
+
+    def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        if not isinstance(weight, Matrix):
+            return twin.embed(token_ids, weight, dtype)
+        return embed(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
+
+    def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        if not isinstance(weight, Matrix):
+            return twin.linear(x, weight, bias)
+        product = self._packed_linear(x, weight)
+        return product if bias is None else product + bias
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        return twin.route(logits, top_k, renormalize=renormalize)
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return twin.mix(x, weights, chosen, experts)
+
+    def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
+        return self.rms_norm(x, norm.weight, norm.eps, residual=residual)
+
+    def linear_norm(
+        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+    ) -> Activations:
+        output = self.linear(x, product.weight, product.bias)
+        return self.rms_norm(output, norm.weight, norm.eps, residual=residual)
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        unit_offset: bool = False,
+    ) -> Tensor:
+        dtype = DTYPE_CODES.get(x.dtype)
+        operands = (weight,) if residual is None else (weight, residual)
+        contiguous = residual is None or residual.is_contiguous()
+        if dtype is None or not contiguous or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in operands):
+            return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+        rows, output = _as_rows(x), torch.empty(x.shape, dtype=x.dtype)
+        arguments = _NormArguments(
+            input=rows.data_ptr(),
+            weight=weight.data_ptr(),
+            residual=None if residual is None else residual.data_ptr(),
+            output=output.data_ptr(),
+            input_stride=rows.stride(0),
+            residual_stride=rows.shape[1],
+            num_rows=rows.shape[0],
+            size=rows.shape[1],
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            unit_offset=unit_offset,
+            epsilon=eps,
+        )
+        if self._norm(arguments) == 0:
+            return output
+        return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        dtype, width = DTYPE_CODES.get(gate_up.dtype), gate_up.shape[-1] // 2
+        if dtype is None:
+            return twin.silu_mul(gate_up)
+        rows = _as_rows(gate_up)
+        output = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
+        gate, stride = rows.data_ptr(), rows.stride(0)
+        arguments = _GateArguments(
+            gate=gate,
+            up=gate + width * gate_up.element_size(),
+            output=output.data_ptr(),
+            gate_stride=stride,
+            up_stride=stride,
+            num_rows=rows.shape[0],
+            size=width,
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+        )
+        return output if self._gate(arguments) == 0 else twin.silu_mul(gate_up)
+
+    def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
+        return self.silu_mul(self.linear(x, gate_up.weight, gate_up.bias))
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        return twin.rotation(positions, frequencies, scaling)
+
+    def rotary_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        slots: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        if not self._store(key, value, cache, slots, (query, *rotation), interleaved):
+            twin.rotary_store(query, key, value, rotation, cache, slots, interleaved=interleaved)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[..., size] -> [rows, size] with contiguous rows; copies only what is not laid out so already."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

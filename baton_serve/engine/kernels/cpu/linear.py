@@ -1,0 +1,184 @@
+"""Weights as the C++ products read them (cpu/linear.h): packed once, bf16 or codes of four or eight bits."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.quantized import QuantizedWeight, code_bits, code_values, unpack_codes
+
+PANEL = 32
+"""Outputs that lie together."""
+SIGN = 0x80
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Fits `PackedWeight`. Codes: `scales` and `zeros` float32 [groups, padded outputs], `table` bf16."""
+
+    words: Tensor
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    bits: int = 16
+    group: int = 0
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    table: Tensor | None = None
+
+
+class PackedMatrix(ctypes.Structure):
+    """Of cpu/linear.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("words", "bias", "scales", "zeros", "table")),
+        *((name, _INT) for name in ("inputs", "outputs", "bits", "group")),
+    )
+
+
+def has_packed_linear(library: ctypes.CDLL) -> bool:
+    """Whether this CPU multiplies pairs of bf16 and looks bytes up."""
+    return bool(library.baton_has_packed_linear())
+
+
+def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
+    """One matrix of `parts`, bf16 [outputs, inputs] with an even number of inputs, one above the other; none is kept.
+    `takes_turns`: there are two, in the order of `gated`."""
+    inputs, outputs = parts[0].shape[1], sum(len(part) for part in parts)
+    parts = [part if part.stride() == (inputs, 1) else part.contiguous() for part in parts]
+    rows = np.concatenate([part.data_ptr() + np.arange(len(part)) * (2 * inputs) for part in parts])
+    if takes_turns:
+        rows = rows.reshape(2, -1, PANEL // 2).swapaxes(0, 1).ravel()
+    words = torch.empty((-(-outputs // PANEL), inputs // 2, PANEL), dtype=torch.int32)
+    rows = np.ascontiguousarray(rows, dtype=np.uintp)
+    library.baton_pack.argtypes = [_POINTER, _LONG, _LONG, _POINTER, _INT]
+    library.baton_pack.restype = None
+    library.baton_pack(rows.ctypes.data, outputs, inputs // 2, words.data_ptr(), torch.get_num_threads())
+    return Matrix(words, None if bias is None else bias.contiguous(), inputs, outputs)
+
+
+def can_pack(weight: QuantizedWeight) -> bool:
+    """Whether the C++ products have code for it; the twin computes the rest."""
+    is_cut_well = weight.group >= weight.inputs or weight.group in (32, 64) or weight.group % 128 == 0
+    if weight.inputs % 4 or not is_cut_well:
+        return False
+    return weight.codebook != "int8" or not bool((weight.codes == -128).any())  # signs are apart from magnitudes
+
+
+def pack_codes(weight: QuantizedWeight, bias: Tensor | None) -> Matrix:
+    """Only where `can_pack`. Keeps no part of `weight`."""
+    is_small = code_bits(weight.codebook) == 4
+    codes, table = _nibbles(weight) if is_small else _signed_bytes(weight)
+    words = _pack4(_padded(codes)) if is_small else _pack8(_padded(codes))
+    zeros = None if weight.zeros is None else _columns(weight.zeros)
+    kept = None if bias is None else bias.to(torch.bfloat16).contiguous()
+    bits = 4 if is_small else 8
+    group = min(weight.group, weight.inputs)
+    return Matrix(words, kept, weight.inputs, weight.outputs, bits, group, _columns(weight.scales), zeros, table)
+
+
+def gated(rows: Tensor) -> Tensor:
+    """Gate and up, one above the other: their rows take turns, 16 of each, so that a panel holds both."""
+    return rows.view(2, -1, PANEL // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def embed(matrix: Matrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of an embedding table in codes of eight bits: [len(rows), inputs]."""
+    assert matrix.bits == 8 and matrix.scales is not None and matrix.table is not None
+    place = rows % PANEL
+    words = matrix.words.view(-1, matrix.inputs // 2, 4, 2, 4, 2)
+    codes = words[rows // PANEL, :, place % 16 // 4, place // 16, place % 4].reshape(len(rows), -1)
+    values = matrix.table.float()[(codes & (SIGN - 1)).int()]
+    values = torch.where(codes >= SIGN, -values, values)
+    groups = len(matrix.scales)
+    scaled = values.view(len(rows), groups, -1)
+    if matrix.zeros is not None:
+        scaled = scaled - matrix.zeros.T[rows][:, :, None]
+    return (scaled * matrix.scales.T[rows][:, :, None]).view(len(rows), -1).to(dtype)
+
+
+def as_argument(matrix: Matrix) -> PackedMatrix:
+    """Pointers into `matrix`, whose owner keeps it."""
+
+    def at(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    return PackedMatrix(
+        words=at(matrix.words),
+        bias=at(matrix.bias),
+        scales=at(matrix.scales),
+        zeros=at(matrix.zeros),
+        table=at(matrix.table),
+        inputs=matrix.inputs,
+        outputs=matrix.outputs,
+        bits=matrix.bits,
+        group=matrix.group or matrix.inputs,
+    )
+
+
+class PackedLinear:
+    """`library` is what `load_kernels` gave."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._function = library.baton_linear
+        self._function.argtypes = [ctypes.POINTER(PackedMatrix), _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT]
+        self._function.restype = ctypes.c_int
+
+    def __call__(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """x bf16 [num_tokens, inputs] -> [num_tokens, outputs]."""
+        x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
+        output = torch.empty((len(x), matrix.outputs + matrix.outputs % 2), dtype=x.dtype)
+        argument, threads = as_argument(matrix), torch.get_num_threads()
+        status = self._function(
+            argument, x.data_ptr(), x.stride(0), output.data_ptr(), output.stride(0), len(x), threads
+        )
+        if status != 0:
+            raise MemoryError("a matrix product ran out of memory for its scratch space")
+        return output[:, : matrix.outputs]
+
+
+def _padded(rows: Tensor) -> Tensor:
+    missing = -len(rows) % PANEL
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def _columns(per_output: Tensor) -> Tensor:
+    """[outputs, groups] -> float32 [groups, padded outputs]."""
+    return _padded(per_output.float()).T.contiguous()
+
+
+def _nibbles(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    table = torch.tensor(code_values(weight.codebook)).to(torch.bfloat16)
+    return unpack_codes(weight.codes, 4)[:, : weight.inputs], torch.cat([table, table])
+
+
+def _signed_bytes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """A sign and a place in a table of 128 magnitudes."""
+    if weight.codebook == "int8":
+        values = weight.codes[:, : weight.inputs].to(torch.int16)
+        codes = torch.where(values < 0, SIGN - values, values).to(torch.uint8)
+        return codes, torch.arange(SIGN).to(torch.bfloat16)
+    if weight.codebook == "fp6":
+        codes = unpack_codes(weight.codes, 6)[:, : weight.inputs]
+        table = torch.tensor(code_values("fp6")[:32]).repeat(4)
+        return (codes & 31) | (codes & 32) << 2, table.to(torch.bfloat16)
+    float8 = weight.codes.dtype
+    table = torch.arange(SIGN, dtype=torch.uint8).view(float8).float()
+    return weight.codes.view(torch.uint8)[:, : weight.inputs], table.to(torch.bfloat16)
+
+
+def _pack8(codes: Tensor) -> Tensor:
+    panels = codes.view(-1, 2, 4, 4, codes.shape[1] // 2, 2)  # half, lane, output, pair, input of the pair
+    return panels.permute(0, 4, 2, 1, 3, 5).contiguous()
+
+
+def _pack4(codes: Tensor) -> Tensor:
+    panels = codes.view(-1, 2, 16, codes.shape[1] // 4, 2, 2)  # half, output, two pairs, pair, input of the pair
+    fields = panels.permute(0, 3, 2, 5, 4, 1).reshape(len(panels), -1, PANEL, 4)
+    low, high = fields[..., 0] | fields[..., 1] << 4, fields[..., 2] | fields[..., 3] << 4
+    return torch.stack([low, high], dim=-1).contiguous()

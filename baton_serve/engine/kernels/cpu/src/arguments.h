@@ -1,0 +1,64 @@
+// What Python passes to the library, field by field as in baton_serve/engine/kernels/cpu_*.py, and the functions it calls.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct NormArguments {
+  const void *input, *weight;
+  void* residual;  // null: none; otherwise becomes input + residual, and that is what is normed
+  void* output;    // contiguous
+  int64_t input_stride, residual_stride, num_rows;
+  int32_t size, dtype, num_threads, unit_offset;  // unit_offset: the weight is 1 + weight, one rounding (Gemma)
+  float epsilon;
+};
+
+struct GateArguments {
+  const void *gate, *up;
+  void* output;  // contiguous
+  int64_t gate_stride, up_stride, num_rows;
+  int32_t size, dtype, num_threads;
+};
+
+struct StoreArguments {
+  void* query;            // rotated in place; null: only K and V are stored
+  const void *key, *value;
+  const float *cos, *sin;  // [num_tokens, rotary_dim] float32, the first half of the columns counts; null: no rotation
+  void* cache;
+  const int64_t* slots;  // negative: the token is not stored
+  int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
+      value_head_stride;
+  int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
+  int64_t num_tokens, rotary_stride;
+  int32_t num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, dtype, num_threads, interleaved;
+  int32_t codes;  // of the cache (codes.h); its strides count bytes then, and a head's tokens lie close together
+};
+
+struct AttendArguments {
+  const void* query;  // [num_tokens, num_heads, head_dim]
+  const void* cache;  // [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
+  void* output;       // [num_tokens, num_heads, head_dim], contiguous
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  const int32_t* block_tables;
+  const float* alibi;  // [num_heads] or null: slopes, as scores are before they are scaled
+  const float* sinks;  // [num_heads] or null
+  int64_t query_token_stride, query_head_stride;  // strides count elements
+  int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
+  int64_t table_stride;
+  int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_tokens;
+  int32_t sliding_window;  // 0: none
+  int32_t dtype;           // 0 float32, 1 bfloat16, 2 float16
+  int32_t num_threads;
+  int32_t codes;  // as above
+  float scale, softcap;
+};
+
+// 0: done; 1: this build has no code for the dtype; 2: out of memory (attention alone).
+int baton_rms_norm(const NormArguments*);
+int baton_silu_mul(const GateArguments*);
+int baton_store(const StoreArguments*);
+int baton_attend(const AttendArguments*);
+
+}  // extern "C"

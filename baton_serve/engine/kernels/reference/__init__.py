@@ -1,0 +1,1 @@
+"""The plain-torch twin of every kernel: specification, oracle and fallback."""

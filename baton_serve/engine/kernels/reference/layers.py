@@ -1,0 +1,126 @@
+"""The plain-torch twins of triton_layers: specification and oracle, on any device and dtype."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_serve.engine.kernels import kv_codes, quantized
+from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.reference.experts import mix, route
+
+__all__ = [
+    "argmax",
+    "embed",
+    "gated_linear",
+    "linear",
+    "linear_norm",
+    "mix",
+    "norm_for",
+    "pack",
+    "rms_norm",
+    "rotary_store",
+    "rotation",
+    "route",
+    "silu_mul",
+]
+
+
+def pack(weight: QuantizedWeight) -> Weight:
+    """See triton_linear.pack."""
+    return weight
+
+
+def embed(token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """token_ids [...] -> rows of a quantized `weight` as numbers [..., inputs]."""
+    assert isinstance(weight, QuantizedWeight)
+    return quantized.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
+
+
+def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+    """See triton_linear.linear."""
+    assert isinstance(x, Tensor)
+    if isinstance(weight, QuantizedWeight):
+        return quantized.linear(x, weight, bias)
+    assert isinstance(weight, Tensor)
+    return functional.linear(x, weight, bias)
+
+
+def argmax(logits: Tensor, out: Tensor) -> Tensor:
+    """See triton_argmax.argmax."""
+    found = logits.max(dim=-1)
+    return out.copy_(found.indices.masked_fill(found.values.isnan(), logits.shape[-1]))
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
+) -> Tensor:
+    """See triton_layers.rms_norm; `residual` is updated in place."""
+    if residual is not None:
+        residual += x
+        x = residual
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
+
+
+def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
+    """See triton_layers.norm_for; `residual` is updated in place."""
+    return rms_norm(x, norm.weight, norm.eps, residual=residual)
+
+
+def linear_norm(
+    x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+) -> Activations:
+    """See triton_layers.linear_norm; `residual` is updated in place."""
+    return rms_norm(linear(x, product.weight, product.bias), norm.weight, norm.eps, residual=residual)
+
+
+def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
+    """See triton_layers.gated_linear."""
+    return silu_mul(linear(x, gate_up.weight, gate_up.bias))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See triton_layers.silu_mul."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """See triton_rotation.rotation."""
+    halves = positions[:, None].float() * frequencies
+    angles = torch.cat((halves, halves), dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def rotary_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    cache: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """See triton_layers.rotary_store; `query` is updated in place."""
+    query.copy_(_rotated(query, rotation, interleaved=interleaved))
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // cache.shape[3], slots[kept] % cache.shape[3]
+    kv_codes.write(cache, 0, blocks, offsets, _rotated(key, rotation, interleaved=interleaved)[kept])
+    kv_codes.write(cache, 1, blocks, offsets, value[kept])
+
+
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
+    """In float32; the dimensions past the rotary ones pass unchanged."""
+    half = rotation[0].shape[-1] // 2
+    cos, sin = (part[:, None, :half].float() for part in rotation)
+    result = x.float()
+    rotary = result[..., : 2 * half]
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([both, result[..., 2 * half :]], dim=-1).to(x.dtype)

@@ -1,0 +1,82 @@
+"""Chooses the kernels for a device and dtype, by name; the plain-torch twin where nothing faster works."""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.cpu.attention import CpuAttention
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, CpuLayers
+from baton_serve.engine.kernels.metadata import AttentionBackend, AttentionSpec, LayerKernels, RowKernel, RowLayer
+from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+
+logger = logging.getLogger(__name__)
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Call once per engine: it may compile, and it warns when it has to fall back on the twin."""
+    if device.type == "cpu":
+        return _cpu_attention(dtype)
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("Triton is not installed: attention on %s runs in plain torch, slowly", device.type)
+        return ReferenceAttention()
+    backend: AttentionBackend = importlib.import_module("baton_serve.engine.kernels.triton.attention").TritonAttention(
+        device
+    )
+    return backend
+
+
+def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
+    """Call once per engine, after `attention_backend`, which warns for both."""
+    if device.type != "cpu":
+        return _triton_layers()
+    if dtype not in DTYPE_CODES:
+        return reference_layers
+    try:
+        return CpuLayers(load_kernels(), dtype)
+    except KernelsUnavailableError:
+        return reference_layers
+
+
+def row_kernel(
+    device: torch.device, layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
+) -> RowKernel | None:
+    """All of a decoder's layers at once for one row; None: nothing here is faster than its steps apart, or not known to
+    be safe."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return None
+    module = importlib.import_module("baton_serve.engine.kernels.triton.row.layers")
+    made: RowKernel | None = module.row_layers(layers, specs, head_dim, kv_heads)
+    return made
+
+
+def argmax_kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits [rows, columns], out int64 [rows]) -> out."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return reference_layers.argmax
+    kernel: Callable[[Tensor, Tensor], Tensor] = importlib.import_module(
+        "baton_serve.engine.kernels.triton.argmax"
+    ).argmax
+    return kernel
+
+
+def _triton_layers() -> LayerKernels:
+    if importlib.util.find_spec("triton") is None:
+        return reference_layers
+    layers: LayerKernels = importlib.import_module("baton_serve.engine.kernels.triton.layers")
+    return layers
+
+
+def _cpu_attention(dtype: torch.dtype) -> AttentionBackend:
+    if dtype not in DTYPE_CODES:
+        return ReferenceAttention()
+    try:
+        return CpuAttention(load_kernels())
+    except KernelsUnavailableError as error:
+        logger.warning("Attention on the CPU runs in plain torch, slowly: %s. Install g++ to build it", error)
+        return ReferenceAttention()

@@ -1,0 +1,1 @@
+"""Triton kernels for accelerators. Each has a plain-torch twin in `kernels/reference`."""

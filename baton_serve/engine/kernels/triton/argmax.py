@@ -1,0 +1,64 @@
+"""The largest of each row of logits, its lowest place among equals: parts of a row first, then the parts.
+
+A row is far longer than a program should read, and a small batch has few rows. A row with NaN has no largest: its place
+is the number of columns, which is none of them. Twin: reference_layers.argmax.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.triton.tiles import padded
+
+NO_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+"""NaN's key, above that of infinity."""
+_PART = 2048
+
+
+def argmax(logits: Tensor, out: Tensor) -> Tensor:
+    """logits [rows, columns], floats of at most 32 bits -> `out`, int64 [rows]."""
+    found = part_keys(logits)
+    (rows, columns), parts = logits.shape, found.shape[2]
+    _whole_kernel[(rows,)](out, found[0], found[1], parts, columns, width=padded(parts), num_warps=1)
+    return out
+
+
+def part_keys(logits: Tensor) -> Tensor:
+    """int32 [2, rows, parts]: of each part of a row the largest, as an integer in the order of the floats, and the
+    lowest column that holds it."""
+    assert logits.dtype.itemsize <= 4
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, columns = logits.shape
+    parts = -(-columns // _PART)
+    keys = torch.empty((2, rows, parts), dtype=torch.int32, device=logits.device)
+    _part_kernel[(rows, parts)](keys[0], keys[1], logits, logits.stride(0), columns, parts, part=_PART, num_warps=4)
+    return keys
+
+
+@triton.jit
+def _part_kernel(keys, places, logits, stride, columns, parts, part: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * part + tl.arange(0, part)
+    number = tl.load(logits + row.to(tl.int64) * stride + column, column < columns, other=0.0).to(tl.float32)
+    bits = tl.where(number == 0, 0.0, number).to(tl.int32, bitcast=True)  # zero and minus zero are equal
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    key = tl.where(number != number, NO_NUMBER, key)
+    key = tl.where(column < columns, key, -0x80000000)
+    largest = tl.max(key, 0)
+    at = row * parts + tl.program_id(1)
+    tl.store(keys + at, largest)
+    tl.store(places + at, tl.min(tl.where(key == largest, column, columns), 0))
+
+
+@triton.jit
+def _whole_kernel(out, keys, places, parts, columns, width: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, width)
+    key = tl.load(keys + row * parts + part, part < parts, other=-0x80000000)
+    place = tl.load(places + row * parts + part, part < parts, other=0)
+    largest = tl.max(key, 0)
+    best = tl.min(tl.where((key == largest) & (part < parts), place, columns), 0)
+    tl.store(out + row, tl.where(largest == NO_NUMBER, columns, best).to(tl.int64))

@@ -1,0 +1,88 @@
+"""Paged attention in Triton, for any device that has it: chooses tiles and launches; holds no device code.
+
+Nothing here waits for the device or reads a tensor's value, so everything may be captured in a graph. Sequences
+with one new token always take the decode kernel, whatever shares their batch: how a context is cut depends on itself.
+"""
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.kv_codes import is_coded
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton.decode import decode
+from baton_serve.engine.kernels.triton.decode_new import decode_new, fits
+from baton_serve.engine.kernels.triton.prefill import prefill
+from baton_serve.engine.kernels.triton.store import store
+from baton_serve.engine.kernels.triton.tiles import (
+    DecodeTiles,
+    DeviceLimits,
+    PrefillTiles,
+    decode_tiles,
+    device_limits,
+    padded,
+    prefill_tiles,
+)
+
+MAX_HEAD_DIM = 256
+"""Wider heads fit into no tile: the plain-torch twin takes them, latent attention and ALiBi, on any device."""
+
+
+class TritonAttention:
+    """Fits `AttentionBackend`. Rows of a cache view must be contiguous from the plane dimension down; a graph's
+    padding sequences have a context length of 0 and its padding tokens negative slots."""
+
+    def __init__(self, device: torch.device | None = None, *, limits: DeviceLimits | None = None) -> None:
+        """Without `limits` asks the device (default: the current accelerator) for them."""
+        if limits is None:
+            device = device or torch.accelerator.current_accelerator()
+            limits = device_limits((device and device.index) or 0)
+        self._limits = limits
+        self._twin = ReferenceAttention()
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+        if _has_one_plane(cache) or key.shape[2] > MAX_HEAD_DIM:
+            self._twin.store(key, value, cache, meta)
+            return
+        store(key, value, cache, meta.slots)
+
+    def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM:
+            return self._twin.attend(query, cache, meta, spec)
+        decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]
+        are_equal = num_tokens == num_seqs * meta.max_query_len
+        has_singles = meta.max_query_len == 1 or (meta.has_singles and not are_equal)
+        if meta.max_query_len > 1:
+            prefill(output, query, cache, meta, spec, prefilling, skip_singles=has_singles)
+        if has_singles:
+            decode(output, query, cache, meta, spec, decoding)
+        return output
+
+    def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
+        if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_HEAD_DIM:
+            return None
+        # Its programs take more registers, so fewer of them share a processor: large batches would wait for that.
+        if not fits(new, cache, meta) or len(new.heads) * cache.shape[2] > self._limits.processors:
+            return None
+        return decode_new(new, cache, meta, spec, self.tiles(new.heads, cache, len(new.heads))[0])
+
+    def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
+        """What this device gets for these shapes."""
+        head_bytes = padded(query.shape[2]) * query.element_size()
+        return (
+            decode_tiles(
+                self._limits,
+                head_bytes=head_bytes,
+                block_tokens=cache.shape[3],
+                is_coded=is_coded(cache),
+                num_heads=num_seqs * cache.shape[2],
+            ),
+            prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
+        )
+
+
+def _has_one_plane(cache: Tensor) -> bool:
+    """The kernels find V where a second plane would lie."""
+    return cache.stride(1) == 0

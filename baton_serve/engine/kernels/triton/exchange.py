@@ -1,0 +1,241 @@
+"""The ranks' sum, the residual's and its norm in one kernel, and the largest of all ranks' logits in another: both
+write straight into the other ranks' memory.
+
+Each word of 32 bits travels beside the number of its exchange, in one store of 64 bits: who reads the right number
+reads the right word, so nothing else is awaited. An inbox has two halves in turn: a rank writes the one again only
+after it has read the other from everybody, who are done with the one by then.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.triton.argmax import NO_NUMBER, part_keys
+from baton_serve.engine.kernels.triton.tiles import padded
+
+HALVES = 2
+WORDS_OF_LARGEST = 2
+"""What `argmax` exchanges of a row."""
+WORD_BYTES = 8
+FOREVER = (1 << 31) - 1
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Inboxes:
+    """`addresses`: int64 [ranks], where each rank's inbox lies for this process: `HALVES` x `max_rows` x ranks x
+    `words` words, zeros at first. `counters`: int32 [max_rows] of this rank, zeros at first. Nobody else writes
+    either."""
+
+    rank: int
+    addresses: Tensor
+    counters: Tensor
+    words: int  # of 32 bits, in a row
+    max_rows: int
+
+    def fits(self, x: Tensor) -> bool:
+        row_bytes = x.shape[-1] * x.element_size()
+        is_row = x.ndim == 2 and x.is_contiguous() and x.dtype in _DTYPES
+        return is_row and row_bytes == 4 * self.words and 0 < x.shape[0] <= self.max_rows
+
+
+def inbox_bytes(ranks: int, rows: int, words: int) -> int:
+    return HALVES * ranks * rows * words * WORD_BYTES
+
+
+def sum_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, *, polls: int = FOREVER
+) -> Tensor:
+    """RMSNorm of the ranks' `x` + `residual` [rows, hidden]; that sum is left in `residual`. The ranks' sum is taken
+    in float32 in the order of ranks, so all have the same. All ranks call it alike; after `polls` looks in vain
+    the result is meaningless. Twin: `rms_norm` of the sum."""
+    rows, hidden = x.shape
+    output = torch.empty_like(x)
+    dims = padded(inboxes.words)
+    _sum_norm_kernel[(rows,)](
+        output.view(torch.int32),
+        x.view(torch.int32),
+        residual.view(torch.int32),
+        weight.view(torch.int32),
+        eps,
+        inboxes.addresses,
+        inboxes.counters,
+        polls,
+        rank=inboxes.rank,
+        ranks=len(inboxes.addresses),
+        max_rows=inboxes.max_rows,
+        hidden=hidden,
+        words=inboxes.words,
+        dims=dims,
+        dtype=_DTYPES[x.dtype],
+        num_warps=max(1, min(16, dims // 256)),
+    )
+    return output
+
+
+def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = FOREVER) -> Tensor:
+    """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side; the first
+    among equals, and of a row with NaN the number of all columns. Asks for inboxes of two words. Twin: `argmax` of them
+    gathered."""
+    assert inboxes.words == WORDS_OF_LARGEST and len(logits) <= inboxes.max_rows
+    found = part_keys(logits)
+    (rows, columns), parts = logits.shape, found.shape[2]
+    _argmax_kernel[(rows,)](
+        out,
+        found[0],
+        found[1],
+        parts,
+        columns,
+        inboxes.addresses,
+        inboxes.counters,
+        polls,
+        rank=inboxes.rank,
+        ranks=len(inboxes.addresses),
+        max_rows=inboxes.max_rows,
+        width=padded(parts),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _low(bits, dtype: tl.constexpr):
+    """The first number of a word: all of it, if it has 32 bits."""
+    if dtype == tl.float32:
+        number = bits.to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _high(bits, dtype: tl.constexpr):
+    if dtype == tl.float32:
+        number = tl.zeros_like(bits).to(tl.float32)
+    else:
+        number = (bits >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _word(low, high, dtype: tl.constexpr):
+    if dtype == tl.float32:
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        first = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word = first | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return word
+
+
+@triton.jit
+def _sum_norm_kernel(  # noqa: PLR0913
+    output,
+    x,
+    residual,
+    weight,
+    eps,
+    addresses,
+    counters,
+    polls,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    max_rows: tl.constexpr,
+    hidden: tl.constexpr,
+    words: tl.constexpr,
+    dims: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    row = tl.program_id(0)
+    word = tl.arange(0, dims)
+    live = word < words
+    # What no other rank writes is read first: no read waits for another.
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    nearest = tl.load(addresses + (rank + 1) % ranks).to(tl.pointer_type(tl.int64))
+    before = tl.load(residual + row * words + word, live, other=0)
+    factor = tl.load(weight + word, live, other=0)
+    number = tl.load(counters + row) + 1
+    own = tl.load(x + row * words + word, live, other=0)
+    half = ((number & 1) * max_rows + row) * (ranks * words)
+    parcel = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(nearest + half + rank * words + word, parcel, live, cache_modifier=".wt")
+    for step in tl.static_range(2, ranks):
+        theirs = tl.load(addresses + (rank + step) % ranks).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + half + rank * words + word, parcel, live, cache_modifier=".wt")
+    low = tl.zeros([dims], tl.float32)
+    high = tl.zeros([dims], tl.float32)
+    for sender in tl.static_range(ranks):
+        bits = own
+        if sender != rank:
+            at = inbox + half + sender * words + word
+            found = tl.load(at, live, other=0, volatile=True)
+            looks = 0
+            missing = tl.max((live & ((found >> 32).to(tl.int32) != number)).to(tl.int32), 0)
+            while (missing != 0) & (looks < polls):
+                found = tl.load(at, live, other=0, volatile=True)
+                missing = tl.max((live & ((found >> 32).to(tl.int32) != number)).to(tl.int32), 0)
+                looks += 1
+            bits = found.to(tl.int32)
+        low += _low(bits, dtype)
+        high += _high(bits, dtype)
+    low = (low.to(dtype).to(tl.float32) + _low(before, dtype)).to(dtype).to(tl.float32)
+    high = (high.to(dtype).to(tl.float32) + _high(before, dtype)).to(dtype).to(tl.float32)
+    tl.store(residual + row * words + word, _word(low, high, dtype), live)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / hidden + eps)
+    low = (low * scale).to(dtype).to(tl.float32) * _low(factor, dtype)
+    high = (high * scale).to(dtype).to(tl.float32) * _high(factor, dtype)
+    tl.store(output + row * words + word, _word(low, high, dtype), live)
+    tl.store(counters + row, number)
+
+
+@triton.jit
+def _argmax_kernel(  # noqa: PLR0913
+    out,
+    keys,
+    places,
+    parts,
+    columns,
+    addresses,
+    counters,
+    polls,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    max_rows: tl.constexpr,
+    width: tl.constexpr,
+):
+    """A row's parts first, then the ranks: the key of the largest is one word, its place among all columns another."""
+    row = tl.program_id(0)
+    part, word = tl.arange(0, width), tl.arange(0, 2)
+    number = tl.load(counters + row) + 1
+    key = tl.load(keys + row * parts + part, part < parts, other=-0x80000000)
+    place = tl.load(places + row * parts + part, part < parts, other=0)
+    largest = tl.max(key, 0)
+    best = tl.min(tl.where((key == largest) & (part < parts), place, columns), 0) + rank * columns
+    half = ((number & 1) * max_rows + row) * (ranks * 2)
+    own = tl.where(word == 0, largest, best)
+    parcel = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    for step in tl.static_range(1, ranks):
+        theirs = tl.load(addresses + (rank + step) % ranks).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + half + rank * 2 + word, parcel, cache_modifier=".wt")
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    for sender in tl.static_range(ranks):
+        if sender != rank:
+            at = inbox + half + sender * 2 + word
+            found = tl.load(at, volatile=True)
+            looks = 0
+            missing = tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32), 0)
+            while (missing != 0) & (looks < polls):
+                found = tl.load(at, volatile=True)
+                missing = tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32), 0)
+                looks += 1
+            bits = found.to(tl.int32)
+            other = tl.max(tl.where(word == 0, bits, -0x80000000), 0)
+            there = tl.max(tl.where(word == 1, bits, 0), 0)
+            wins = (other > largest) | ((other == largest) & (there < best))
+            best = tl.where(wins, there, best)
+            largest = tl.maximum(largest, other)
+    tl.store(out + row, tl.where(largest == NO_NUMBER, ranks * columns, best).to(tl.int64))
+    tl.store(counters + row, number)

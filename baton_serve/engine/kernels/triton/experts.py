@@ -1,0 +1,338 @@
+"""Mixtures of experts as grouped products: each token goes through the experts it chose, all experts in one launch.
+
+Which expert has how many rows is known on the device alone. Grids depend on the numbers of tokens and experts, and each
+program finds its expert and rows from the counts, so nothing is read back and a graph may hold all of it. Twin:
+reference_experts. Results do not depend on the order in which programs run: nothing is added atomically.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.metadata import Experts
+from baton_serve.engine.kernels.triton.tiles import padded
+
+__all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    rows: int  # of one expert
+    columns: int  # of one matrix: a program of gate and up multiplies twice as many
+    depth: int
+    warps: int
+    stages: int
+
+
+def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """logits [num_tokens, num_experts] -> weights, float32, and expert numbers, int32, both [num_tokens, top_k]."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    _route_kernel[(num_tokens,)](
+        weights,
+        chosen,
+        logits,
+        logits.stride(0),
+        num_experts=num_experts,
+        experts=padded(num_experts),
+        top_k=top_k,
+        picks=padded(top_k),
+        renormalize=renormalize,
+        num_warps=1,
+    )
+    return weights, chosen
+
+
+def expert_tiles(num_pairs: int, num_experts: int, element_bytes: int) -> tuple[ExpertTiles, ExpertTiles]:
+    """For gate and up, and for down: by the rows that an expert gets on average. At most 100 KB of shared memory."""
+    mean = num_pairs / num_experts
+    if element_bytes > 2:  # multiplied in registers, of which there are few
+        tiles = ExpertTiles(16 if mean <= 16 else 32, 32, 32, 4, 2)
+        return tiles, tiles
+    if mean <= 8:
+        return ExpertTiles(16, 32, 128, 4, 4), ExpertTiles(16, 64, 128, 4, 4)
+    if mean <= 48:
+        rows = 16 if mean <= 12 else 32
+        return ExpertTiles(rows, 64, 64, 4, 4), ExpertTiles(rows, 64, 128, 4, 4)
+    if mean <= 96:
+        return ExpertTiles(64, 64, 64, 4, 3), ExpertTiles(64, 128, 64, 4, 3)
+    return ExpertTiles(128, 64, 64, 8, 3), ExpertTiles(128, 128, 64, 8, 3)
+
+
+def mix(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    experts: Experts,
+    *,
+    tiles: tuple[ExpertTiles, ExpertTiles] | None = None,
+) -> Tensor:
+    """x [num_tokens, hidden] -> the weighted sum of each token's experts, same shape. `weights` and `chosen` are
+    what `route` gives; a token chooses an expert at most once."""
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
+    num_tokens, hidden = x.shape
+    top_k, num_experts, width = chosen.shape[1], experts.gate_up.shape[0], experts.down.shape[2]
+    pairs = num_tokens * top_k
+    first, second = tiles or expert_tiles(pairs, num_experts, x.element_size())
+    rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    chunk = 1024 if pairs <= 1024 else 4096
+    assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
+    active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    output = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k}
+    _gate_up_kernel[(num_blocks(pairs, num_experts, first.rows) * triton.cdiv(width, first.columns),)](
+        active,
+        x,
+        experts.gate_up,
+        experts.gate_up if experts.gate_up_bias is None else experts.gate_up_bias,
+        rows,
+        counts,
+        num_tokens,
+        x.stride(0),
+        experts.gate_up.stride(0),
+        experts.limit or 0.0,
+        experts.alpha,
+        inputs=hidden,
+        outputs=width,
+        has_bias=experts.gate_up_bias is not None,
+        interleaved=experts.is_interleaved,
+        clamped=experts.limit is not None,
+        tile_rows=first.rows,
+        tile_columns=first.columns,
+        tile_depth=first.depth,
+        precision="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=first.warps,
+        num_stages=first.stages,
+        **shared,
+    )
+    _down_kernel[(num_blocks(pairs, num_experts, second.rows) * triton.cdiv(hidden, second.columns),)](
+        output,
+        active,
+        experts.down,
+        experts.down if experts.down_bias is None else experts.down_bias,
+        weights,
+        rows,
+        counts,
+        num_tokens,
+        experts.down.stride(0),
+        inputs=width,
+        outputs=hidden,
+        has_bias=experts.down_bias is not None,
+        tile_rows=second.rows,
+        tile_columns=second.columns,
+        tile_depth=second.depth,
+        precision="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=second.warps,
+        num_stages=second.stages,
+        **shared,
+    )
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tile = min(1024, padded(hidden))
+    sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
+        result, output, hidden=hidden, tile=tile, top_k=top_k, num_warps=4
+    )
+    return result
+
+
+def num_blocks(pairs: int, num_experts: int, rows: int) -> int:
+    """An upper bound: every expert that is chosen may leave its last block all but empty."""
+    return min(pairs, num_experts + pairs // rows)
+
+
+@triton.jit
+def _route_kernel(  # noqa: PLR0913
+    weights,
+    chosen,
+    logits,
+    stride,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    picks: tl.constexpr,
+    renormalize: tl.constexpr,
+):
+    token, expert, pick = tl.program_id(0).to(tl.int64), tl.arange(0, experts), tl.arange(0, picks)
+    scores = tl.load(logits + token * stride + expert, expert < num_experts, other=float("-inf")).to(tl.float32)
+    # Likelihoods lie in [0, 1], so -1 marks what was picked.
+    likely = tl.where(expert < num_experts, tl.exp(scores - tl.max(scores, 0)), -1.0)
+    total = tl.sum(tl.where(expert < num_experts, likely, 0.0), 0)
+    best = tl.zeros([picks], tl.float32)
+    where = tl.zeros([picks], tl.int32)
+    for number in tl.static_range(top_k):
+        peak, at = tl.max(likely, 0), tl.argmax(likely, 0)
+        best = tl.where(pick == number, peak, best)
+        where = tl.where(pick == number, at.to(tl.int32), where)
+        likely = tl.where(expert == at, -1.0, likely)
+    if renormalize:
+        total = tl.sum(best, 0)
+    tl.store(weights + token * top_k + pick, best / total, pick < top_k)
+    tl.store(chosen + token * top_k + pick, where, pick < top_k)
+
+
+@triton.jit(do_not_specialize=["pairs", "num_tokens"])
+def assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
+    """Expert e's rows, in order: pair p is choice p % top_k of token p // top_k."""
+    expert, step = tl.program_id(0), tl.arange(0, chunk)
+    count = 0
+    for start in range(0, pairs, chunk):
+        pair = start + step
+        mine = (tl.load(chosen + pair, pair < pairs, other=-1) == expert).to(tl.int32)
+        place = count + tl.cumsum(mine, 0) - mine
+        tl.store(rows + expert.to(tl.int64) * num_tokens + place, pair, mine == 1)
+        count += tl.sum(mine, 0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def tile_of(  # noqa: PLR0913
+    rows,
+    counts,
+    num_tokens,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    outputs: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """What a program of a grouped product computes: (its expert, pairs [tile_rows], which of them are there, columns
+    [tile_columns], which are there). An expert of `num_experts` or more: nothing."""
+    num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
+    block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
+    row = first + tl.arange(0, tile_rows)
+    live = (row < count) & (expert < num_experts)
+    pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
+    column = part * tile_columns + tl.arange(0, tile_columns)
+    return expert, pair, live, column, column < outputs
+
+
+@triton.jit
+def _find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
+    """(expert, its number of rows, first row) of a block of rows; an expert of `num_experts` or more: none."""
+    ids = tl.arange(0, experts)
+    blocks = (tl.load(counts + ids, ids < num_experts, other=0) + tile_rows - 1) // tile_rows
+    ends = tl.cumsum(blocks, 0)
+    expert = tl.sum(((ends <= block) & (ids < num_experts)).to(tl.int32), 0)
+    before = tl.sum(tl.where(ids < expert, blocks, 0), 0)
+    count = tl.load(counts + tl.minimum(expert, num_experts - 1))
+    return expert, count, (block - before) * tile_rows
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(  # noqa: PLR0913
+    active,
+    x,
+    weight,
+    bias,
+    rows,
+    counts,
+    num_tokens,
+    x_stride,
+    expert_stride,
+    limit,
+    alpha,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    has_bias: tl.constexpr,
+    interleaved: tl.constexpr,
+    clamped: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+    precision: tl.constexpr,
+):
+    expert, pair, live, column, kept = tile_of(
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+    )
+    if expert < num_experts:
+        depth = tl.arange(0, tile_depth)
+        step: tl.constexpr = 2 if interleaved else 1
+        gap: tl.constexpr = 1 if interleaved else outputs
+        at_x = x + (pair // top_k)[:, None] * x_stride + depth[None, :]
+        at_gate = weight + expert.to(tl.int64) * expert_stride + (column * step * inputs)[None, :] + depth[:, None]
+        gate = tl.zeros([tile_rows, tile_columns], tl.float32)
+        up = tl.zeros([tile_rows, tile_columns], tl.float32)
+        for start in range(0, inputs, tile_depth):
+            inside = depth < inputs - start
+            values = tl.load(at_x + start, live[:, None] & inside[None, :], other=0.0)
+            mask = kept[None, :] & inside[:, None]
+            gates = tl.load(at_gate + start, mask, other=0.0)
+            ups = tl.load(at_gate + gap * inputs + start, mask, other=0.0)
+            gate = tl.dot(values, gates, gate, input_precision=precision)
+            up = tl.dot(values, ups, up, input_precision=precision)
+        if has_bias:
+            at_bias = bias + expert * (2 * outputs) + column * step
+            gate += tl.load(at_bias, kept, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(at_bias + gap, kept, other=0.0).to(tl.float32)[None, :]
+        dtype = active.dtype.element_ty
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        if clamped:
+            gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+            up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL) + 1.0
+        # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
+        gate = (gate / (1.0 + tl.exp(tl.minimum(-alpha * gate, 80.0)))).to(dtype).to(tl.float32)
+        at = active + pair[:, None] * outputs + column[None, :]
+        tl.store(at, (gate * up).to(dtype), live[:, None] & kept[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _down_kernel(  # noqa: PLR0913
+    output,
+    active,
+    weight,
+    bias,
+    factors,
+    rows,
+    counts,
+    num_tokens,
+    expert_stride,
+    num_experts: tl.constexpr,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    has_bias: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+    precision: tl.constexpr,
+):
+    expert, pair, live, column, kept = tile_of(
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+    )
+    if expert < num_experts:
+        depth = tl.arange(0, tile_depth)
+        at_x = active + pair[:, None] * inputs + depth[None, :]
+        at_weight = weight + expert.to(tl.int64) * expert_stride + (column * inputs)[None, :] + depth[:, None]
+        acc = tl.zeros([tile_rows, tile_columns], tl.float32)
+        for start in range(0, inputs, tile_depth):
+            inside = depth < inputs - start
+            values = tl.load(at_x + start, live[:, None] & inside[None, :], other=0.0)
+            weights = tl.load(at_weight + start, kept[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(values, weights, acc, input_precision=precision)
+        if has_bias:
+            acc += tl.load(bias + expert * outputs + column, kept, other=0.0).to(tl.float32)[None, :]
+        dtype = output.dtype.element_ty
+        acc = acc.to(dtype).to(tl.float32) * tl.load(factors + pair, live, other=0.0)[:, None]
+        at = output + pair[:, None] * outputs + column[None, :]
+        tl.store(at, acc.to(dtype), live[:, None] & kept[None, :])
+
+
+@triton.jit
+def sum_kernel(result, output, hidden: tl.constexpr, tile: tl.constexpr, top_k: tl.constexpr):
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
+    kept = column < hidden
+    total = tl.zeros([tile], tl.float32)
+    for number in tl.static_range(top_k):
+        at = output + (token * top_k + number) * hidden + column
+        total += tl.load(at, kept, other=0.0).to(tl.float32)
+    tl.store(result + token * hidden + column, total.to(result.dtype.element_ty), kept)

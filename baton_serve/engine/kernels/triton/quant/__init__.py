@@ -1,0 +1,1 @@
+"""Triton matrix products over quantized weights."""

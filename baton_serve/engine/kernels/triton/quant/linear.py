@@ -1,0 +1,67 @@
+"""Products over quantized weights in Triton: which kernel takes how many rows. Twin: quantized.linear."""
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.metadata import Activations
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.triton.digits import Digits, split
+from baton_serve.engine.kernels.triton.quant.dense import dense
+from baton_serve.engine.kernels.triton.quant.digits import (
+    digit_parts,
+    digit_product,
+    digit_tiles,
+    has_nibbles,
+    takes_digits,
+)
+from baton_serve.engine.kernels.triton.quant.row import row_product
+from baton_serve.engine.kernels.triton.quant.tile import is_paired, tile_parts, tile_product
+
+LONG_ROW = 8192
+"""Longer rows of paired weights are cut over programs even for one token (measured at 4,096 and 14,336 inputs)."""
+DENSE_TOKENS = 193  # more than three tiles of 64
+"""From here on the weight is written out once per product, for the library's own product to read."""
+DENSE_BYTES = 256 << 20
+"""The largest piece of a weight that is written out at once."""
+
+
+def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether this is a product that gives each output to one program, which can gate it (`row_product`)."""
+    if x.shape[0] != 1 or takes_digits(weight, 1, x.dtype):
+        return False
+    return not (weight.inputs > LONG_ROW and is_paired(weight, x.dtype))
+
+
+def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
+    """float32 [parts, num_tokens, outputs], which add up to `linear`; None: it is not cut."""
+    if isinstance(x, Digits):
+        return digit_parts(x, weight)
+    assert isinstance(x, Tensor)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if takes_digits(weight, x.shape[0], x.dtype):
+        is_cut = digit_tiles(weight, x.shape[0]).splits > 1
+        return digit_parts(split(x, nibbles=has_nibbles(weight)), weight) if is_cut else None
+    if is_row(x, weight) or x.shape[0] >= DENSE_TOKENS:
+        return None
+    return tile_parts(x, weight)
+
+
+def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x [num_tokens, inputs] -> [num_tokens, outputs]."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if takes_digits(weight, x.shape[0], x.dtype):
+        return digit_product(split(x, nibbles=has_nibbles(weight)), weight, bias)
+    if is_row(x, weight):
+        return row_product(x, weight, bias)
+    if x.shape[0] < DENSE_TOKENS:
+        return tile_product(x, weight, bias)
+    rows = max(1, DENSE_BYTES // (weight.inputs * x.element_size()))
+    if rows >= weight.outputs:
+        return torch.nn.functional.linear(x, dense(weight, x.dtype), bias)
+    pieces = []
+    for start in range(0, weight.outputs, rows):
+        end = min(start + rows, weight.outputs)
+        part = None if bias is None else bias[start:end]
+        pieces.append(torch.nn.functional.linear(x, dense(weight.rows(start, end), x.dtype), part))
+    return torch.cat(pieces, dim=1)

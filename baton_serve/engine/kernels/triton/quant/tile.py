@@ -1,0 +1,379 @@
+"""Some rows times a quantized weight through the device's matrix units.
+
+The weight is the left operand, [outputs, inputs] x [inputs, tokens]: devices that multiply from registers take freshly
+decoded numbers from there. A group's scale multiplies its sum, so that codes enter the product exactly. Long rows are
+cut over programs and the parts added in order: a result does not depend on who shares its batch's tile.
+Twin: quantized.linear.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.quantized import STRETCH, QuantizedWeight
+from baton_serve.engine.kernels.triton.codes import code_operand
+from baton_serve.engine.kernels.triton.quant.codes import (
+    KINDS,
+    both_values,
+    offset_of,
+    table_of,
+    values,
+    word_arguments,
+)
+from baton_serve.engine.kernels.triton.quant.counters import COUNTERS, counters_of
+from baton_serve.engine.kernels.triton.tiles import padded
+
+MANY_OUTPUTS = 16384
+"""From here on wide tiles occupy the whole device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    outputs: int
+    tokens: int
+    depth: int  # inputs per step, of eight-bit codes; words go by stretches
+    splits: int
+    warps: int
+    stages: int
+
+
+def is_paired(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether an instruction decodes two weights: for floats of 16 bits, where the kind of code allows it and the zero
+    is such a float too."""
+    zeros_fit = weight.zeros is None or weight.zeros.dtype == dtype
+    return KINDS.get(weight.codebook, 3) <= 1 and dtype.itemsize == 2 and zeros_fit
+
+
+def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> ProductTiles:
+    """Measured in 16 bits (docs/experiments.md, "Products over weights in few bits"). A tile of outputs is as wide as
+    leaves a program for every processor; with fewer outputs rows are cut."""
+    tokens = min(64, max(16, padded(num_tokens)))
+    has_many_outputs = weight.outputs >= MANY_OUTPUTS
+    if dtype == torch.float32:
+        outputs, warps, stages, programs = 64, 4, 4, 512
+    elif weight.codebook not in KINDS:
+        outputs, warps, stages, programs = (32, 2, 4, 768) if tokens == 16 else (64, 4, 3, 384)
+    elif num_tokens == 1:
+        outputs, warps, stages, programs = 32, 1, 4, 1024
+    elif tokens == 16:
+        outputs, warps, stages, programs = 128 if has_many_outputs else 64, 4, 4, 512
+    else:
+        outputs, warps, stages, programs = (256, 8, 3, 192) if has_many_outputs else (128, 4, 3, 192)
+    tiles = -(-weight.outputs // outputs) * -(-num_tokens // tokens)
+    splits = min(8 if weight.codebook in KINDS else 4, weight.inputs // STRETCH // 8, programs // tiles)
+    return ProductTiles(
+        outputs,
+        tokens,
+        depth=128 if weight.scales.shape[1] == 1 else min(128, weight.group),
+        splits=1 << max(0, splits.bit_length() - 1),
+        warps=warps,
+        stages=stages,
+    )
+
+
+def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles | None = None) -> Tensor:
+    """x [num_tokens, inputs] with contiguous rows -> [num_tokens, outputs]."""
+    tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
+    result = torch.empty((x.shape[0], weight.outputs), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, tiles, result, _sums(x, weight, tiles) if tiles.splits > 1 else result)
+    return result
+
+
+def tile_parts(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles | None = None) -> Tensor | None:
+    """float32 [parts, num_tokens, outputs], which add up to `tile_product`; None: it is not cut."""
+    tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
+    if tiles.splits == 1:
+        return None
+    sums = _sums(x, weight, tiles)
+    _launch(x, weight, None, tiles, None, sums)
+    return sums
+
+
+def _sums(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles) -> Tensor:
+    return torch.empty((tiles.splits, x.shape[0], weight.outputs), dtype=torch.float32, device=x.device)
+
+
+def _launch(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles, to: Tensor | None, sums: Tensor
+) -> None:
+    """Without `to` nobody adds the parts in `sums` up."""
+    num_tokens, adds = x.shape[0], to is not None
+    result = sums if to is None else to
+    grid = (-(-weight.outputs // tiles.outputs), -(-num_tokens // tiles.tokens), tiles.splits)
+    assert grid[0] * grid[1] <= COUNTERS
+    given = (
+        result,
+        sums,
+        counters_of(x.device) if tiles.splits > 1 and adds else result,
+        x,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+    )
+    shared = {
+        "tile_outputs": tiles.outputs,
+        "tile_tokens": tiles.tokens,
+        "splits": tiles.splits,
+        "single": num_tokens == 1,
+        "has_bias": bias is not None,
+        "adds": adds,
+        "precision": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    sizes = (result if bias is None else bias, num_tokens, weight.outputs, x.stride(0))
+    if weight.codebook in KINDS:
+        table = table_of(weight.codebook, x.device) if KINDS[weight.codebook] == 3 else result
+        paired = is_paired(weight, x.dtype)
+        _word_product_kernel[grid](*given, table, *sizes, **word_arguments(weight), paired=paired, **shared)
+    else:
+        _byte_product_kernel[grid](
+            *given,
+            *sizes,
+            weight.codes.stride(0),
+            inputs=weight.inputs,
+            group=weight.group,
+            groups=weight.scales.shape[1],
+            has_zeros=weight.zeros is not None,
+            depth=tiles.depth,
+            **shared,
+        )
+
+
+@triton.jit
+def write_sums(  # noqa: PLR0913
+    result,
+    sums,
+    counters,
+    acc,
+    bias,
+    num_tokens,
+    outputs,
+    output,
+    token,
+    splits: tl.constexpr,
+    has_bias: tl.constexpr,
+    adds: tl.constexpr,
+):
+    """acc [outputs, tokens] -> rows of tokens. Of a cut row the part that is finished last adds all of them up, in
+    their order; it also leaves the counter of its tile as it was. Unless `adds`, whoever reads the parts does."""
+    at = token[:, None].to(tl.int64) * outputs + output[None, :]
+    known = (token < num_tokens)[:, None] & (output < outputs)[None, :]
+    total = tl.trans(acc)
+    last = True
+    if splits > 1:
+        part = num_tokens.to(tl.int64) * outputs
+        tl.store(sums + tl.program_id(2) * part + at, total, known)
+        last = False
+        if adds:
+            tl.debug_barrier()
+            counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            last = tl.atomic_add(counter, 1) == splits - 1
+            if last:
+                tl.store(counter, 0)
+                total = tl.zeros(total.shape, tl.float32)
+                for split in tl.static_range(splits):
+                    total += tl.load(sums + split * part + at, known, other=0.0, cache_modifier=".cg")
+    if last:
+        if has_bias:
+            total += tl.load(bias + output, output < outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(result + at, total.to(result.dtype.element_ty), known)
+
+
+@triton.jit
+def _inputs(reader, left, ahead: tl.constexpr, asking, whole: tl.constexpr, single: tl.constexpr):
+    """[inputs, tokens] from `ahead` inputs further; `left` [inputs] are all in their row. Where all tokens but one are
+    padding they are not even read."""
+    if whole:
+        if single:
+            return tl.load(reader + ahead, asking, other=0.0)
+        return tl.load(reader + ahead)
+    return tl.load(reader + ahead, (left > ahead)[:, None] & asking, other=0.0)
+
+
+@triton.jit
+def _add_paired_stretch(  # noqa: PLR0913
+    acc,
+    low,
+    reader,
+    left,
+    asking,
+    scales,
+    zeros,
+    stretch,
+    kind: tl.constexpr,
+    centre: tl.constexpr,
+    group: tl.constexpr,
+    groups: tl.constexpr,
+    has_zeros: tl.constexpr,
+    whole: tl.constexpr,
+    single: tl.constexpr,
+):
+    """acc plus a stretch's products: its first half's runs and its second half's at once."""
+    run: tl.constexpr = 4 if group >= 64 else group // 16
+    dtype: tl.constexpr = reader.dtype.element_ty
+    for first in tl.static_range(0, 4, run):
+        low_part = tl.zeros(acc.shape, tl.float32)
+        high_part = tl.zeros(acc.shape, tl.float32)
+        low_index = tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
+        high_index = tl.minimum((stretch * 128 + first * 16 + 64) // group, groups - 1)
+        for step in tl.static_range(run):
+            one, two = both_values(low, first + step, kind, centre, dtype)
+            if has_zeros:
+                one -= tl.load(zeros + low_index)[:, None]
+                two -= tl.load(zeros + high_index)[:, None]
+            low_asked = _inputs(reader, left, (first + step) * 16, asking, whole, single)
+            high_asked = _inputs(reader, left, (first + step) * 16 + 64, asking, whole, single)
+            low_part = tl.dot(one, low_asked, low_part)
+            if group >= 128:
+                low_part = tl.dot(two, high_asked, low_part)
+            else:
+                high_part = tl.dot(two, high_asked, high_part)
+        acc += low_part * tl.load(scales + low_index).to(tl.float32)[:, None]
+        if group < 128:
+            acc += high_part * tl.load(scales + high_index).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _word_product_kernel(  # noqa: PLR0913
+    result,
+    sums,
+    counters,
+    x,
+    codes,
+    scales,
+    zeros,
+    table,
+    bias,
+    num_tokens,
+    outputs,
+    x_stride,
+    inputs: tl.constexpr,
+    row_words: tl.constexpr,
+    stretch_words: tl.constexpr,
+    kind: tl.constexpr,
+    centre: tl.constexpr,
+    group: tl.constexpr,
+    groups: tl.constexpr,
+    has_zeros: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    splits: tl.constexpr,
+    single: tl.constexpr,
+    paired: tl.constexpr,
+    has_bias: tl.constexpr,
+    adds: tl.constexpr,
+    precision: tl.constexpr,
+):
+    output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
+    token = tl.program_id(1) * tile_tokens + tl.arange(0, tile_tokens)
+    column = tl.arange(0, 16)
+    run: tl.constexpr = 8 if group >= 128 else group // 16
+    stretches: tl.constexpr = row_words // stretch_words
+    per_split: tl.constexpr = (stretches + splits - 1) // splits
+    first_stretch = tl.program_id(2) * per_split
+    live = output < outputs
+    row = tl.where(live, output, 0).to(tl.int64)
+    reader = x + tl.where(token < num_tokens, token, 0).to(tl.int64)[None, :] * x_stride
+    acc = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+    asking = (token < num_tokens)[None, :]
+    for stretch in range(first_stretch, tl.minimum(first_stretch + per_split, stretches)):
+        at = (row * row_words + stretch * stretch_words)[:, None]
+        low = tl.load(codes + at + column[None, :])
+        if paired:
+            k = stretch * 128 + column
+            acc = _add_paired_stretch(
+                acc,
+                low,
+                reader + k[:, None],
+                inputs - k,
+                asking,
+                scales + row * groups,
+                zeros + row * groups,
+                stretch,
+                kind,
+                centre,
+                group,
+                groups,
+                has_zeros,
+                inputs % 128 == 0,
+                single,
+            )
+        else:
+            high = low
+            if kind == 2:
+                high = tl.load(codes + at + 16 + (column % 8)[None, :])
+            for first in tl.static_range(0, 8, run):
+                part = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+                index = row * groups + tl.minimum((stretch * 128 + first * 16) // group, groups - 1)
+                offset = tl.zeros([tile_outputs], tl.float32) + offset_of(kind, centre)
+                if has_zeros:
+                    offset += tl.load(zeros + index).to(tl.float32)
+                for step in tl.static_range(run):
+                    number = values(low, high, column[None, :], first + step, table, kind) - offset[:, None]
+                    k = stretch * 128 + (first + step) * 16 + column
+                    asked = _inputs(reader + k[:, None], inputs - k, 0, asking, inputs % 128 == 0, single)
+                    part = tl.dot(number.to(asked.dtype), asked, part, input_precision=precision)
+                acc += part * tl.load(scales + index).to(tl.float32)[:, None]
+    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias, adds)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _byte_product_kernel(  # noqa: PLR0913
+    result,
+    sums,
+    counters,
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    num_tokens,
+    outputs,
+    x_stride,
+    row_bytes,
+    inputs: tl.constexpr,
+    group: tl.constexpr,
+    groups: tl.constexpr,
+    has_zeros: tl.constexpr,
+    depth: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    splits: tl.constexpr,
+    single: tl.constexpr,
+    has_bias: tl.constexpr,
+    adds: tl.constexpr,
+    precision: tl.constexpr,
+):
+    output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
+    token = tl.program_id(1) * tile_tokens + tl.arange(0, tile_tokens)
+    column = tl.arange(0, depth)
+    steps: tl.constexpr = (inputs + depth - 1) // depth
+    per_split: tl.constexpr = (steps + splits - 1) // splits
+    first_step = tl.program_id(2) * per_split
+    live = output < outputs
+    row = tl.where(live, output, 0).to(tl.int64)
+    reader = x + tl.where(token < num_tokens, token, 0).to(tl.int64)[None, :] * x_stride
+    acc = tl.zeros([tile_outputs, tile_tokens], tl.float32)
+    for step in range(first_step, tl.minimum(first_step + per_split, steps)):
+        k = step * depth + column
+        at = codes + row[:, None] * row_bytes + k[None, :]
+        number = tl.load(at) if inputs % depth == 0 else tl.load(at, (k < inputs)[None, :], other=0.0)
+        asked = _inputs(reader + k[:, None], inputs - k, 0, (token < num_tokens)[None, :], inputs % depth == 0, single)
+        if groups > 1 or has_zeros:
+            index = row * groups + (step * depth) // group
+            left = code_operand(number, asked.dtype)
+            if has_zeros:
+                left = (number.to(tl.float32) - tl.load(zeros + index).to(tl.float32)[:, None]).to(asked.dtype)
+            part = tl.dot(left, asked, input_precision=precision)
+            acc += part * tl.load(scales + index).to(tl.float32)[:, None]
+        else:
+            acc = tl.dot(code_operand(number, asked.dtype), asked, acc, input_precision=precision)
+    if groups == 1 and not has_zeros:
+        acc *= tl.load(scales + row).to(tl.float32)[:, None]
+    write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias, adds)

@@ -1,0 +1,257 @@
+"""All layers of one row over four-bit weights in one kernel, whose programs meet after each step of a layer.
+
+A launch costs more than a meeting, which takes a microsecond. All programs must run at once: how many can
+is computed from what the compiler and the device say, and where one of them does not say, nothing here is used. Who
+waits some seconds in vain goes on, and all results are NaN from then on. Twin: the steps apart (engine.model.fused).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.kv_codes import is_coded
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Linear, RowLayer
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.triton.row.kernel import layers_kernel
+from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
+
+PATIENCE = 1 << 23
+"""Questions that a program asks in vain in one step, about half a microsecond each."""
+SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Measured (docs/experiments.md, "All layers of one row in one kernel")."""
+
+    programs: int
+    depth: int  # inputs of a tile: 256 or 512
+    tile: int = 64  # outputs
+    warps: int = 4
+    stages: int = 3
+    token_tile: int = 64
+    max_splits: int = 32  # the new token is one
+    down_runs: bool = False
+    """Whether the tiles of down are dealt as those of all other products: see triton_row_steps.share_of."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    hidden: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+PER_PROCESSOR = 2
+
+
+class RowLayers:
+    def __init__(
+        self,
+        layers: Sequence[RowLayer],
+        shape: RowShape,
+        scale: float,
+        plan: RowPlan,
+        limits: dict[str, int] | None = None,
+    ) -> None:
+        """Asks for `shape_of`. Keeps the layers' tensors, and some megabytes of scratch. `limits`: of the device; it is
+        not asked whether one program fits."""
+        self._layers, self._shape, self._scale, self._plan, self._limits = layers, shape, scale, plan, limits
+        assert limits is not None or plan.programs == 1
+        self._safe: dict[tuple[int, int], bool] = {}
+        like = layers[0].input_norm.weight
+        self._dtype, self._device = like.dtype, like.device
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        splits = shape.heads * plan.max_splits
+        # The counter of the programs that have come, what a meeting that failed leaves (see `wait`), and what says
+        # that a sum of this launch is no number.
+        self.state = torch.zeros(3, dtype=torch.int32, device=self._device)
+        self._other = torch.empty(shape.hidden, dtype=self._dtype, device=self._device)
+        self._sums = [
+            torch.zeros(size, dtype=torch.int64, device=self._device)
+            for size in (qkv, 2 * shape.hidden, 2 * shape.width)
+        ]
+        self._floats = [
+            torch.empty(size, dtype=torch.float32, device=self._device)
+            for size in (splits * shape.head_dim, splits, shape.hidden // 128)
+        ]
+        self._anchor = _weight(layers[0].qkv).codes.view(torch.int8)
+        self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
+    ) -> bool:
+        """Whether `residual` [1, hidden] has gone through all layers; if not, nothing was touched."""
+        if not self._takes(residual, rotation, caches, meta):
+            return False
+        given, constants = self._arguments(residual, rotation, caches, meta), self._constants(caches[0])
+        if not self._is_safe(given, constants):
+            return False
+        layers_kernel[(self._plan.programs,)](*given, **constants)
+        return True
+
+    def _is_safe(self, given: tuple[Any, ...], constants: dict[str, Any]) -> bool:
+        """Whether all programs run at once, by what the compiled kernel needs."""
+        if self._limits is None:
+            return True
+        key = (constants["block_tokens"], constants["head_rows"])
+        if key not in self._safe:
+            kernel = layers_kernel.warmup(*given, grid=(self._plan.programs,), **constants)
+            has_loaded = kernel.run is not None  # only then are its registers known
+            count = resident(kernel.n_regs, kernel.metadata.shared, self._plan.warps, self._limits)
+            self._safe[key] = has_loaded and count * self._limits["multiprocessor_count"] >= self._plan.programs
+        return self._safe[key]
+
+    def _takes(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
+    ) -> bool:
+        if residual.shape[0] != 1 or meta.context_lens.shape[0] != 1 or meta.max_query_len != 1:
+            return False
+        cache, shape = caches[0], self._shape
+        is_plain = cache.dtype == self._dtype and not is_coded(cache) and cache.stride(1) != 0
+        is_whole = rotation[0].shape[-1] == shape.head_dim and rotation[0].is_contiguous()
+        has_heads = (cache.shape[2], cache.shape[4]) == (shape.kv_heads, shape.head_dim)
+        return is_plain and is_whole and has_heads and residual.dtype == self._dtype and residual.is_contiguous()
+
+    def _table(self, caches: list[Tensor]) -> Tensor:
+        """int64 [layers, 11], made once for a cache: before a graph is captured, as everything is run once before."""
+        key = tuple(cache.data_ptr() for cache in caches)
+        if key not in self._tables:
+            rows = [_tensors(layer, cache) for layer, cache in zip(self._layers, caches, strict=True)]
+            places = torch.tensor([[one.data_ptr() for one in row] for row in rows]) - self._anchor.data_ptr()
+            self._tables[key] = (places // 16).to(self._device)
+        return self._tables[key]
+
+    def _arguments(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
+    ) -> tuple[Any, ...]:
+        return (
+            self.state,
+            self.state[1:].view(torch.float32),
+            residual,
+            self._other,
+            self._anchor,
+            self._table(caches),
+            *self._sums,
+            *self._floats,
+            *rotation,
+            meta.block_tables,
+            meta.context_lens,
+            meta.slots,
+            len(self._layers),
+            self._scale,
+            self._layers[0].input_norm.eps,
+            caches[0].stride(0),
+        )
+
+    def _constants(self, cache: Tensor) -> dict[str, Any]:
+        shape, plan = self._shape, self._plan
+        return {
+            "hidden": shape.hidden,
+            "width": shape.width,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "block_tokens": cache.shape[3],
+            "head_rows": cache.stride(2) // shape.head_dim,
+            "scale_dtype": SCALE_DTYPES[_weight(self._layers[0].qkv).scales.dtype],
+            "entries": len(_tensors(self._layers[0], cache)),
+            "rows": max(16, padded(shape.heads // shape.kv_heads)),
+            "few": padded(shape.heads // shape.kv_heads),
+            "token_tile": plan.token_tile,
+            "max_splits": plan.max_splits,
+            "tile": plan.tile,
+            "depth": plan.depth,
+            "columns": narrowest_columns(self._device),
+            "programs": plan.programs,
+            "stages": plan.stages,
+            "down_runs": plan.down_runs,
+            "patience": PATIENCE,
+            "num_warps": plan.warps,
+        }
+
+
+def row_layers(
+    layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
+) -> RowLayers | None:
+    """None where these layers do not fit, or the device does not say how many programs it runs at once."""
+    shape = shape_of(layers, specs, head_dim, kv_heads)
+    if shape is None:
+        return None
+    device = layers[0].input_norm.weight.device
+    limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    if not {"max_num_regs", "max_shared_mem", "multiprocessor_count", "warpSize"} <= limits.keys():
+        return None
+    plan = RowPlan(PER_PROCESSOR * limits["multiprocessor_count"], depth_of(shape))
+    if plan.programs < shape.width // plan.depth:
+        return None
+    return RowLayers(layers, shape, specs[0].scale, plan, limits)
+
+
+def resident(registers: int, shared: int, warps: int, limits: dict[str, int]) -> int:
+    """Programs of a kernel that one processor runs at once: each has its registers, in eights, and its shared memory,
+    with a kilobyte that the device takes of each."""
+    threads = warps * limits["warpSize"]
+    by_registers = limits["max_num_regs"] // (-(-registers // 8) * 8 * threads)
+    return min(by_registers, (limits["max_shared_mem"] + 1024) // (shared + 1024))
+
+
+def shape_of(
+    layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
+) -> RowShape | None:
+    """None: not layers of one shape with four-bit weights in groups of 128, attention over the whole context, no bias,
+    and sizes in whole tiles."""
+    first = layers[0]
+    products = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    if not all(part is not None and is_taken(part) for part in products):
+        return None
+    if any(layer.query_norm is not None for layer in layers):
+        return None
+    if len({_weight(cast(Linear, part)).scales.dtype for part in products}) > 1:
+        return None
+    if any(replace(spec, scale=0.0) != AttentionSpec(0.0) or spec.scale != specs[0].scale for spec in specs):
+        return None
+    if len({layer.input_norm.eps for layer in layers} | {layer.mlp_norm.eps for layer in layers}) > 1:
+        return None
+    hidden, attended = _weight(first.output).outputs, _weight(first.output).inputs
+    width = _weight(cast(Linear, first.down)).inputs
+    wanted = [attended + 2 * kv_heads * head_dim, hidden, 2 * width, hidden] * len(layers)
+    is_even = all(size % 256 == 0 for size in (hidden, attended, width)) and wanted[0] % 128 == 0
+    has_shapes = [_weight(cast(Linear, part)).outputs for part in products] == wanted
+    is_padded = padded(head_dim) == head_dim and 16 <= head_dim <= 256 and attended // head_dim // kv_heads <= 16
+    if not (is_even and has_shapes and is_padded) or first.input_norm.weight.dtype not in SCALE_DTYPES:
+        return None
+    return RowShape(hidden, width, attended // head_dim, kv_heads, head_dim)
+
+
+def depth_of(shape: RowShape) -> int:
+    sizes = (shape.hidden, shape.width, shape.heads * shape.head_dim)
+    return 512 if all(size % 512 == 0 for size in sizes) else 256
+
+
+def is_taken(product: Linear) -> bool:
+    weight = product.weight
+    if product.bias is not None or not isinstance(weight, QuantizedWeight):
+        return False
+    is_four = weight.codebook == "int4" and weight.group == 128 and weight.zeros is None
+    is_placed = weight.codes.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 16 == 0
+    return is_four and is_placed and weight.codes.is_contiguous() and weight.scales.dtype in SCALE_DTYPES
+
+
+def _tensors(layer: RowLayer, cache: Tensor) -> list[Tensor]:
+    """In the order of the kernel's table."""
+    qkv, output = _weight(layer.qkv), _weight(layer.output)
+    gate_up, down = _weight(cast(Linear, layer.gate_up)), _weight(cast(Linear, layer.down))
+    start = [layer.input_norm.weight, qkv.codes, qkv.scales, output.codes, output.scales, layer.mlp_norm.weight]
+    return [*start, gate_up.codes, gate_up.scales, down.codes, down.scales, cache]
+
+
+def _weight(product: Linear) -> QuantizedWeight:
+    return cast(QuantizedWeight, product.weight)

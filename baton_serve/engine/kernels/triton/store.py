@@ -1,0 +1,103 @@
+"""Scatters new K and V rows into the block-major cache, converting to its dtype. Twin: ReferenceAttention.store."""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.kv_codes import LARGEST, is_coded
+from baton_serve.engine.kernels.triton.tiles import padded
+
+
+def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """key/value [num_tokens, num_kv_heads, head_dim], any strides but the last; a negative slot is skipped."""
+    num_kv_heads, block_tokens, head_dim = cache.shape[2:]
+    _store_kernel[(key.shape[0],)](
+        key,
+        value,
+        cache,
+        cache.view(torch.bfloat16) if is_coded(cache) else cache,
+        slots,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cache.stride(0),
+        kv_heads=num_kv_heads,
+        padded_heads=padded(num_kv_heads),
+        block_tokens=block_tokens,
+        head_rows=cache.stride(2) // head_dim,
+        largest=LARGEST.get(cache.dtype, 0.0),
+        head_dim=head_dim,
+        dims=padded(head_dim),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _store_kernel(  # noqa: PLR0913
+    key,
+    value,
+    cache,
+    scales,
+    slots,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    block_stride,
+    kv_heads: tl.constexpr,
+    padded_heads: tl.constexpr,
+    block_tokens: tl.constexpr,
+    head_rows: tl.constexpr,
+    largest: tl.constexpr,
+    head_dim: tl.constexpr,
+    dims: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    head, dim = tl.arange(0, padded_heads)[:, None], tl.arange(0, dims)[None, :]
+    mask = (head < kv_heads) & (dim < head_dim)
+    k = tl.load(key + token * key_stride + head * key_head_stride + dim, mask, other=0.0)
+    v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask, other=0.0)
+    row = (slot // block_tokens) * block_stride // head_dim + head * head_rows
+    to = cache + (row + slot % block_tokens) * head_dim + dim
+    plane: tl.constexpr = kv_heads * head_rows * head_dim
+    if largest > 0:
+        at = scales + (row + block_tokens) * (head_dim // 2) + slot % block_tokens
+        k_largest, v_largest = largest_of(k), largest_of(v)
+        tl.store(at, scale_of(k_largest, largest), head < kv_heads)
+        tl.store(at + plane // 2, scale_of(v_largest, largest), head < kv_heads)
+        k, v = coded(k, k_largest, cache, largest), coded(v, v_largest, cache, largest)
+    tl.store(to, k.to(cache.dtype.element_ty), mask)
+    tl.store(to + plane, v.to(cache.dtype.element_ty), mask)
+
+
+@triton.jit
+def largest_of(rows):
+    """[heads, dims] -> float32 [heads, 1]; NaN where one is, for as an integer it is larger than all numbers."""
+    bits = rows.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1)[:, None].to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(largest_element, largest: tl.constexpr):
+    """The scale as it is stored: bfloat16, rounded to nearest here, since devices convert in different ways."""
+    bits = (largest_element * (1.0 / largest)).to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(largest_element == largest_element, rounded, 0x7FC0)  # NaN, which a code may not be, stays one
+    return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def coded(rows, largest_element, cache, largest: tl.constexpr):
+    """Codes of `cache`'s dtype, still as float32 or as that dtype; see kv_codes.encode."""
+    divisor = scale_of(largest_element, largest).to(tl.float32)
+    inverse = tl.where(divisor > 0, 1.0 / tl.where(divisor > 0, divisor, 1.0), 0.0)
+    scaled = tl.minimum(tl.maximum(rows.to(tl.float32) * inverse, -largest), largest)
+    if cache.dtype.element_ty == tl.int8:
+        scaled = (scaled + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
+    return scaled

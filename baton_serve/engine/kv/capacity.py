@@ -1,0 +1,55 @@
+"""How many blocks fit, and whether one request of full length does. Pure arithmetic and its messages."""
+
+import logging
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine.errors import CapacityError
+
+logger = logging.getLogger(__name__)
+
+
+def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -> int:
+    """Usable blocks: block 0, which pads, is not among them."""
+    return override if override is not None else max(0, available_bytes // layout.block_bytes - 1)
+
+
+def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
+    """A KV cache in host memory, of which the kernel gives any amount, and ends who then uses it. Raises
+    `CapacityError`."""
+    if num_bytes > total_bytes:
+        raise CapacityError(
+            f"a KV cache of {_gib(num_bytes)} is more than the memory of this machine or container"
+            f" ({_gib(total_bytes)}): lower kv_cache_memory_bytes, or leave it out"
+        )
+    if num_bytes > free_bytes:
+        logger.warning(
+            "the KV cache may grow to %s, and %s of memory are free: the kernel may end this process then",
+            _gib(num_bytes),
+            _gib(free_bytes),
+        )
+
+
+def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
+    """Logs what fits. Raises `CapacityError` with the largest length that would."""
+    tokens = num_usable * layout.block_tokens
+    if tokens < max_model_len:
+        needed = -(-max_model_len // layout.block_tokens) * layout.block_bytes
+        raise CapacityError(
+            f"one request of max_model_len ({max_model_len} tokens) needs {_gib(needed)} of KV cache, but"
+            f" {_gib(num_usable * layout.block_bytes)} are available. "
+            + (f"The largest max_model_len that fits is {tokens}: set it, or give" if tokens else "Give")
+            + " the KV cache more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
+        )
+    logger.info(
+        "KV cache: %d blocks of %d tokens = %d tokens (%s); at %d tokens per request %.1f requests at once",
+        num_usable,
+        layout.block_tokens,
+        tokens,
+        _gib(num_usable * layout.block_bytes),
+        max_model_len,
+        tokens / max_model_len,
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 27 else f"{num_bytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,1 @@
+"""Model folders and weight files: from disk to a loaded model."""

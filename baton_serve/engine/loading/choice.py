@@ -1,0 +1,20 @@
+"""A model's folder becomes a loaded model: dense decoders by our own reading, all others through transformers."""
+
+import torch
+
+from baton_serve.engine.collectives.shard import WHOLE, Shard
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.loading.native.loader import load_dense
+from baton_serve.engine.model.loaded_model import LoadedModel, Progress
+
+
+def load(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
+    """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
+    dense = load_dense(config, target, progress) if shard.is_whole else None
+    if dense is not None:
+        return dense
+    from baton_serve.engine.loading.model_loader import (
+        load_model,  # transformers: seconds that only other models should cost
+    )
+
+    return load_model(config, target, progress, shard)

@@ -1,0 +1,68 @@
+"""A GGUF file that stands alone as a folder in Hugging Face's format: config, tokenizer and chat template out of it.
+
+transformers makes them from the file's metadata; the weights stay in the file, to which the folder has a link.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from baton_serve.engine.errors import ModelError
+from baton_serve.engine.loading.gguf import GGUF_ERRORS
+from baton_serve.engine.model_folder import first_line
+
+DTYPE = "bfloat16"
+"""The file's weights are of several; `--dtype` says otherwise."""
+
+
+def unpack(file: Path, folder: Path) -> Path:
+    """Makes `folder`, or brings it up to date. Returns its link to the file, which is a MODEL to serve. Raises
+    `ModelError`."""
+    if not file.is_file():
+        raise ModelError(f"{file} is not a file")
+    try:
+        config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        adds_begin = _adds_begin(file)
+    except GGUF_ERRORS as exc:
+        raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(f"{file} holds a model of type {config.model_type}, which is no decoder")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    if adds_begin and tokenizer.bos_token is not None:
+        _begin(folder / "tokenizer.json", tokenizer.bos_token)
+    stated = {**config.to_dict(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
+    stated |= {"dtype": DTYPE}
+    (folder / "config.json").write_text(json.dumps(stated, indent=2, default=str) + "\n")
+    link = folder / file.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(file.resolve())
+    return link
+
+
+def _adds_begin(file: Path) -> bool:
+    """Whether every text begins with the token that says so: stated, or as llama.cpp has it for SentencePiece."""
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields
+    if (stated := fields.get("tokenizer.ggml.add_bos_token")) is not None:
+        return bool(stated.contents())
+    kind = fields.get("tokenizer.ggml.model")
+    return kind is not None and kind.contents() == "llama"
+
+
+def _begin(path: Path, token: str) -> None:
+    tokenizer = Tokenizer.from_file(str(path))
+    number = tokenizer.token_to_id(token)
+    if number is None or tokenizer.encode("a").ids[0] == number:
+        return
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, number)]
+    )
+    tokenizer.save(str(path))

@@ -1,0 +1,356 @@
+"""Loads a decoder from a local Hugging Face folder through transformers, and finds out how it attends.
+
+Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+"""
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
+
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.engine import device
+from baton_serve.engine.collectives.shard import WHOLE, Shard, check_shardable
+from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
+from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
+from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
+from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
+from baton_serve.engine.loading.quantization import loading, stored
+from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
+from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
+from baton_serve.engine.loading.shard_weights import load_shard, make_dummy_shard
+from baton_serve.engine.loading.weight_files import fill, map_tensors, stored_pieces
+from baton_serve.engine.model import paged_attention as attention
+from baton_serve.engine.model import rotary
+from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, bridge
+from baton_serve.engine.model.loaded_model import LoadedModel, Progress
+from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
+from baton_serve.engine.model.quantized.formats import scheme
+from baton_serve.engine.model.quantized.online import Plan
+from baton_serve.engine.model.vision.decoder import decoder_config, reads_images
+from baton_serve.engine.model_folder import (
+    LOAD_ERRORS,
+    HfConfig,
+    first_line,
+    max_model_len_of,
+    read_config,
+    weights_error,
+)
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def load_model(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
+    """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
+    folder, gguf = model_folder(config.model), gguf_file(config)
+    hf_config = decoder_config(read_config(folder, config))
+    name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
+    text_config = hf_config.get_text_config()
+    _refuse_unsupported(name, hf_config, text_config)
+    check_shardable(name, text_config, shard.size)
+    dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
+    max_model_len = max_model_len_of(config, text_config)
+    attention.register()
+    progress("loading weights", 0.0)
+    form = _stored_format(config, hf_config, is_gguf=gguf is not None)
+    plan = None if form is not None or config.quantization == "gguf" else _quantization_plan(config)
+    if not shard.is_whole and config.load_format == "dummy":
+        module = make_dummy_shard(hf_config, config, dtype, target, shard)
+    elif not shard.is_whole:
+        module = load_shard(hf_config, config, dtype, target, shard, progress)
+    elif gguf is not None:
+        module = _load_gguf(gguf, hf_config, config, plan, dtype, target)
+    elif form is not None and config.load_format == "auto":
+        module = _load_stored(folder, hf_config, config, form, dtype, target)
+    elif plan is not None:
+        module = _load_quantized(folder, hf_config, config, plan, dtype, target)
+    elif config.load_format == "dummy":
+        module = _make_dummy(hf_config, config, dtype, target)
+    else:
+        module = _load_whole(folder, hf_config, config, dtype, target, progress)
+    module.eval().requires_grad_(False)
+    cast(Any, module).config._attn_implementation = attention.NAME
+    bridge(module)
+    variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
+    progress("loading weights", 1.0)
+    probe = _probe(module, name, target)
+    shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
+    if config.load_format == "dummy":
+        drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
+        fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
+    else:
+        fingerprint = weights_fingerprint(folder, variant, gguf)
+    return LoadedModel(
+        module=module,
+        name=name,
+        dtype=dtype,
+        vocab_size=int(text_config.vocab_size),
+        max_model_len=max_model_len,
+        num_kv_heads=shapes[0].num_kv_heads,
+        head_dim=shapes[0].key_dim,
+        num_planes=1 if shapes[0].is_latent else 2,
+        specs=[shape.spec for shape in shapes],
+        eos_ids=_eos_ids(module, text_config),
+        fingerprint=fingerprint,
+        is_whole=shard.is_whole,
+    )
+
+
+def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
+    if others := set(getattr(text_config, "layer_types", None) or []) - SUPPORTED_LAYERS:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(sorted(others))}; paged attention serves"
+            f" {' and '.join(sorted(SUPPORTED_LAYERS))} only"
+        )
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
+
+
+def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
+    """Takes the statement out of `hf_config`: transformers would ask for the libraries of each format."""
+    stated: dict[str, Any] | None = None
+    for part in (hf_config, hf_config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            stated = part.quantization_config
+            del part.quantization_config
+    if is_gguf and config.quantization in (None, "gguf"):
+        return None
+    if stated is None:
+        if config.quantization in CHECKPOINT_ONLY:
+            raise ConfigError(
+                f"quantization is {config.quantization}, but the weights in {config.model} are not quantized; leave"
+                " --quantization out, or name a format that rounds them while they are loaded"
+            )
+        return None
+    form = checkpoint_format(stated)
+    if config.quantization is not None and config.quantization != form.method:
+        raise ConfigError(
+            f"quantization is {config.quantization}, but the weights in {config.model} are quantized already by"
+            f" {form.method}; leave --quantization out"
+        )
+    return form
+
+
+def _quantization_plan(config: EngineConfig) -> Plan | None:
+    if config.quantization is None:
+        return None
+    chosen = scheme(config.quantization, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
+    return Plan(chosen, config.quantization_skip)
+
+
+def _variant(plan: Plan | None, form: CheckpointFormat | None) -> str:
+    """What the fingerprint says of weights in few bits."""
+    quantized = plan if plan is not None else form
+    return "" if quantized is None else f"|{quantized.label}"
+
+
+def _load_stored(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    form: CheckpointFormat,
+    dtype: torch.dtype,
+    target: torch.device,
+) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    with ExitStack() as files:
+        model = stored.sort_tensors(_open_checkpoint(folder, files), form)
+        if not model.layers:
+            raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights is stored so")
+        if stored.fill_stored(skeleton, model, target, dtype):
+            _read_generation_config(skeleton, folder)
+            return skeleton.to(target)
+        whole = _load_weights(folder, hf_config, config, dtype, stored.numbers(model, dtype))
+        stored.requantize(whole, model, target, dtype)
+        _read_generation_config(whole, folder)
+        return whole.to(target)
+
+
+def _load_quantized(
+    folder: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan, dtype: torch.dtype, target: torch.device
+) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    with ExitStack() as files:
+        if config.load_format == "dummy":
+            torch.manual_seed(config.seed)
+            std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
+            tensors = loading.made_up(skeleton, target, dtype, std)
+        else:
+            tensors = _open_checkpoint(folder, files)
+        if loading.fits(skeleton, tensors):
+            module = loading.fill(skeleton, tensors, plan, target, dtype).to(target)
+            _read_generation_config(module, folder)
+            return module
+    if config.load_format == "dummy":
+        whole = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
+    else:
+        whole = _load_weights(folder, hf_config, config, dtype)
+    return loading.round_loaded(whole, plan, target, dtype)
+
+
+def _load_gguf(
+    file: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan | None, dtype: torch.dtype, target: torch.device
+) -> nn.Module:
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    kept = gguf_layers(file, skeleton, keep_codes=plan is None)
+    if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype):
+        _read_generation_config(skeleton, file.parent)
+        return skeleton.to(target)
+    if kept is not None and plan is not None and loading.fits(skeleton, kept.plain):
+        module = loading.fill(skeleton, kept.plain, plan, target, dtype).to(target)
+        _read_generation_config(module, file.parent)
+        return module
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    whole = _load_weights(file.parent, hf_config, config, dtype, gguf_tensors(file, skeleton, dtype))
+    _read_generation_config(whole, file.parent)
+    return whole.to(target) if plan is None else loading.round_loaded(whole, plan, target, dtype)
+
+
+def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:
+    try:
+        return loading.checkpoint_tensors(folder, files)
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+
+
+def _read_generation_config(module: nn.Module, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _implementation(hf_config: HfConfig) -> str:
+    return "eager" if hf_config.model_type in OWN_ATTENTION else attention.NAME
+
+
+def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:
+    torch.manual_seed(config.seed)
+    try:
+        with torch.device(target):
+            module: nn.Module = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=dtype,
+                attn_implementation=_implementation(hf_config),
+                trust_remote_code=config.trust_remote_code,
+            )
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{config.model} cannot be built: {first_line(exc)}") from exc
+    return module
+
+
+def _load_whole(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    target: torch.device,
+    progress: Progress,
+) -> nn.Module:
+    """Straight from the files to a device, where they hold the model's own parameters; else as transformers reads and
+    converts them. On hosts it maps the files, which is nothing to improve upon."""
+    if device.is_host(target):
+        return _load_weights(folder, hf_config, config, dtype)
+    with no_init_weights():
+        module = _make_dummy(hf_config, config, dtype, target)
+    cast(Any, module).tie_weights()
+    try:
+        pieces = stored_pieces(module, map_tensors(folder)) if folder.is_dir() else None
+        if pieces is None:
+            del module
+            return _load_weights(folder, hf_config, config, dtype).to(target)
+        fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+    _read_generation_config(module, folder)
+    return module
+
+
+def _load_weights(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    state: dict[str, torch.Tensor] | None = None,
+) -> nn.Module:
+    """`state`: the checkpoint's weights, where its files hold them in another form."""
+    try:
+        if state is None and reads_images(folder):
+            state = map_tensors(folder)
+        module, report = _class_of(hf_config, state).from_pretrained(
+            folder if state is None else None,
+            config=hf_config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=_implementation(hf_config),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
+    if mismatched := sorted(map(str, report["mismatched_keys"])):
+        raise ModelError(f"{len(mismatched)} weights in {folder} do not fit its config, such as {mismatched[0]}")
+    loaded: nn.Module = module
+    if state is not None:
+        _read_generation_config(loaded, folder)
+    return loaded
+
+
+def _class_of(hf_config: HfConfig, state: dict[str, torch.Tensor] | None) -> Any:
+    """transformers' automatic class asks for a folder."""
+    return AutoModelForCausalLM if state is None else AutoModelForCausalLM._model_mapping[type(hf_config)]
+
+
+@torch.inference_mode()
+def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe:
+    """Two tokens through the model: who asks for attention?"""
+    probe = AttentionProbe()
+    try:
+        StepHolder(module).run(
+            module,
+            probe,
+            input_ids=torch.tensor([[0, 1]], device=target),
+            position_ids=torch.tensor([[0, 1]], device=target),
+            logits_to_keep=torch.tensor([1], device=target),
+        )
+    except UnsupportedModelError as exc:
+        raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+        raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}") from exc
+    return probe
+
+
+def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[LayerShape]:
+    """Of every layer. Their rules may differ, the shape of K and V may not."""
+    if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
+        raise UnsupportedModelError(
+            f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
+            " attention interface; layers without KV, or with attention of their own, are not supported"
+        )
+    shapes = [probe.shapes[layer][0] for layer in range(num_layers)]
+    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim, s.is_latent) for s in shapes}
+    if len(sizes) > 1 or shapes[0].key_dim != shapes[0].value_dim:
+        raise UnsupportedModelError(
+            f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
+            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have"
+        )
+    return shapes
+
+
+def _eos_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (getattr(module, "generation_config", None), text_config):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)

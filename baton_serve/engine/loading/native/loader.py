@@ -1,0 +1,89 @@
+"""Loads dense decoders straight from their safetensors files: mapped on hosts, copied to devices by several threads."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.engine import device as devices
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.loading.fingerprint import weights_fingerprint
+from baton_serve.engine.loading.native.config import DenseConfig, read_folder
+from baton_serve.engine.loading.native.network import DenseModel, Rotary
+from baton_serve.engine.loading.weight_files import Piece, fill, map_tensors
+from baton_serve.engine.model.loaded_model import LoadedModel, Progress
+from baton_serve.engine.model_folder import max_model_len_of
+
+
+def load_dense(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel | None:
+    """All of it. None: transformers shall load it, or say what is wrong with it. Raises `ConfigError`."""
+    folder = model_folder(config.model)
+    dense = read_folder(folder) if fits(config) else None
+    if dense is None:
+        return None
+    progress("loading weights", 0.0)
+    asked = None if dense.dtype is None else devices.DTYPES[dense.dtype]
+    dtype = devices.select_dtype(target, config.dtype, asked)
+    max_model_len = max_model_len_of(config, dense)
+    module = _load(folder, dense, dtype, target, progress)
+    if module is None:
+        return None
+    progress("loading weights", 1.0)
+    return LoadedModel(
+        module=module,
+        name=dense.name,
+        dtype=dtype,
+        vocab_size=dense.vocab_size,
+        max_model_len=max_model_len,
+        num_kv_heads=dense.num_kv_heads,
+        head_dim=dense.head_dim,
+        num_planes=2,
+        specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * dense.num_layers,
+        eos_ids=dense.eos_ids,
+        fingerprint=weights_fingerprint(folder, ""),
+    )
+
+
+def fits(config: EngineConfig) -> bool:
+    """Weights as they are stored."""
+    return config.quantization is None and config.load_format == "auto" and not config.model.endswith(".gguf")
+
+
+def _load(
+    folder: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, progress: Progress
+) -> nn.Module | None:
+    try:
+        stored = map_tensors(folder)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return None
+    with torch.device("meta"):
+        module = DenseModel(dense)
+    wanted = dict(module.named_parameters())  # a head that is the embedding's table is not named again
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+    if {name: tensor.shape for name, tensor in wanted.items()} != {n: tensor.shape for n, tensor in stored.items()}:
+        return None
+    with torch.inference_mode():
+        weights = _on_host(stored, dtype) if devices.is_host(target) else _on_device(stored, dtype, target, progress)
+    for name, weight in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+    module.tie()
+    module.model.rotary_emb = Rotary(dense, target)
+    return module.eval()
+
+
+def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Views of the files, where they hold what is wanted."""
+    return {name: tensor.to(dtype) for name, tensor in stored.items()}
+
+
+def _on_device(
+    stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: Progress
+) -> dict[str, Tensor]:
+    made = {name: torch.empty(tensor.shape, dtype=dtype, device=target) for name, tensor in stored.items()}
+    pieces = [Piece(made[name], tensor) for name, tensor in stored.items()]
+    fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+    return made

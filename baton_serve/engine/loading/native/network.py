@@ -1,0 +1,119 @@
+"""A dense decoder's weights under the names that checkpoints give them, and its rotary angles.
+
+It has no forward of its own: the fused layers compute (engine/model/fused.py).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.loading.native.config import DenseConfig, StretchedRope
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Its numbers come from files."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As above."""
+
+
+class DenseNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.variance_epsilon = eps
+
+
+class DenseAttention(nn.Module):
+    def __init__(self, config: DenseConfig) -> None:
+        super().__init__()
+        hidden, head_dim = config.hidden_size, config.head_dim
+        queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.q_proj = _Linear(hidden, queries, bias=config.has_qkv_bias)
+        self.k_proj = _Linear(hidden, keys, bias=config.has_qkv_bias)
+        self.v_proj = _Linear(hidden, keys, bias=config.has_qkv_bias)
+        self.o_proj = _Linear(queries, hidden, bias=config.has_output_bias)
+        if config.has_head_norms:
+            self.q_norm = DenseNorm(head_dim, config.norm_eps)
+            self.k_norm = DenseNorm(head_dim, config.norm_eps)
+
+
+class DenseMlp(nn.Module):
+    def __init__(self, config: DenseConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
+        self.gate_proj = _Linear(hidden, inner, bias=bias)
+        self.up_proj = _Linear(hidden, inner, bias=bias)
+        self.down_proj = _Linear(inner, hidden, bias=bias)
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, config: DenseConfig) -> None:
+        super().__init__()
+        self.input_layernorm = DenseNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = DenseAttention(config)
+        self.post_attention_layernorm = DenseNorm(config.hidden_size, config.norm_eps)
+        self.mlp = DenseMlp(config)
+
+
+class Rotary(nn.Module):
+    """Angles of positions; the frequencies are float32, on the device given."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DenseConfig, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies(config).to(device), persistent=False)
+
+    def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, num_tokens, head_dim], both halves alike, of positions [1, num_tokens]."""
+        halves = positions[..., None].float() * self.inv_freq
+        angles = torch.cat((halves, halves), dim=-1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+class DenseDecoder(nn.Module):
+    def __init__(self, config: DenseConfig) -> None:
+        super().__init__()
+        self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DenseLayer(config) for _ in range(config.num_layers))
+        self.norm = DenseNorm(config.hidden_size, config.norm_eps)
+
+
+class DenseModel(nn.Module):
+    """Weights are made on torch's default device and dtype; nothing has filled them."""
+
+    def __init__(self, config: DenseConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DenseDecoder(config)
+        self.lm_head = _Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """The head is the embedding's table, where the config says so."""
+        if self.config.is_tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def frequencies(config: DenseConfig) -> Tensor:
+    """Radians per position [head_dim / 2], float32 on the host, operation by operation as transformers computes them:
+    other roundings would be another model."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float() / config.head_dim
+    plain = 1.0 / (config.rope_theta**exponents)
+    return plain if config.rope_stretch is None else _stretched(plain, config.rope_stretch)
+
+
+def _stretched(plain: Tensor, rule: StretchedRope) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended
+    (https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling)."""
+    longest, shortest = rule.original_length / rule.low_freq_factor, rule.original_length / rule.high_freq_factor
+    waves = 2 * math.pi / plain
+    scaled = torch.where(waves > longest, plain / rule.factor, plain)
+    kept = (rule.original_length / waves - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+    blended = (1 - kept) * scaled / rule.factor + kept * scaled
+    return torch.where((waves >= shortest) & (waves <= longest), blended, scaled)

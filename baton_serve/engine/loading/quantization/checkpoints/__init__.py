@@ -1,0 +1,35 @@
+"""Checkpoints that hold quantized weights: which format config.json states, and how its tensors become weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.loading.quantization.checkpoints.awq import awq
+from baton_serve.engine.loading.quantization.checkpoints.bitsandbytes import bitsandbytes
+from baton_serve.engine.loading.quantization.checkpoints.compressed import compressed
+from baton_serve.engine.loading.quantization.checkpoints.fp8 import fp8
+from baton_serve.engine.loading.quantization.checkpoints.gptq import gptq
+from baton_serve.engine.loading.quantization.checkpoints.layout import CheckpointFormat
+from baton_serve.engine.loading.quantization.checkpoints.mxfp4 import mxfp4
+
+__all__ = ["FORMATS", "CheckpointFormat", "checkpoint_format"]
+
+FORMATS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
+    "awq": awq,
+    "bitsandbytes": bitsandbytes,
+    "compressed-tensors": compressed,
+    "fp8": fp8,
+    "gptq": gptq,
+    "mxfp4": mxfp4,
+}
+
+
+def checkpoint_format(quantization_config: Mapping[str, Any]) -> CheckpointFormat:
+    """Of config.json's `quantization_config`. Raises `UnsupportedModelError`."""
+    method = quantization_config.get("quant_method")
+    make = FORMATS.get(str(method))
+    if make is None:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantized by {method!r}, which is not served; served: {', '.join(sorted(FORMATS))}"
+        )
+    return make(quantization_config)

@@ -1,0 +1,69 @@
+"""bitsandbytes' four-bit weights (NF4 and its own FP4), as its tools and transformers save them.
+
+`weight` uint8: two codes a byte, the earlier in the high bits, over the rows one after the other; `weight.absmax`: the
+scale of each block of codes. With double quantization those are bytes: places in `weight.nested_quant_map`, times
+`weight.nested_absmax` of a block of them, plus an offset. `weight.quant_state.bitsandbytes__nf4` is a JSON text.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_values, pack_codes
+from baton_serve.engine.loading.quantization.checkpoints.layout import Made, Parts, one_of
+
+STATES: dict[str, Codebook] = {
+    ".weight.quant_state.bitsandbytes__nf4": "nf4",
+    ".weight.quant_state.bitsandbytes__fp4": "bnb_fp4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes:
+    kind: str
+
+    method: ClassVar[str] = "bitsandbytes"
+    parts: ClassVar[tuple[str, ...]] = (
+        ".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", *STATES,
+    )  # fmt: skip
+    marks: ClassVar[tuple[str, ...]] = tuple(STATES)
+    target: ClassVar[str] = ".weight"
+
+    @property
+    def label(self) -> str:
+        return f"bitsandbytes {self.kind}"
+
+    def read(self, parts: Parts) -> Made:
+        end, codebook = next((end, codebook) for end, codebook in STATES.items() if end in parts)
+        state = json.loads(bytes(parts[end].cpu().tolist()))
+        outputs, inputs = (int(size) for size in state["shape"])
+        block = int(state["blocksize"])
+        packed = parts[".weight"].view(torch.uint8).flatten()
+        codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: outputs * inputs].view(outputs, inputs)
+        scales = _scales(parts, state)
+        if inputs % block == 0:
+            weight = QuantizedWeight(codebook, inputs, block, pack_codes(codes, 4), scales.view(outputs, -1))
+            return Made(weight)
+        values = torch.tensor(code_values(codebook), device=codes.device)[codes.int()].flatten()
+        return Made((values * scales.repeat_interleave(block)[: len(values)]).view(outputs, inputs))
+
+
+def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
+    """Raises `UnsupportedModelError`."""
+    if not config.get("load_in_4bit"):
+        raise UnsupportedModelError("the checkpoint is quantized by bitsandbytes in 8 bits; served: 4 bits (nf4, fp4)")
+    return BitsAndBytes(one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "bitsandbytes", default="fp4"))
+
+
+def _scales(parts: Parts, state: Mapping[str, Any]) -> Tensor:
+    """float32, one per block."""
+    absmax = parts[".weight.absmax"]
+    if ".weight.nested_absmax" not in parts:
+        return absmax.float()
+    outer = parts[".weight.nested_absmax"].float().repeat_interleave(int(state["nested_blocksize"]))[: len(absmax)]
+    return parts[".weight.nested_quant_map"].float()[absmax.int()] * outer + float(state["nested_offset"])

@@ -1,0 +1,123 @@
+"""The compressed-tensors library's formats: `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized`.
+
+Packed: `weight_packed` int32 [outputs, inputs / codes per word] of codes from 0, `weight_scale` [outputs, groups],
+`weight_zero_point` int32 packed along outputs, `weight_shape`, `weight_g_idx`. Otherwise `weight` is int8 or float8.
+Activations keep the model's dtype, whatever `input_activations` says.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.loading.quantization.checkpoints.fp8 import block_of, float8, spread
+from baton_serve.engine.loading.quantization.checkpoints.layout import (
+    Made,
+    Parts,
+    from_unsigned,
+    group_of,
+    one_of,
+    order_of,
+    unpack_words,
+)
+
+METHOD = "compressed-tensors"
+PACKED = "pack-quantized"
+FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
+STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    form: str
+    bits: int
+    is_symmetric: bool
+    group: int | None
+    block: tuple[int, int] | None
+
+    method: ClassVar[str] = METHOD
+    parts: ClassVar[tuple[str, ...]] = (
+        ".weight", ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
+        ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
+    )  # fmt: skip
+    marks: ClassVar[tuple[str, ...]] = (".weight_scale",)
+    target: ClassVar[str] = ".weight"
+
+    @property
+    def label(self) -> str:
+        return f"{METHOD} {self.form} {self.bits} bit, group {self.group or self.block or 'row'}"
+
+    def read(self, parts: Parts) -> Made:
+        scales = parts[".weight_scale"]
+        if ".weight_packed" in parts:
+            return self._packed(parts, scales)
+        weight, zeros = parts[".weight"], parts.get(".weight_zero_point")
+        if weight.is_floating_point():
+            return Made(float8(weight, scales.float(), self._shared()))
+        return self._integers(weight, scales, zeros)
+
+    def _shared(self) -> tuple[int, int] | None:
+        """Outputs and inputs of one scale; None: a row, or all."""
+        return self.block if self.group is None else (1, self.group)
+
+    def _packed(self, parts: Parts, scales: Tensor) -> Made:
+        outputs, inputs = (int(size) for size in parts[".weight_shape"])
+        codes = unpack_words(parts[".weight_packed"], self.bits)[:outputs, :inputs].contiguous()
+        scales = spread(scales, outputs, inputs, None)[0] if scales.numel() == 1 else scales.contiguous()
+        zeros: Tensor | None = None
+        if not self.is_symmetric:
+            zeros = unpack_words(parts[".weight_zero_point"].T.contiguous(), self.bits).T[:outputs].contiguous()
+        order = order_of(parts.get(".weight_g_idx"), inputs, self.group)
+        if order is not None:
+            codes = codes[:, order]
+        return Made(from_unsigned(codes, scales, zeros, bits=self.bits, group=self.group), order)
+
+    def _integers(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Made:
+        if weight.dtype != torch.int8:
+            raise ValueError(f"a weight of {weight.dtype}, not int8")
+        outputs, inputs = weight.shape
+        per_row, group = spread(scales, outputs, inputs, self._shared())
+        shifts: Tensor | None = None
+        if zeros is not None and bool(zeros.any()):
+            shifts = spread(zeros, outputs, inputs, self._shared())[0].to(per_row.dtype)
+        return Made(QuantizedWeight("int8", inputs, group, weight.contiguous(), per_row, shifts))
+
+
+def compressed(config: Mapping[str, Any]) -> Compressed:
+    """Raises `UnsupportedModelError`."""
+    groups = list((config.get("config_groups") or {}).values())
+    if not groups:
+        raise UnsupportedModelError(f"the checkpoint is quantized by {METHOD} without config_groups")
+    for key in ("transform_config", "sparsity_config"):
+        stated = config.get(key) or {}
+        if stated and stated.get("format") != "dense":
+            raise UnsupportedModelError(
+                f"the checkpoint is quantized by {METHOD} with a {key}, which is not served; served: dense weights in"
+                f" {', '.join(FORMATS)}"
+            )
+    schemes = [_scheme(group, config) for group in groups]
+    if len(set(schemes)) > 1:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantized by {METHOD} in several ways ({', '.join(sorted(s.label for s in schemes))});"
+            " served: one way for all layers, and layers left out"
+        )
+    return schemes[0]
+
+
+def _scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> Compressed:
+    form = one_of({"format": group.get("format") or config.get("format")}, "format", FORMATS, METHOD)
+    weights = group.get("weights") or {}
+    kind = one_of(weights, "type", ("float",) if form == "float-quantized" else ("int", "float"), METHOD)
+    bits = one_of(weights, "num_bits", (4, 8) if form == PACKED and kind == "int" else (8,), METHOD)
+    strategy = one_of(weights, "strategy", STRATEGIES, METHOD)
+    return Compressed(
+        form,
+        bits,
+        is_symmetric=bool(weights.get("symmetric", True)),
+        group=group_of(weights, METHOD) if strategy == "group" else None,
+        block=block_of(weights.get("block_structure"), METHOD) if strategy == "block" else None,
+    )

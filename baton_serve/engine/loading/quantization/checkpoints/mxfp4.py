@@ -1,0 +1,42 @@
+"""gpt-oss's experts in MXFP4 (OCP Microscaling specification 1.0), which stay as they are.
+
+`…_blocks` uint8 [experts, outputs, inputs / 32, 16]: two E2M1 codes a byte, the earlier in the low bits; `…_scales`
+uint8 [experts, outputs, inputs / 32]: exponents of two, 127 more. The model multiplies by [experts, inputs, outputs].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight, pack_codes
+from baton_serve.engine.loading.quantization.checkpoints.layout import Made, Parts
+
+BIAS = 127
+GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    method: ClassVar[str] = "mxfp4"
+    parts: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+    marks: ClassVar[tuple[str, ...]] = ("_blocks",)
+    target: ClassVar[str] = ""
+
+    @property
+    def label(self) -> str:
+        return "mxfp4"
+
+    def read(self, parts: Parts) -> Made:
+        blocks, scales = parts["_blocks"], parts["_scales"]
+        if blocks.dim() != 4 or blocks.shape[:3] != scales.shape:
+            raise ValueError(f"blocks of shape {list(blocks.shape)} with scales of shape {list(scales.shape)}")
+        experts, outputs, groups, _ = blocks.shape
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(experts * outputs, groups * GROUP)
+        powers = torch.exp2(scales.float() - BIAS).to(torch.bfloat16).view(experts * outputs, groups)
+        return Made(StackedWeight(QuantizedWeight("fp4", groups * GROUP, GROUP, pack_codes(codes, 4), powers), experts))
+
+
+def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
+    return Mxfp4()

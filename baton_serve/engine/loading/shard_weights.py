@@ -1,0 +1,109 @@
+"""Reads a rank's part of a checkpoint: of each stored tensor no more than the slice that belongs to this rank."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
+
+from baton_serve.engine.collectives.shard import Shard, cut_of, cuts_head, shard_config
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import ModelError
+from baton_serve.engine.loading.weight_files import Piece, fill, map_tensors
+from baton_serve.engine.model import paged_attention as attention
+from baton_serve.engine.model.loaded_model import Progress
+from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, weights_error
+
+
+def load_shard(
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    target: torch.device,
+    shard: Shard,
+    progress: Progress,
+) -> nn.Module:
+    """A module of the shard's shape on `target`. Raises `ModelError`."""
+    folder = Path(config.model)
+    with no_init_weights():
+        module = _build(hf_config, config, dtype, target, shard)
+    cast(Any, module).tie_weights()
+    _cut_head(module, shard)
+    try:
+        pieces = _pieces(module, map_tensors(folder), folder, shard)
+        fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+    if (folder / "generation_config.json").is_file():
+        cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return module
+
+
+def make_dummy_shard(
+    hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
+) -> nn.Module:
+    """Random weights. What all ranks hold is the same everywhere; the parts that differ are equal too."""
+    torch.manual_seed(config.seed)
+    module = _build(hf_config, config, dtype, target, shard)
+    _cut_head(module, shard)
+    return module
+
+
+def _build(
+    hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
+) -> nn.Module:
+    try:
+        with torch.device(target):
+            module: nn.Module = AutoModelForCausalLM.from_config(
+                shard_config(hf_config, shard), dtype=dtype, attn_implementation=attention.NAME
+            )
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{config.model} cannot be built: {first_line(exc)}") from exc
+    return module
+
+
+def _cut_head(module: nn.Module, shard: Shard) -> None:
+    """A tied head stays a view of the embeddings, which every rank holds whole."""
+    model = cast(Any, module)
+    weight: Tensor = model.lm_head.weight.data
+    if not cuts_head(weight.shape[0], shard):
+        return
+    is_tied = weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    rows = weight[shard.part(weight.shape[0])]
+    with torch.device("meta"):
+        head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+    head.weight = nn.Parameter(rows if is_tied else rows.clone(), requires_grad=False)
+    model.lm_head = head
+
+
+def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: Shard) -> list[Piece]:
+    """What this rank reads, and where to."""
+    model = cast(Any, module)
+    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    cuts = cuts_head(model.config.vocab_size, shard)
+    pieces: list[Piece] = []
+    missing: list[str] = []
+    for name, parameter in module.named_parameters():
+        if name == "lm_head.weight" and is_tied:
+            continue
+        cut = cut_of(name, shard, cuts_head=cuts)
+        if cut.is_zero:
+            parameter.data.zero_()
+        elif name in stored:
+            pieces.append(Piece(parameter.data, _part(stored[name], cut.dim, shard)))
+        else:
+            missing.append(name)
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights that its config asks for, such as {sorted(missing)[0]}"
+        )
+    return pieces
+
+
+def _part(stored: Tensor, dim: int | None, shard: Shard) -> Tensor:
+    if dim is None:
+        return stored
+    part = shard.part(stored.shape[dim])
+    return stored[part] if dim == 0 else stored[:, part]

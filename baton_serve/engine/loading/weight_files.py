@@ -1,0 +1,186 @@
+"""Tensors of a checkpoint's safetensors files, straight into parameters, wherever those lie.
+
+Files are mapped, so a tensor's slice costs what the slice holds. Several threads copy pieces: into host parameters at
+once, to a device through a few pinned buffers, whose size is all the host memory that loading takes. The format:
+https://github.com/huggingface/safetensors#format (the library checks a file's header before it is read here).
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from threading import local
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.model.vision.decoder import decoder_tensors
+
+INDEX = "model.safetensors.index.json"
+PIECE_BYTES = 16 << 20
+MAX_THREADS = 8
+BUFFERS = 2
+"""Of each thread: one is filled while the device still copies from the other."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of equal shape; `source` is a view of a mapped file."""
+
+    target: Tensor
+    source: Tensor
+
+
+def map_tensors(folder: Path) -> dict[str, Tensor]:
+    """By name, views of the files, which stay mapped as long as one of them lives; of a model that reads images, its
+    decoder's. Raises what safetensors, the system and json raise."""
+    paths = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    if index.is_file():
+        paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    found: dict[str, Tensor] = {}
+    for path in paths:
+        found |= _map_file(path)
+    return decoder_tensors(found)
+
+
+def stored_pieces(module: nn.Module, stored: dict[str, Tensor]) -> list[Piece] | None:
+    """All of a module's parameters and lasting buffers. None: the files hold others, or in another form."""
+    if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
+        return None
+    wanted: dict[str, Tensor] = module.state_dict()
+    first_at: dict[int, str] = {}
+    for name, tensor in wanted.items():
+        first_at.setdefault(tensor.data_ptr(), name)
+    tied = {name for name, tensor in wanted.items() if first_at[tensor.data_ptr()] != name}
+    unknown = {name for name in set(stored) - set(wanted) if not name.endswith("rotary_emb.inv_freq")}
+    if set(wanted) - tied - set(stored) or unknown:
+        return None
+    if any(wanted[name].shape != stored[name].shape for name in set(wanted) - tied):
+        return None
+    return [Piece(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied]
+
+
+def fill(pieces: list[Piece], device: torch.device, told: Callable[[float], None]) -> None:
+    """Copies all of them; dtypes may differ. Returns when the device has them. `told`: which part is done."""
+    small = [cut for piece in pieces for cut in _cut(piece)]
+    total = sum(piece.source.nbytes for piece in small)
+    if not total:
+        return
+    done, buffers = 0, _Buffers(device)
+    with ThreadPoolExecutor(min(MAX_THREADS, _num_processors()), initializer=devices.enter, initargs=(device,)) as pool:
+        running = {pool.submit(buffers.copy, piece): piece.source.nbytes for piece in small}
+        try:
+            for future in as_completed(running):
+                future.result()
+                done += running[future]
+                told(done / total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    devices.synchronize(device)
+
+
+class _Buffers:
+    """Each thread's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = local()
+
+    @torch.inference_mode()
+    def copy(self, piece: Piece) -> None:
+        target, source = piece.target, piece.source
+        if devices.is_host(self._device):
+            if target.dtype == source.dtype:
+                np.copyto(_array(target), _array(source))
+            else:
+                target.copy_(source)
+            return
+        buffer = self._next(source.nbytes)
+        staged = buffer.memory[: source.nbytes].view(source.dtype).view(source.shape)
+        np.copyto(_array(staged), _array(source))
+        target.copy_(staged, non_blocking=True)
+        buffer.busy = devices.record(self._device)
+
+    def _next(self, size: int) -> "_Buffer":
+        if not hasattr(self._own, "ring"):
+            self._own.ring = [_Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(BUFFERS)]
+        ring: list[_Buffer] = self._own.ring
+        ring.reverse()
+        buffer = ring[0]
+        if buffer.busy is not None:
+            buffer.busy.synchronize()
+        if buffer.memory.numel() < size:
+            buffer.memory = devices.staging(self._device, (max(size, PIECE_BYTES),), torch.uint8)
+        return buffer
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: Tensor
+    busy: devices.DeviceEvent | None = None
+
+
+def _cut(piece: Piece) -> Iterator[Piece]:
+    """Along the first dimension, or through all of them where memory is in one piece."""
+    target, source = piece.target, piece.source
+    if target.shape != source.shape:
+        raise ValueError(f"a weight of shape {list(source.shape)} is stored for one of {list(target.shape)}")
+    if source.is_contiguous() and target.is_contiguous():
+        target, source = target.view(-1), source.reshape(-1)
+    row_bytes = max(1, source[:1].nbytes)
+    count = max(1, PIECE_BYTES // row_bytes)
+    for start in range(0, len(source), count):
+        yield Piece(target[start : start + count], source[start : start + count])
+
+
+def _map_file(path: Path) -> dict[str, Tensor]:
+    with ExitStack() as stack:
+        stack.enter_context(safe_open(path, framework="pt"))  # raises for whatever is wrong
+        file = stack.enter_context(path.open("rb"))
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that may be written to
+    data = torch.frombuffer(mapping, dtype=torch.uint8)[8 + length :]
+    found: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        dtype, raw = DTYPES[entry["dtype"]], data[start:end]
+        aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+        found[name] = aligned.view(dtype).view(entry["shape"])
+    return found
+
+
+def _array(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
+    """numpy has no bfloat16, and its copies let other threads run."""
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = tensor.detach().view(_SAME_SIZE[tensor.itemsize]).numpy()
+    return array
+
+
+def _num_processors() -> int:
+    return len(os.sched_getaffinity(0))

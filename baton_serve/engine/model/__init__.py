@@ -1,0 +1,1 @@
+"""The forward pass: attention, fused layers, adapters and vision towers."""

@@ -1,0 +1,139 @@
+"""Attention modules of transformers that do not call its attention interface, or that should see less than they show.
+
+Each is taught, by the name of its class, to ask `attention.attend`: read and compared with transformers one by one.
+What projects, rotates and merges heads stays the module's own.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.model import paged_attention as attention
+
+Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
+
+OWN_ATTENTION = frozenset({"codegen", "falcon", "gptj", "gpt_neo"})
+"""Model types that look their attention class up by the implementation's name: they are built as `eager`."""
+
+
+def bridge(module: nn.Module) -> None:
+    """Teaches all attention modules of a model that need it."""
+    for part in module.modules():
+        if (teach := _BRIDGES.get(type(part).__name__)) is not None:
+            teach(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """`attention.Latent`: the up-projection of keys moves to the query, that of values behind attention.
+
+    So attention is over the latents themselves, as one KV head (https://arxiv.org/abs/2405.04434, 2.1.2).
+    """
+
+    keys: Tensor  # [num_heads, key size without rotation, rank]
+    values: Tensor  # [num_heads, value size, rank]
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """[1, num_heads, num_tokens, key size] -> the same with the latent's size."""
+        size = self.keys.shape[1]
+        return torch.cat([query[..., :size] @ self.keys, query[..., size:]], dim=-1)
+
+    def restore(self, output: Tensor) -> Tensor:
+        """[num_tokens, num_heads, latent's size] -> [num_tokens, num_heads, value size]."""
+        latent = output[..., : self.values.shape[2]]
+        return (latent.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
+
+
+def _mla(module: Module) -> None:
+    num_heads, rank = module.num_heads, module.kv_lora_rank
+    up = module.kv_b_proj.weight.view(num_heads, -1, rank)
+    keys, values = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+
+    def compressed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Instead of keys and values of every head: what they are computed from."""
+        both = torch.cat([latent, rotated], dim=-1)
+        return both, both
+
+    module.expand_kv = compressed
+    module.baton_latent = Latent(keys, values)
+
+
+def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
+    """For modules that compute scores in `_attn(query, key, value, mask)`, all [1, num_heads, num_tokens, head_dim]."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        rotated = query.to(value.dtype), key.to(value.dtype)
+        output, _ = attention.attend(module, *rotated, value, mask, scaling=scale, sliding_window=window)
+        return output.transpose(1, 2), None
+
+    module._attn = attend
+
+
+def _gptj(module: Module) -> None:
+    _scores(module, scale=1.0 / float(module.scale_attn))
+
+
+def _gpt_neo(module: Module) -> None:
+    _scores(module, scale=1.0, window=module.config.window_size if module.attention_type == "local" else None)
+
+
+def _bloom(module: Module) -> None:
+    slopes = _slopes(module.num_heads, module.dense.weight.device)
+
+    def forward(hidden_states: Tensor, residual: Tensor, **_: object) -> tuple[Tensor, None]:
+        query, key, value = module._reshape(module.query_key_value(hidden_states))
+        output, _unused = attention.attend(
+            module, query, key, value, None, scaling=module.inv_norm_factor, alibi=slopes
+        )
+        return residual + module.dense(output.flatten(2)), None
+
+    module.forward = forward
+
+
+def _falcon(module: Module) -> None:
+    slopes: Tensor | None = None
+    if module.config.alibi:  # added before the scores are scaled
+        steps = _slopes(module.num_heads, module.dense.weight.device)
+        slopes = steps.bfloat16().float() * module.inv_norm_factor
+    rotate = importlib.import_module("transformers.models.falcon.modeling_falcon").apply_rotary_pos_emb
+
+    def forward(
+        hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: object
+    ) -> tuple[Tensor, None]:
+        heads = module._split_heads(module.query_key_value(hidden_states))
+        query, key, value = (part.transpose(1, 2) for part in heads)
+        if module.new_decoder_architecture:  # repeated for each query head of its group
+            group = module.num_heads // module.num_kv_heads
+            key, value = key[:, ::group], value[:, ::group]
+        if position_embeddings is not None and slopes is None:
+            query, key = rotate(query, key, *position_embeddings)
+        output, _unused = attention.attend(
+            module, query, key, value, None, scaling=module.inv_norm_factor, alibi=slopes
+        )
+        return module.dense(output.flatten(2)), None
+
+    module.forward = forward
+
+
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
+    """float32 [num_heads]: what a head's scores change by from one position to the next."""
+    build = importlib.import_module("transformers.models.bloom.modeling_bloom").build_alibi_tensor
+    biases: Tensor = build(torch.ones((1, 2), dtype=torch.int64, device=device), num_heads, torch.float32)
+    return biases.view(num_heads, 2)[:, 1].contiguous()
+
+
+_BRIDGES: dict[str, Callable[[Module], None]] = {
+    "BloomAttention": _bloom,
+    "CodeGenAttention": _gptj,
+    "DeepseekV2Attention": _mla,
+    "DeepseekV3Attention": _mla,
+    "FalconAttention": _falcon,
+    "GPTJAttention": _gptj,
+    "GPTNeoSelfAttention": _gpt_neo,
+    "Glm4MoeLiteAttention": _mla,
+    "MiniCPM3Attention": _mla,
+}

@@ -1,0 +1,104 @@
+"""Fused layers with adapters: steps in which no sequence has one are computed as without them.
+
+The others go product by product, since what an adapter adds must be there before the next step reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from baton_serve.engine.collectives.backends import Collectives
+from baton_serve.engine.kernels import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels.metadata import Linear, Norm
+from baton_serve.engine.model.batch_inputs import StepInputs, embedded
+from baton_serve.engine.model.fused import FusedForward, Layer
+from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.lora.products import Part, add_products, parts_of
+from baton_serve.engine.model.lora.store import AdapterRows, AdapterStore
+
+Parts = tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Which modules lie side by side in the outputs of a layer's products. Experts have none."""
+
+    qkv: Parts
+    output: Parts
+    gate_up: Parts
+    down: Parts
+
+
+class AdaptedForward(FusedForward):
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        kernels: LayerKernels,
+        collectives: Collectives,
+        store: AdapterStore,
+    ) -> None:
+        """Offers `store` the products of all layers."""
+        module: Any = model.module
+        self._store = store
+        self._parts = [_parts_of(layer, f"model.layers.{i}.") for i, layer in enumerate(module.model.layers)]
+        for parts in self._parts:
+            for part in (*parts.qkv, *parts.output, *parts.gate_up, *parts.down):
+                inputs = int(module.get_submodule(part.module).in_features)
+                store.offer(part.module, inputs=inputs, outputs=part.end - part.start)
+        super().__init__(model, backend, kernels, collectives)
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        step = self._store.rows(inputs.adapters)
+        if not step:
+            return super().__call__(inputs, layers)
+        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
+        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
+        hidden = self._norm(residual, self._layers[0].input_norm)
+        for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
+            heads = self._product(hidden, layer.qkv, parts.qkv, step)
+            attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            if inputs.after_layer is not None:
+                inputs.after_layer(number)
+            output = self._product(attended, layer.output, parts.output, step)
+            hidden = self._norm(output, layer.mlp_norm, residual)
+            output = self._adapted_mlp(layer, hidden, parts, step)
+            is_last = number + 1 == len(self._layers)
+            norm = self._final_norm if is_last else self._layers[number + 1].input_norm
+            if is_last and inputs.logit_rows is not None:
+                output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
+            hidden = self._norm(output, norm, residual)
+        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+
+    def _adapted_mlp(self, layer: Layer, hidden: Tensor, parts: LayerParts, step: Sequence[AdapterRows]) -> Tensor:
+        if layer.gate_up is None or layer.down is None:
+            return self._mlp(layer, hidden)
+        gate_up = self._product(hidden, layer.gate_up, parts.gate_up, step)
+        return self._product(self._kernels.silu_mul(gate_up), layer.down, parts.down, step)
+
+    def _product(self, x: Tensor, linear: Linear, parts: Parts, step: Sequence[AdapterRows]) -> Tensor:
+        output = self._kernels.linear(x, linear.weight, linear.bias)
+        add_products(output, x, parts, step)
+        return output
+
+    def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        return self._kernels.rms_norm(x, norm.weight, norm.eps, residual=residual)
+
+
+def _parts_of(layer: Any, prefix: str) -> LayerParts:
+    attention, mlp = layer.self_attn, layer.mlp
+    is_dense = hasattr(mlp, "down_proj") and (hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj"))
+    qkv = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
+    gate_up = ["gate_up_proj"] if hasattr(mlp, "gate_up_proj") else ["gate_proj", "up_proj"]
+    return LayerParts(
+        qkv=_side_by_side(attention, qkv, f"{prefix}self_attn."),
+        output=_side_by_side(attention, ["o_proj"], f"{prefix}self_attn."),
+        gate_up=_side_by_side(mlp, gate_up, f"{prefix}mlp.") if is_dense else (),
+        down=_side_by_side(mlp, ["down_proj"], f"{prefix}mlp.") if is_dense else (),
+    )
+
+
+def _side_by_side(owner: Any, names: Sequence[str], prefix: str) -> Parts:
+    return parts_of(prefix, [(name, getattr(owner, name)) for name in names])

@@ -1,0 +1,122 @@
+"""Reads an adapter's folder as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+
+Every way in which a folder cannot be served ends in an `AdapterError` that names the folder and the cause.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton_serve.engine.errors import AdapterError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA", None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+}
+"""What changes an adapter's arithmetic, and the values with which it is the plain product of two matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The product that is added: `up` holds the scale too."""
+
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`fingerprint` identifies config and weights, wherever they lie."""
+
+    name: str
+    path: str
+    fingerprint: str
+    rank: int
+    products: Mapping[str, LowRank]
+    """By the module whose output they change."""
+    at_run_time: bool = False
+
+    def to(self, device: torch.device) -> "Adapter":
+        products = {
+            module: LowRank(product.down.to(device), product.up.to(device)) for module, product in self.products.items()
+        }
+        return replace(self, products=products)
+
+
+def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bool = False) -> Adapter:
+    """In host memory. Raises `AdapterError`."""
+    config = _read_config(name, folder)
+    weights = folder / WEIGHTS
+    try:
+        with safe_open(weights, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        with weights.open("rb") as file_bytes:
+            while piece := file_bytes.read(1 << 20):
+                digest.update(piece)
+    except (OSError, SafetensorError) as exc:
+        raise AdapterError(f"adapter {name}: {weights} cannot be read: {exc}") from exc
+    pairs = _paired(name, tensors)
+    products: dict[str, LowRank] = {}
+    for module, (down, up) in pairs.items():
+        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+            raise AdapterError(f"adapter {name}: the matrices of {module} do not fit each other")
+        scaled = up.float() * _scale(config, module, down.shape[0])
+        products[module] = LowRank(down.to(dtype), scaled.to(dtype))
+    rank = max(product.down.shape[0] for product in products.values())
+    return Adapter(name, str(folder), digest.hexdigest()[:32], rank, products, at_run_time)
+
+
+def _read_config(name: str, folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise AdapterError(f"adapter {name}: {path} cannot be read: {exc}") from exc
+    if not isinstance(config, dict) or not isinstance(config.get("r"), int):
+        raise AdapterError(f"adapter {name}: {path} says no rank (r)")
+    for key, neutral in _NEUTRAL.items():
+        if config.get(key) not in neutral:
+            raise AdapterError(f"adapter {name}: {key} = {config[key]!r} is not supported")
+    return config
+
+
+def _paired(name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise AdapterError(f"adapter {name}: {key} is no matrix of a linear layer, which is all that is supported")
+        found.setdefault(match[1], {})[match[2]] = tensor
+    if not found:
+        raise AdapterError(f"adapter {name} has no weights")
+    if lonely := [module for module, pair in found.items() if len(pair) < 2]:
+        raise AdapterError(f"adapter {name}: {lonely[0]} lacks one of its two matrices")
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) with `use_rslora` (https://arxiv.org/abs/2312.03732); patterns as PEFT's."""
+    alpha = float(config.get("lora_alpha") or rank)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = float(value)
+            break
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,91 @@
+"""What stands in a model for its linear layers and its embedding once their weights are quantized."""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.kernels import LayerKernels, QuantizedWeight, Weight
+from baton_serve.engine.kernels.quantized import concatenate
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer. Until `install` it yields zeros, which is enough to see which shapes a model passes on."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight: Weight = weight
+        self.bias = bias
+        self.in_features, self.out_features = weight.inputs, weight.outputs
+        self.kernels: LayerKernels | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is None:
+            return x.new_zeros(*x.shape[:-1], self.out_features)
+        rows = self.kernels.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return rows.view(*x.shape[:-1], self.out_features)
+
+
+class ReorderedLinear(nn.Module):
+    """A quantized layer whose weight holds its columns in another order: column `i` is of input `order[i]`."""
+
+    def __init__(self, linear: QuantizedLinear, order: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.order = order
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.linear(x[..., self.order]))
+
+
+class QuantizedEmbedding(nn.Module):
+    """Looks rows up in the weight of `head`, with which it shares its memory."""
+
+    def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._heads = [head]  # in a list: the head is not this module's child
+        self._dtype = dtype
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        head = self._heads[0]
+        if head.kernels is None:
+            return torch.zeros((*token_ids.shape, head.in_features), dtype=self._dtype, device=token_ids.device)
+        return head.kernels.embed(token_ids, head.weight, self._dtype)
+
+
+def quantized_layers(module: nn.Module) -> Iterator[QuantizedLinear]:
+    return (part for part in module.modules() if isinstance(part, QuantizedLinear))
+
+
+def install(module: nn.Module, kernels: LayerKernels) -> None:
+    """From now on quantized layers compute. Call once, after `merge`: weights may change their order in memory."""
+    for layer in quantized_layers(module):
+        if layer.kernels is None and isinstance(layer.weight, QuantizedWeight):
+            layer.weight, layer.kernels = kernels.pack(layer.weight), kernels
+
+
+def can_merge(parts: Sequence[nn.Module]) -> bool:
+    """All quantized alike, or none at all."""
+    weights = [part.weight for part in parts if isinstance(part, QuantizedLinear)]
+    if not weights:
+        return True
+    kinds = {
+        (w.codebook, w.inputs, w.group, w.scales.dtype, w.zeros is None)
+        for w in weights
+        if isinstance(w, QuantizedWeight)
+    }
+    return len(weights) == len(parts) and len(kinds) == 1
+
+
+def merge(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
+    """One layer with the outputs of all, which are left without weights. Only where `can_merge`."""
+    weights = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
+    whole = concatenate(weights)
+    assert whole is not None and len(weights) == len(parts)
+    biases = [part.bias for part in parts if part.bias is not None]
+    merged = QuantizedLinear(whole, torch.cat(biases) if biases else None)
+    for part in parts:
+        part.weight = torch.empty(0)
+    return merged

@@ -1,0 +1,119 @@
+"""A model's vision tower and projector, as transformers has them: pixels in, embeddings of the decoder's size out."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.vision import VisionProfile
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import ModelError
+from baton_serve.engine.model.vision.decoder import profile_of
+from baton_serve.engine.model.vision.image_reader import ImageReader
+from baton_serve.engine.model.vision.placeholders import Picture
+from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, read_config, weights_error
+
+_TRIED = ((64, 48), (48, 640), (1000, 900))
+"""Widths and heights."""
+
+
+class VisionTower:
+    def __init__(self, module: nn.Module, profile: VisionProfile, reader: ImageReader, device: torch.device) -> None:
+        self.profile = profile
+        self.reader = reader
+        self._module = module
+        self._device = device
+        self._dtype = next(module.parameters()).dtype
+
+    @torch.inference_mode()
+    def encode(self, picture: Picture) -> Tensor:
+        """[number of its tokens, hidden] of one image. Starts the work and does not wait for it."""
+        config = cast(Any, self._module).config
+        sizes = {"image_sizes": [[picture.height, picture.width]]} if self.profile.grid else {}
+        output = cast(Any, self._module).get_image_features(
+            pixel_values=picture.pixels[None].to(self._device, self._dtype),
+            vision_feature_layer=config.vision_feature_layer,
+            vision_feature_select_strategy=config.vision_feature_select_strategy,
+            **sizes,
+        )
+        features = getattr(output, "pooler_output", output)  # older transformers return the embeddings themselves
+        return cast(Tensor, features[0])
+
+
+def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> VisionTower | None:
+    """None: the model has none. Raises `ModelError`."""
+    folder = model_folder(config.model)
+    profile = profile_of(folder)
+    if profile is None:
+        return None
+    reader = ImageReader(folder)
+    module = _load(folder, read_config(folder, config), config, dtype)
+    tower = VisionTower(module.to(target).eval().requires_grad_(False), profile, reader, target)
+    _try(tower, folder)
+    return tower
+
+
+def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
+    """In host memory, and with it the decoder's embeddings, which are let go."""
+    import transformers
+
+    kind = transformers.LlavaNextModel if hf_config.model_type == "llava_next" else transformers.LlavaModel
+    alone = copy.deepcopy(hf_config)
+    alone.text_config.num_hidden_layers = 0
+    alone.text_config.layer_types = []
+    try:
+        if config.load_format == "dummy":
+            torch.manual_seed(config.seed)
+            module: nn.Module = kind._from_config(alone, dtype=dtype)
+            report: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
+        else:
+            with _quiet():
+                module, report = kind.from_pretrained(
+                    folder,
+                    config=alone,
+                    dtype=dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+    lacking = (*report["missing_keys"], *map(str, report["mismatched_keys"]))
+    if missing := [name for name in lacking if not name.startswith("language_model.")]:
+        raise ModelError(f"{folder} lacks {len(missing)} weights of its vision tower, such as {sorted(missing)[0]}")
+    cast(Any, module).language_model = None
+    return module
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers would list all weights of the decoder, which is loaded by itself."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _try(tower: VisionTower, folder: Path) -> None:
+    """Some images, so that a processor that does not fit the tower is known before the first request."""
+    for width, height in _TRIED:
+        try:
+            found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
+            wanted = tower.profile.tokens_of(width=width, height=height)
+        except LOAD_ERRORS as exc:
+            reason = first_line(exc)
+            raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc
+        if found != wanted:
+            raise ModelError(
+                f"the vision tower in {folder} makes {found} embeddings of an image, and its config says {wanted}"
+            )

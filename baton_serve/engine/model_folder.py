@@ -1,0 +1,146 @@
+"""A model's folder in Hugging Face's format, as far as every kind of model has it: config, lengths, broken files.
+
+Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from safetensors import SafetensorError, safe_open
+
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
+
+HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
+
+LOAD_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+_SIZES = (
+    "head_dim",
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_LARGEST_SIZE = 2**31 - 1
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def read_config(folder: Path, config: EngineConfig) -> HfConfig:
+    """Raises `ModelError`."""
+    from transformers import AutoConfig  # seconds that only models read by transformers should cost
+
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
+    path = folder / "config.json"
+    if not path.is_file():
+        if config.model.endswith(".gguf"):
+            raise ModelError(f"{folder} has no config.json beside {config.model}; `baton unpack FILE FOLDER` makes one")
+        raise ModelError(f"{folder} has no config.json; it is not a model in Hugging Face's format")
+    try:
+        stated = json.loads(path.read_text())
+    except (RecursionError, ValueError) as exc:
+        raise ModelError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(stated, dict):
+        raise ModelError(f"{path} is not an object; it is not a model's config in Hugging Face's format")
+    _refuse_sizes(path, stated)
+    _refuse_unknown(folder, stated, config)
+    if config.load_format == "auto" and not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "gguf")):
+        raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{path} cannot be used: {first_line(exc)}") from exc
+
+
+def _refuse_sizes(path: Path, stated: dict[str, Any]) -> None:
+    """No model has 0 heads: whatever divides by a size would fail later, and say less. Raises `ModelError`."""
+    inner = stated.get("text_config")
+    for part in (stated, inner if isinstance(inner, dict) else {}):
+        for name in _SIZES:
+            size = part.get(name)
+            if isinstance(size, int | float) and not (isinstance(size, int) and 0 < size <= _LARGEST_SIZE):
+                raise ModelError(f"{path}: {name} is {size}; a whole number above 0 is wanted: download the file again")
+
+
+def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) -> None:
+    """transformers would say so at length, or begin to ask."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    model_type = stated.get("model_type")
+    if not model_type or model_type in CONFIG_MAPPING or config.trust_remote_code:
+        return
+    name = (stated.get("architectures") or [model_type])[0]
+    reason = f"{name}: transformers {transformers.__version__} has no model of type {model_type!r}"
+    if "auto_map" in stated:
+        raise UnsupportedModelError(
+            f"{reason}; {folder} brings Python code for it, which runs only with --trust-remote-code, and is served"
+            " only if it attends through transformers' attention interface. A copy of the model in transformers' own"
+            " format needs neither (docs/models.md)"
+        )
+    raise UnsupportedModelError(f"{reason}; docs/models.md lists what is served")
+
+
+def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
+    """Raises `ConfigError`."""
+    known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
+    longest = next((length for length in known if length is not None), None)
+    if longest is None:
+        if config.max_model_len is None:
+            raise ConfigError("the model's config does not say how long its context is; set max_model_len")
+        return config.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len ({config.max_model_len}) is more than the model was made for"
+            f" (max_position_embeddings = {longest}): lower it, or leave it out"
+        )
+    return config.max_model_len or int(longest)
+
+
+def weights_error(folder: Path, exc: BaseException) -> ModelError:
+    """Why the weights of a folder could not be loaded, which raised `exc`."""
+    file = _broken_file(folder)
+    reason = first_line(exc)
+    if file is not None and _begins_with(file, _LFS_POINTER):
+        reason = "it is a pointer of Git LFS, not the weights: `git lfs pull` fetches them"
+    elif file is not None:
+        reason += " (cut short, or not safetensors: download it again)"
+    return ModelError(f"the weights in {file or folder} cannot be loaded: {reason}")
+
+
+def _begins_with(file: Path, text: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(text)) == text
+    except OSError:
+        return False
+
+
+def _broken_file(folder: Path) -> Path | None:
+    """The first weights file that cannot even be opened: cut short, or something else under that name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return file
+    return None
+
+
+def first_line(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines()
+    return f"{type(exc).__name__}: {lines[0] if lines else ''}"

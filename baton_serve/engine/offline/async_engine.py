@@ -1,0 +1,170 @@
+"""`AsyncLLMEngine`: the same for coroutines. The engine lives in a thread of its own, and nobody else touches it."""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from baton_serve.engine.errors import EngineError
+from baton_serve.engine.offline.llm_engine import LLMEngine
+from baton_serve.engine.offline.lora import LoRARequest
+from baton_serve.engine.offline.opening import EngineArgs
+from baton_serve.engine.offline.outputs import RequestOutput
+from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+_News = RequestOutput | Exception
+_Tell = Callable[[_News], None]
+
+
+class AsyncLLMEngine:
+    """`engine = AsyncLLMEngine.from_engine_args(EngineArgs("/models/llama"))`, and `shutdown` at the end."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        """Owns `engine` from now on."""
+        self._engine = engine
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, _Tell] = {}
+        self._closing = threading.Lock()
+        self._is_closed = False
+        """Nobody obeys orders any more; under `_closing`."""
+        self._is_over = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
+        """Raises `engine.errors`."""
+        return cls(LLMEngine.from_engine_args(engine_args))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """All that is written so far, whenever there is more. Whoever stops listening ends the request. Raises as
+        `LLMEngine.add_request`, and `EngineError` where it fails later or is aborted."""
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[_News] = asyncio.Queue()
+
+        def tell(one: _News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody listens
+                loop.call_soon_threadsafe(news.put_nowait, one)
+
+        def add() -> None:
+            self._engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request, priority=priority)
+
+        if not self._order(lambda: self._begin(request_id, add, tell)):
+            self._check()
+        try:
+            while True:
+                found = await news.get()
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+                if found.finished:
+                    return
+        finally:
+            self._order(lambda: self._end(request_id, tell))
+
+    async def abort(self, request_id: str) -> None:
+        """Its `generate` raises `EngineError`. One that has ended, or never was, is left alone."""
+        self._order(lambda: self._abort(request_id))
+
+    async def check_health(self) -> None:
+        """Raises `EngineError` when nothing can be asked any more."""
+        self._check()
+
+    async def get_tokenizer(self) -> Any:
+        """Of transformers."""
+        return self._engine.get_tokenizer()
+
+    def shutdown(self) -> None:
+        """Requests that are still written fail. Twice is once."""
+        self._order(self._stop)
+        self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the engine has failed: {self._error}") from self._error
+        if self._is_over:
+            raise EngineError("the engine was shut down")
+
+    def _order(self, order: Callable[[], None]) -> bool:
+        """False: the thread has ended."""
+        with self._closing:
+            if not self._is_closed:
+                self._orders.put(order)
+            return not self._is_closed
+
+    def _run(self) -> None:
+        """The thread's life."""
+        try:
+            while not self._is_over:
+                self._obey()
+                if not self._is_over:
+                    self._step()
+        except Exception as exc:
+            logger.exception("the engine has failed")
+            self._error = exc
+        finally:
+            self._is_over = True
+            for tell in self._listeners.values():
+                tell(EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}"))
+            self._listeners.clear()
+            with self._closing:
+                self._is_closed = True
+            while not self._orders.empty():
+                self._orders.get()()
+            self._engine.close()
+
+    def _obey(self) -> None:
+        """All orders that are there; without any work, the next one is waited for."""
+        while not self._engine.has_unfinished_requests() or not self._orders.empty():
+            self._orders.get()()
+            if self._is_over:
+                return
+
+    def _step(self) -> None:
+        stepped = self._engine.advance()
+        for request_id, error in stepped.failed.items():
+            self._listeners.pop(request_id)(error)
+        for request_id in stepped.changed:
+            if request_id not in stepped.ended:
+                self._listeners[request_id](self._engine.look(request_id))
+        for request_id in stepped.ended:
+            self._listeners.pop(request_id)(self._engine.take(request_id))
+
+    def _begin(self, request_id: str, add: Callable[[], None], tell: _Tell) -> None:
+        try:
+            self._check()
+            add()
+        except Exception as exc:  # noqa: BLE001 - the request ends with it, and its caller hears of it
+            tell(exc)
+        else:
+            self._listeners[request_id] = tell
+
+    def _end(self, request_id: str, tell: _Tell) -> None:
+        """Unless it has ended, or another has its id by now."""
+        if self._listeners.get(request_id) is tell:
+            del self._listeners[request_id]
+            self._engine.abort_request(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        tell = self._listeners.get(request_id)
+        if tell is not None:
+            self._end(request_id, tell)
+            tell(EngineError(f"request {request_id} was aborted"))
+
+    def _stop(self) -> None:
+        self._is_over = True

@@ -1,0 +1,55 @@
+"""The beams of one request: each step asks the engine for one token after each of them. See `contracts.beam_search`."""
+
+from collections.abc import Sequence
+
+from baton_serve.contracts.beam_search import BeamRules, BeamSearch
+from baton_serve.contracts.messages import TokenLogprobs
+from baton_serve.engine.offline.answers import Answer
+from baton_serve.engine.offline.params import SamplingParams
+
+
+class Beams:
+    def __init__(self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, eos: frozenset[int]) -> None:
+        """`eos`: tokens that end a sequence of this model."""
+        stop_ids = frozenset(params.stop_token_ids or ())
+        rules = BeamRules(
+            width=params.width,
+            max_tokens=max_tokens,
+            ends=stop_ids if params.ignore_eos else stop_ids | eos,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        self._search = BeamSearch(rules, num_prompt_tokens=num_prompt_tokens)
+        self._params = params
+        self._heard: dict[int, TokenLogprobs] = {}
+
+    @property
+    def num_alternatives(self) -> int:
+        """Log-probabilities that every question asks for."""
+        return max(2 * self._params.width, self._params.logprobs or 0)
+
+    def questions(self) -> list[list[int]]:
+        """What comes after the prompt and these? Empty: the search is over."""
+        return [beam.token_ids for beam in self._search.running]
+
+    def hear(self, question: int, answer: TokenLogprobs) -> bool:
+        """True: that was the last of this step, and there are new questions, or none."""
+        self._heard[question] = answer
+        if len(self._heard) < len(self._search.running):
+            return False
+        self._search.advance([self._heard[number] for number in range(len(self._heard))])
+        self._heard = {}
+        return True
+
+    def answers(self) -> Sequence[Answer]:
+        """The best first, as soon as the search is over."""
+        wanted = self._params.logprobs or 0
+        return [
+            Answer(
+                token_ids=beam.token_ids,
+                logprobs=[TokenLogprobs(step.chosen, step.top[:wanted]) for step in beam.steps],
+                finish_reason=beam.finish_reason,
+                stop_token_id=beam.token_ids[-1] if beam.finish_reason == "stop" else None,
+            )
+            for beam in self._search.best(self._params.n)
+        ]

@@ -1,0 +1,324 @@
+"""`LLM`: a model in this process. Everything runs in the caller's thread, and outputs come in the order of inputs."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+from torch import Tensor
+from torch.nn import functional
+
+from baton_serve.contracts import pooling
+from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.offline.llm_engine import LLMEngine
+from baton_serve.engine.offline.lora import LoRARequest, LoRARequests
+from baton_serve.engine.offline.opening import EngineArgs, opened
+from baton_serve.engine.offline.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    VectorRequestOutput,
+)
+from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+from baton_serve.engine.offline.progress import Progress
+from baton_serve.engine.offline.prompts import Parsed, Prompts, check_chats, parsed
+from baton_serve.engine.offline.vectors import Reader
+from baton_serve.engine.pooling.engine import PoolingEngine
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """`with LLM("/models/llama") as llm: llm.generate("Hello")`."""
+
+    def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
+        """`options` are those of `EngineConfig`, under vLLM's names. Raises `engine.errors`."""
+        found = opened(EngineArgs(model, tokenizer=tokenizer, **options))
+        self._tokenizer = found.tokenizer
+        self._defaults = found.defaults
+        self._num_requests = 0
+        self._reader: Reader | None = None
+        if found.kind == "generate":
+            self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
+        else:
+            if found.config.enable_lora:
+                raise ConfigError("enable_lora: adapters change models that write text; this one answers with vectors")
+            self._engine = PoolingEngine(found.config, found.kind)
+            self._reader = Reader(self._engine, self._tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts. `sampling_params` and `lora_request` are one for all, or one for each. Raises
+        `RequestError`, `ConfigError`, `AdapterError`."""
+        given = _given(prompts, prompt_token_ids)
+        chosen = self._params(sampling_params, len(given))
+        return self._write(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely answers that a search by `beam_width` beams finds. Raises as `generate`; `max_logprobs` must
+        be twice the width."""
+        given = parsed(prompts)
+        written = self._write(
+            given, [params.sampling()] * len(given), use_tqdm, lora_request, None, add_special_tokens=True
+        )
+        return [self._beams(output, include_end=params.include_stop_str_in_output) for output in written]
+
+    def chat(  # noqa: PLR0913 - vLLM's signature
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several. Raises as `generate`, and `ConfigError` without a chat template."""
+        chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        check_chats(chats)
+        if chat_template is None and self._tokenizer.chat_template is None:
+            raise ConfigError("the model has no chat template; give chat_template")
+        texts = [
+            self._tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for chat in chats
+        ]
+        chosen = self._params(sampling_params, len(texts))
+        given = [Parsed(text, None) for text in texts]
+        return self._write(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
+
+    def encode(
+        self,
+        prompts: Prompts | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        pooling_task: pooling.PoolingTask | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """What the model makes of each input: an embedding, the scores of classes, or with `token_embed` a row for
+        each token."""
+        params = pooling_params or PoolingParams()
+        inputs = self._inputs(_given(prompts, prompt_token_ids), params.truncate_prompt_tokens)
+        task = pooling_task or self._vectors().engine.profile.tasks[0]
+        found = self._read(inputs, task, params, use_tqdm)
+        return _outputs(inputs, [PoolingOutput(vector) for vector in found])
+
+    def embed(
+        self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        params = pooling_params or PoolingParams()
+        inputs = self._inputs(parsed(prompts), params.truncate_prompt_tokens)
+        found = self._read(inputs, "embed", params, use_tqdm)
+        return _outputs(inputs, [EmbeddingOutput(vector.tolist()) for vector in found])
+
+    def classify(
+        self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        params = pooling_params or PoolingParams()
+        inputs = self._inputs(parsed(prompts), params.truncate_prompt_tokens)
+        found = self._read(inputs, "classify", params, use_tqdm)
+        return _outputs(inputs, [ClassificationOutput(vector.tolist()) for vector in found])
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts match: one to one, one to many, or in pairs. Of an embedding model it is the cosine."""
+        first, second = _paired(text_1, text_2)
+        reader = self._vectors()
+        if "embed" in reader.engine.profile.tasks:
+            return self._cosines(first, second, truncate_prompt_tokens, use_tqdm)
+        if len(reader.engine.profile.labels) != 1:
+            raise ConfigError(f"this model tells {len(reader.engine.profile.labels)} classes apart: use classify")
+        inputs = reader.pairs(first, second, truncate_prompt_tokens)
+        found = self._read(inputs, "classify", PoolingParams(), use_tqdm)
+        return _outputs(inputs, [ScoringOutput(float(vector)) for vector in found])
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """What writes. Raises `ConfigError` for a model that does not."""
+        if not isinstance(self._engine, LLMEngine):
+            raise ConfigError("this model answers with vectors: use embed, classify, score or encode")
+        return self._engine
+
+    def get_tokenizer(self) -> Any:
+        """Of transformers."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults, with what the model's generation_config.json says instead."""
+        return self._defaults.params()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(
+        self,
+        given: Sequence[Parsed],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+        lora_request: LoRARequests,
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        """In the order of the prompts. Raises `RequestError` for one that cannot be served, before any is."""
+        engine = self.llm_engine
+        if priority is not None and len(priority) != len(given):
+            raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
+        adapters = self._lora(lora_request, len(given))
+        engine.load_adapters(adapters)
+        ids = [str(self._num_requests + number) for number in range(len(given))]
+        self._num_requests += len(ids)
+        try:
+            for number, (prompt, asked) in enumerate(zip(given, params, strict=True)):
+                engine.add(
+                    ids[number],
+                    prompt,
+                    asked,
+                    lora_request=adapters[number],
+                    priority=0 if priority is None else priority[number],
+                    add_special_tokens=add_special_tokens,
+                )
+            with Progress(len(ids), shown=use_tqdm) as progress:
+                written = self._written(engine, set(ids), progress)
+        finally:
+            engine.abort_request(ids)
+        return [written[request_id] for request_id in ids]
+
+    def _written(self, engine: LLMEngine, running: set[str], progress: Progress) -> dict[str, RequestOutput]:
+        found: dict[str, RequestOutput] = {}
+        while len(found) < len(running):
+            stepped = engine.advance()
+            for error in stepped.failed.values():
+                raise error
+            for request_id in running.intersection(stepped.ended):
+                output = found[request_id] = engine.take(request_id)
+                progress.done(len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in output.outputs))
+        return found
+
+    def _beams(self, output: RequestOutput, *, include_end: bool) -> BeamSearchOutput:
+        sequences: list[BeamSearchSequence] = []
+        for found in output.outputs:
+            assert found.logprobs is not None and found.cumulative_logprob is not None
+            hides_end = found.finish_reason == "stop" and not include_end
+            tokens = output.prompt_token_ids + (found.token_ids[:-1] if hides_end else found.token_ids)
+            sequence = BeamSearchSequence(
+                tokens=tokens,
+                text=self._tokenizer.decode(tokens),
+                logprobs=found.logprobs,
+                cum_logprob=found.cumulative_logprob,
+                finish_reason=found.finish_reason,
+                stop_reason=found.stop_reason,
+                lora_request=output.lora_request,
+            )
+            sequences.append(sequence)
+        return BeamSearchOutput(sequences)
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigError(f"there are {len(given)} sampling_params for {count} prompts")
+        return list(given)
+
+    def _lora(self, given: LoRARequests, count: int) -> list[LoRARequest | None]:
+        adapters = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        if len(adapters) != count:
+            raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
+        return adapters
+
+    def _vectors(self) -> Reader:
+        if self._reader is None:
+            raise ConfigError("this model writes text: use generate or chat, or load it with task='embed'")
+        return self._reader
+
+    def _inputs(self, given: Sequence[Parsed], truncate: int | None) -> list[pooling.PoolingInput]:
+        return self._vectors().inputs(given, truncate)
+
+    def _read(
+        self, inputs: Sequence[pooling.PoolingInput], task: pooling.PoolingTask, params: PoolingParams, shown: bool
+    ) -> list[Tensor]:
+        with Progress(len(inputs), shown=shown) as progress:
+            return self._vectors().read(inputs, task, params, progress)
+
+    def _cosines(
+        self, first: Sequence[str], second: Sequence[str], truncate: int | None, shown: bool
+    ) -> list[ScoringRequestOutput]:
+        texts = list(dict.fromkeys([*first, *second]))
+        inputs = dict(zip(texts, self._inputs([Parsed(text, None) for text in texts], truncate), strict=True))
+        found = dict(zip(texts, self._read(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
+        pairs = list(zip(first, second, strict=True))
+        scores = [float(functional.cosine_similarity(found[a], found[b], dim=0)) for a, b in pairs]
+        joined = [pooling.PoolingInput(inputs[a].token_ids + inputs[b].token_ids) for a, b in pairs]
+        return _outputs(joined, [ScoringOutput(score) for score in scores])
+
+
+def _outputs(inputs: Sequence[pooling.PoolingInput], found: Sequence[Any]) -> list[VectorRequestOutput[Any]]:
+    return [
+        VectorRequestOutput(request_id=str(number), outputs=output, prompt_token_ids=given.token_ids)
+        for number, (given, output) in enumerate(zip(inputs, found, strict=True))
+    ]
+
+
+def _given(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[Parsed]:
+    if (prompts is None) == (prompt_token_ids is None):
+        raise ConfigError("give prompts, or prompt_token_ids as older code does")
+    return parsed(prompts if prompts is not None else cast(Prompts, prompt_token_ids))
+
+
+def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    first = [text_1] if isinstance(text_1, str) else list(text_1)
+    second = [text_2] if isinstance(text_2, str) else list(text_2)
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise ConfigError(f"score: {len(first)} and {len(second)} texts; it must be 1 and 1, 1 and N, or N and N")
+    return first, second

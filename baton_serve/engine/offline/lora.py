@@ -1,0 +1,64 @@
+"""Which adapter answers a prompt: vLLM's `LoRARequest`, and the adapters that such requests have loaded so far."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.model.lora.loaded import Adapters
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """`lora_path` is a folder as PEFT writes it. `lora_int_id` and `lora_name` each stand for one adapter."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.lora_int_id < 1:
+            raise ConfigError(f"LoRARequest: lora_int_id is {self.lora_int_id}; it must be at least 1")
+        if not (self.lora_name and self.lora_path):
+            raise ConfigError("LoRARequest: lora_name and lora_path must not be empty")
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, or one for each; None: the model itself."""
+
+
+class RequestedAdapters:
+    """Loads an adapter when it is asked for and not there. Beyond `most`, the one asked for longest ago makes room."""
+
+    def __init__(self, adapters: Adapters, *, most: int) -> None:
+        self._adapters = adapters
+        self._most = most
+        self._loaded: list[LoRARequest] = []
+        """Asked for longest ago first."""
+        self._fingerprints: dict[LoRARequest, str] = {}
+
+    def fingerprints(self, asked: Sequence[LoRARequest | None]) -> list[str]:
+        """Empty where no adapter is asked for. Raises `ConfigError` or `AdapterError`."""
+        if (count := len({one for one in asked if one is not None})) > self._most:
+            raise ConfigError(
+                f"lora_request: one call names {count} adapters, and there is room for {self._most} (max_cpu_loras)"
+            )
+        for one in asked:
+            if one in self._loaded:  # what this call needs is the last to make room
+                self._loaded.remove(one)
+                self._loaded.append(one)
+        return ["" if one is None else self._fingerprint(one) for one in asked]
+
+    def _fingerprint(self, asked: LoRARequest) -> str:
+        if asked in self._loaded:
+            return self._fingerprints[asked]
+        for other in self._fingerprints:
+            if asked != other and (asked.lora_int_id == other.lora_int_id or asked.lora_name == other.lora_name):
+                raise ConfigError(f"lora_request: {asked} has the id or the name of another adapter, {other}")
+        if len(self._loaded) >= self._most:
+            self._adapters.unload(self._loaded.pop(0).lora_name)
+        self._adapters.load(asked.lora_name, asked.lora_path)
+        self._loaded.append(asked)
+        (found,) = (one.fingerprint for one in self._adapters.records() if one.name == asked.lora_name)
+        self._fingerprints[asked] = found
+        return found

@@ -1,0 +1,243 @@
+"""Requests on an engine: what each has written so far. Whoever asks steps it, and forgets what has ended."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton_serve.contracts import sampling
+from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import TokenLogprobs, Work
+from baton_serve.engine.core.outputs import SequenceOutput
+from baton_serve.engine.engine import Engine
+from baton_serve.engine.errors import EngineError, RequestError
+from baton_serve.engine.offline.answers import Answer, Words
+from baton_serve.engine.offline.beams import Beams
+from baton_serve.engine.offline.lora import LoRARequest
+from baton_serve.engine.offline.outputs import RequestOutput
+from baton_serve.engine.offline.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """`priority`: smaller runs first. `lora` is an adapter's fingerprint; empty: none."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    lora_request: LoRARequest | None = None
+    lora: str = ""
+
+
+@dataclass(slots=True)
+class Stepped:
+    """Of one step: requests that have something new, those of them that have ended, and those that failed."""
+
+    changed: dict[RequestId, None] = field(default_factory=dict)
+    ended: list[RequestId] = field(default_factory=list)
+    failed: dict[RequestId, EngineError] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Request:
+    """`asked`: the engine's own requests that work for it now, which is one unless it searches for beams."""
+
+    prompted: Prompted
+    sampling: sampling.SamplingParams
+    answers: list[Answer]
+    beams: Beams | None = None
+    asked: list[RequestId] = field(default_factory=list)
+    num_steps: int = 0
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+
+class Writer:
+    def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
+        self._engine = engine
+        self._words = Words(tokenizer)
+        self._seed = seed
+        self._num_requests = 0
+        self._requests: dict[RequestId, _Request] = {}
+        self._questions: dict[RequestId, tuple[RequestId, int]] = {}
+        """Of the engine's requests: whose they are, and after which of its beams they ask."""
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request_id: RequestId, prompted: Prompted) -> None:
+        """Raises `RequestError` for what can never be served; nothing is left of it then."""
+        if request_id in self._requests:
+            raise RequestError("invalid", f"request id {request_id!r} is already in use")
+        engine, params = self._engine, prompted.params
+        num_tokens = len(prompted.token_ids)
+        resolved = params.resolved(seed=self._seed + self._num_requests, room=max(1, engine.max_model_len - num_tokens))
+        self._num_requests += 1
+        request = _Request(prompted, resolved, [self._words.begin(params) for _ in range(params.width)])
+        if params.use_beam_search:
+            request.beams = Beams(
+                params, num_prompt_tokens=num_tokens, max_tokens=resolved.max_tokens, eos=engine.eos_ids
+            )
+        self._requests[request_id] = request
+        try:
+            self._ask(request_id, request)
+        except BaseException:
+            self.forget(request_id)
+            raise
+
+    def step(self) -> Stepped:
+        """One step of the engine, for all."""
+        stepped = Stepped()
+        result = self._engine.step()
+        for asked_id, message, code in result.failed:
+            if asked_id in self._questions:
+                is_invalid = code == "invalid"
+                error = RequestError(code, message) if is_invalid else EngineError(f"request {asked_id}: {message}")
+                self._fail(self._questions[asked_id][0], error, stepped)
+        for first in result.first:
+            request_id, _ = self._questions.get(first.request_id, (None, 0))
+            if request_id is not None and (request := self._requests[request_id]).num_steps == 1:
+                request.num_cached_tokens, request.prompt_logprobs = first.cached_tokens, first.prompt_logprobs
+        for output in result.tokens:
+            if output.request_id in self._questions:
+                self._take(output, stepped)
+        stepped.ended = [request_id for request_id in stepped.changed if self._requests[request_id].has_ended]
+        return stepped
+
+    def output(self, request_id: RequestId) -> RequestOutput:
+        """What there is by now."""
+        request = self._requests[request_id]
+        prompted, logprobs = request.prompted, request.prompt_logprobs
+        named = self._words.named
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompted.text,
+            prompt_token_ids=prompted.token_ids,
+            prompt_logprobs=None if logprobs is None else [None if t is None else named(t) for t in logprobs],
+            outputs=self._words.shown(request.answers, prompted.params),
+            num_cached_tokens=request.num_cached_tokens,
+            finished=request.has_ended,
+            lora_request=prompted.lora_request,
+        )
+
+    def forget(self, request_id: RequestId) -> None:
+        """Ends it, in any state; one that is not there is left alone."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._end_questions(request)
+
+    def _ask(self, request_id: RequestId, request: _Request) -> None:
+        """Raises `RequestError`."""
+        request.num_steps += 1
+        if request.beams is None:
+            self._add(request_id, request, request_id, 0, [], request.sampling)
+            return
+        is_first = request.num_steps == 1
+        asked = _sampling_of_beams(request.sampling, request.beams.num_alternatives, is_first=is_first)
+        for number, token_ids in enumerate(request.beams.questions()):
+            asked_id = request_id if is_first else RequestId(f"{request_id}/{request.num_steps}.{number}")
+            self._add(request_id, request, asked_id, number, token_ids, asked)
+
+    def _add(
+        self,
+        request_id: RequestId,
+        request: _Request,
+        asked_id: RequestId,
+        number: int,
+        written: list[int],
+        asked: sampling.SamplingParams,
+    ) -> None:
+        layout, prompted = self._engine.layout, request.prompted
+        token_ids = prompted.token_ids + written
+        work = Work(
+            request_id=asked_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=asked,
+            root=root_name(
+                fingerprint=layout.fingerprint,
+                kv_dtype=layout.dtype,
+                block_tokens=layout.block_tokens,
+                lora=prompted.lora,
+            ),
+            sequences=[0] if request.beams is not None else list(range(prompted.params.width)),
+            priority=prompted.priority,
+            lora=prompted.lora,
+        )
+        self._engine.add(work)
+        request.asked.append(asked_id)
+        self._questions[asked_id] = (request_id, number)
+
+    def _take(self, output: SequenceOutput, stepped: Stepped) -> None:
+        request_id, number = self._questions[output.request_id]
+        request = self._requests[request_id]
+        if request.beams is None:
+            self._extend(output, request)
+        elif output.logprobs and request.beams.hear(number, output.logprobs[0]):
+            self._end_questions(request)
+            if request.beams.questions():
+                try:
+                    self._ask(request_id, request)
+                except RequestError as exc:
+                    self._fail(request_id, exc, stepped)
+                return
+            request.answers = list(request.beams.answers())
+        else:
+            return
+        stepped.changed[request_id] = None
+
+    def _extend(self, output: SequenceOutput, request: _Request) -> None:
+        answer = request.answers[output.sequence]
+        if answer.finish_reason is not None:
+            return  # a step that was under way when its text had ended
+        for number, token_id in enumerate(output.token_ids):
+            answer.token_ids.append(token_id)
+            if output.logprobs is not None:
+                answer.logprobs.append(output.logprobs[number])
+            if _ends_text(output, answer, token_id, request.prompted.params.min_tokens):
+                answer.finish_reason = "stop"
+                self._engine.cancel(output.request_id, output.sequence)
+                return
+        answer.finish_reason, answer.stop_token_id = output.finish_reason, output.stop_token_id
+
+    def _fail(self, request_id: RequestId, error: EngineError, stepped: Stepped) -> None:
+        self.forget(request_id)
+        stepped.changed.pop(request_id, None)
+        stepped.failed[request_id] = error
+
+    def _end_questions(self, request: _Request) -> None:
+        for asked_id in request.asked:
+            self._engine.cancel(asked_id)
+            self._questions.pop(asked_id, None)
+        request.asked = []
+
+
+def _sampling_of_beams(
+    given: sampling.SamplingParams, num_alternatives: int, *, is_first: bool
+) -> sampling.SamplingParams:
+    """One token after a beam, with the most likely ones at its place."""
+    return msgspec.structs.replace(
+        given,
+        max_tokens=1,
+        logprobs=num_alternatives,
+        prompt_logprobs=given.prompt_logprobs if is_first else None,
+        stop_token_ids=[],
+        ignore_eos=True,
+    )
+
+
+def _ends_text(output: SequenceOutput, answer: Answer, token_id: int, min_tokens: int) -> bool:
+    if answer.search is None or token_id == output.stop_token_id:
+        return False
+    stop = answer.search.push(token_id)
+    if stop is None or len(answer.token_ids) <= min_tokens:
+        return False
+    answer.stop = stop
+    return True

@@ -1,0 +1,144 @@
+"""Rank 0's executor and block copies: what this process does, all ranks do. Each call tells the others first.
+
+So a step that fails here is half done elsewhere: ranks wait in it for this one, and would take its next step's sums for
+this step's. Such an instance ends; a rank alone would only give up the step's requests.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_serve.engine.errors import EngineError
+from baton_serve.engine.execution.decode_graphs import Capture, DecodeArrays, DecodeResult
+from baton_serve.engine.execution.executor import AfterLayer, Executor, LocalExecutor
+from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.model.batch_inputs import StepArrays
+from baton_serve.engine.parallel.commands import (
+    CopyBlocks,
+    FromHost,
+    Gather,
+    Put,
+    ToHost,
+    compute_command,
+    keep_command,
+    replay_command,
+)
+from baton_serve.engine.parallel.ranks import Ranks
+
+
+class LeadingExecutor:
+    """Fits `Executor`."""
+
+    def __init__(self, own: LocalExecutor, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._own.has_graphs
+
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        self._ranks.tell(compute_command(arrays))
+        with _together():
+            return self._own.compute(arrays, after_layer)
+
+    def replay(self, arrays: DecodeArrays) -> DecodeResult:
+        self._ranks.tell(replay_command(arrays))
+        with _together():
+            return self._own.replay(arrays)
+
+    def logits(self, count: int) -> Tensor:
+        self._ranks.tell(Gather(count))
+        with _together():
+            return self._own.logits(count)
+
+    @torch.inference_mode()
+    def put(self, tokens: Tensor) -> None:
+        self._ranks.tell(Put(len(tokens)))
+        with _together():
+            self._ranks.group.broadcast(tokens)
+            self._own.put(tokens)
+
+    @torch.inference_mode()
+    def keep(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
+        self._ranks.tell(keep_command(slots))
+        with _together():
+            self._ranks.group.broadcast(tokens)
+            self._own.keep(tokens, slots)
+
+    def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
+        def capture_here() -> bool:
+            self._own.capture_graphs(capturing)
+            return self._own.has_graphs
+
+        self._ranks.capture(capture_here)
+
+    def close(self) -> None:
+        """The other ranks' end with their processes."""
+        self._own.close()
+
+
+class BlockCopies(Protocol):
+    """`KVCache`, as far as blocks are copied; on all ranks."""
+
+    @property
+    def is_mirrored(self) -> bool: ...
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+    def to_host(self, blocks: Iterable[int]) -> None: ...
+    def from_host(self, blocks: Iterable[int]) -> None: ...
+    def forget_host(self, blocks: Iterable[int]) -> None: ...
+
+
+class LeadingCopies:
+    """Fits `BlockCopies`."""
+
+    def __init__(self, own: KVCache, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self.is_mirrored = own.is_mirrored
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._ranks.tell(CopyBlocks(list(sources), list(targets)))
+        self._own.copy_blocks(sources, targets)
+
+    def to_host(self, blocks: Iterable[int]) -> None:
+        """Returns when all ranks' parts are there."""
+        if self.is_mirrored and (chosen := list(blocks)):
+            self._ranks.tell(ToHost(chosen))
+            self._own.to_host(chosen)
+            self._ranks.wait()
+
+    def from_host(self, blocks: Iterable[int]) -> None:
+        """Returns when no rank reads the mirror any more."""
+        if self.is_mirrored and (chosen := list(blocks)):
+            self._ranks.tell(FromHost(chosen))
+            self._own.from_host(chosen)
+            self._ranks.wait()
+
+    def forget_host(self, blocks: Iterable[int]) -> None:
+        self._own.forget_host(blocks)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What the other ranks were told to do as well. Raises `EngineError`: this rank lacks memory for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as exc:
+        raise EngineError(
+            "rank 0 ran out of device memory in a step that the other ranks compute too, so they cannot go on together;"
+            f" lower gpu_memory_utilization or max_num_batched_tokens ({str(exc).splitlines()[0]})"
+        ) from exc
+
+
+def lead(own: LocalExecutor, ranks: Ranks) -> Executor:
+    return own if ranks.shard.is_whole else LeadingExecutor(own, ranks)
+
+
+def lead_copies(own: KVCache, ranks: Ranks) -> BlockCopies:
+    return own if ranks.shard.is_whole else LeadingCopies(own, ranks)

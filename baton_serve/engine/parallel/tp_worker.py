@@ -1,0 +1,203 @@
+"""`python -m baton_serve.engine.parallel.tp_worker DESCRIPTOR PID`: a rank other than 0, started by process
+PID, which it does not outlive. Does what comes through its socket, one command after another, and decides nothing.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.backends import Group
+from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.execution.executor import LocalExecutor
+from baton_serve.engine.execution.setup import Setup
+from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.parallel.channel import Channel, ChannelError
+from baton_serve.engine.parallel.commands import (
+    Build,
+    Capture,
+    Command,
+    Compute,
+    CopyBlocks,
+    Done,
+    Failed,
+    FromHost,
+    Gather,
+    Keep,
+    Load,
+    Measure,
+    Meet,
+    Put,
+    Replay,
+    ToHost,
+    decode_arrays,
+    kept_slots,
+    step_arrays,
+)
+from baton_serve.engine.parallel.ranks import SEND_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["config", "model", "unsupported", "capacity", "other"]
+_KINDS: list[tuple[type[EngineError], Kind]] = [
+    (UnsupportedModelError, "unsupported"),
+    (ModelError, "model"),
+    (ConfigError, "config"),
+    (CapacityError, "capacity"),
+]
+
+
+class Follower:
+    def __init__(self, channel: Channel[Command]) -> None:
+        self._channel = channel
+        first = channel.receive(None)
+        if not isinstance(first, Load):
+            raise ChannelError(f"the first command is {type(first).__name__}")
+        torch.set_num_threads(first.threads)
+        config = first.config
+        self._config = config
+        self._shard = Shard(first.rank, config.tensor_parallel_size)
+        self._device = devices.select_device(config.device, self._shard.rank)
+        self._model = load_model(config, self._device, lambda what, fraction: None, self._shard)
+        self._cache: KVCache | None = None
+        self._memory_before = 0
+
+    def serve(self) -> None:
+        """Until rank 0 closes its end, which raises `ChannelError`."""
+        self._answer(0)
+        while True:
+            self.do(self._channel.receive(None))
+
+    def do(self, command: Command) -> None:
+        match command:
+            case Replay():
+                self._executor.replay(decode_arrays(command))
+            case Compute():
+                self._executor.compute(step_arrays(command))
+            case Gather():
+                self._executor.logits(command.count)
+            case Put():
+                self._executor.put(self._hear(command.count))
+            case Keep():
+                slots = kept_slots(command)
+                self._executor.keep(self._hear(len(slots)), slots)
+            case CopyBlocks():
+                self._blocks.copy_blocks(command.sources, command.targets)
+            case ToHost():
+                self._blocks.to_host(command.blocks)
+                self._answer(0)
+            case FromHost():
+                self._blocks.from_host(command.blocks)
+                self._answer(0)
+            case _:
+                self._prepare(command)
+
+    def _prepare(self, command: Command) -> None:
+        """Before the first request."""
+        match command:
+            case Meet():
+                maps_memory = not self._config.disable_custom_all_reduce
+                self._group = Group(Path(command.store), self._shard, self._device, maps_memory=maps_memory)
+                self._answer(0)  # rank 0 makes its setup together with this one
+                self._setup = Setup(self._config, self._model, self._device, self._group)
+            case Build():
+                self._build(command)
+                self._answer(0)
+            case Measure():
+                used = devices.peak_bytes(self._device) - self._memory_before
+                self._blocks.close()
+                del self._executor
+                activation = used * command.work_factor + command.extra_bytes
+                self._answer(devices.kv_cache_bytes(self._device, self._config, activation))
+            case Capture():
+                self._executor.capture_graphs(lambda: devices.Capturing(self._device))
+                self._answer(int(self._executor.has_graphs))
+            case _:
+                raise ChannelError(f"{type(command).__name__} comes once")
+
+    def _build(self, command: Build) -> None:
+        descriptor = self._channel.receive_descriptor()
+        if self._cache is not None:
+            self._cache.close()
+        layout, setup = self._setup.layout, self._setup
+        self._cache = KVCache(
+            layout,
+            command.num_blocks,
+            self._device,
+            shared_fd=descriptor,
+            heads=self._shard.part(layout.num_kv_heads),
+        )
+        self._memory_before = devices.reset_peak(self._device)
+        self._executor = LocalExecutor(setup.forward, self._cache, setup.limits)
+
+    @property
+    def _blocks(self) -> KVCache:
+        assert self._cache is not None
+        return self._cache
+
+    def _hear(self, count: int) -> torch.Tensor:
+        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+        self._group.broadcast(tokens)
+        return tokens
+
+    def _answer(self, value: int) -> None:
+        self._channel.send(self._channel.encode(Done(value)))
+
+
+def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
+    """A thread: nothing that the device waits for can keep this process alive without its rank 0."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        leave(1)
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll()
+    leave(1)
+
+
+def _failure(error: EngineError) -> Failed:
+    kind: Kind = next((kind for made, kind in _KINDS if isinstance(error, made)), "other")
+    return Failed(kind, str(error))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 after rank 0 has closed the channel."""
+    descriptor, parent = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process when it is done
+    logging.basicConfig(level=logging.WARNING)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    channel: Channel[Command] = Channel(socket.socket(fileno=descriptor), Command, send_timeout_s=SEND_TIMEOUT_S)
+    follower: Follower | None = None
+    try:
+        follower = Follower(channel)
+        follower.serve()
+    except ChannelError:
+        return 0
+    except EngineError as error:
+        channel.send(channel.encode(_failure(error)))
+        return 1
+    except BaseException as error:  # noqa: BLE001 - the process ends, and rank 0 is told why where it waits to hear
+        traceback.print_exc()
+        channel.send(channel.encode(Failed("other", f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # libraries of devices may wait for ranks that are gone

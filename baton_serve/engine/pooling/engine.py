@@ -1,0 +1,232 @@
+"""The engine of models that answer with vectors: whole inputs in, vectors out, many inputs a pass.
+
+Single-threaded; its owner calls it from one thread. It has no KV cache: blocks are none.
+"""
+
+import logging
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.engine import device
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
+from baton_serve.engine.errors import ConfigError, ModelError, RequestError
+from baton_serve.engine.model.loaded_model import Progress
+from baton_serve.engine.pooling.heads import embedding, pool, scores
+from baton_serve.engine.pooling.kind import Kind
+from baton_serve.engine.pooling.network import Batch
+from baton_serve.engine.pooling.waiting import Item, Waiting
+
+logger = logging.getLogger(__name__)
+
+SPEED_WEIGHT = 0.1
+"""Of the newest pass in the moving average."""
+
+
+class PoolingEngine:
+    """`layout` is that of empty blocks: it tells instances of one model from those of another, no more."""
+
+    def __init__(self, config: EngineConfig, kind: Kind, *, progress: Progress | None = None) -> None:
+        """Loads the model and tries the largest pass. Raises `engine.errors`."""
+        from baton_serve.engine.pooling.loader import (
+            load_pooling_model,  # transformers: seconds that only an engine should cost
+        )
+
+        config.check()
+        report = progress or (lambda what, fraction: None)
+        self.device = device.select_device(config.device)
+        self._model = model = load_pooling_model(config, kind, self.device, report)
+        self.profile = model.profile
+        self.vocab_size = model.vocab_size
+        self.max_model_len = model.max_model_len
+        self.layout = KVLayout(
+            fingerprint=model.fingerprint,
+            num_layers=0,
+            num_kv_heads=0,
+            block_tokens=config.block_size or device.defaults(self.device).block_tokens,
+            head_dim=0,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+        self._max_inputs = config.max_num_seqs
+        self._max_tokens = config.max_num_batched_tokens or device.defaults(self.device).max_num_pooled_tokens
+        self._waiting = Waiting()
+        self._num_left: dict[RequestId, int] = {}
+        """Inputs of a request whose vectors are still to come."""
+        self._tokens_per_s = 0.0
+        self._num_tokens = self._num_passes = 0
+        report("warming up", 0.0)
+        self._exercise()
+        report("ready", 1.0)
+
+    def pool(
+        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
+    ) -> None:
+        """Each input's vector comes with a later step. Raises `RequestError`."""
+        if request_id in self._num_left:
+            raise RequestError("invalid", f"request id {request_id!r} is already in use")
+        self._check(inputs, params)
+        self._waiting.add(request_id, inputs, params, priority)
+        self._num_left[request_id] = len(inputs)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Unknown or finished requests are ignored."""
+        if self._num_left.pop(request_id, None) is not None:
+            self._waiting.discard(request_id)
+
+    def has_work(self) -> bool:
+        return len(self._waiting) > 0
+
+    def step(self) -> StepResult:
+        started = time.monotonic()
+        items = self._waiting.take(max_tokens=self._max_tokens, max_inputs=self._max_inputs)
+        result = StepResult()
+        if not items:
+            return result
+        try:
+            vectors = self._run(items)
+        except torch.OutOfMemoryError:
+            logger.exception("a pass over %d inputs ran out of device memory", len(items))
+            self._give_up(items, result)
+            return result
+        for item, vector in zip(items, vectors, strict=True):
+            result.pooled.append(PooledOutput(item.request_id, item.index, list(vector.shape), vector.tobytes()))
+            self._count(item)
+        num_tokens = sum(item.length for item in items)
+        self._num_tokens += num_tokens
+        self._num_passes += 1
+        speed = num_tokens / max(time.monotonic() - started, 1e-9)
+        self._tokens_per_s += (speed - self._tokens_per_s) * (SPEED_WEIGHT if self._tokens_per_s else 1.0)
+        return result
+
+    def cached_names(self) -> list[BlockName]:
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            free_blocks=0,
+            total_blocks=0,
+            cached_blocks=0,
+            held_blocks=0,
+            running=0,
+            waiting=len(self._waiting),
+            held=0,
+            reserved=0,
+            queued_tokens=self._waiting.num_tokens,
+            prefill_tokens_per_s=self._tokens_per_s,
+            decode_step_s=0.0,
+            preemptions=0,
+            prompt_tokens=self._num_tokens,
+            generated_tokens=0,
+            prefix_query_tokens=0,
+            prefix_hit_tokens=0,
+            steps=self._num_passes,
+        )
+
+    def check_invariants(self) -> None:
+        self._waiting.check_invariants()
+
+    def close(self) -> None:
+        """There is nothing to give up but memory."""
+
+    @torch.inference_mode()
+    def _run(self, items: list[Item]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
+        """A vector or matrix for each item."""
+        batch = self._batch(items)
+        output = self._model.network(batch)
+        vectors: list[Tensor] = [output] * len(items)
+        for params in dict.fromkeys(item.params for item in items):
+            rows = [row for row, item in enumerate(items) if item.params == params]
+            for row, vector in zip(rows, self._heads(output, batch, rows, params), strict=True):
+                vectors[row] = vector[: items[row].length] if params.task == "token_embed" else vector
+        return [vector.cpu().numpy() for vector in vectors]
+
+    def _heads(self, output: Tensor, batch: Batch, rows: list[int], params: PoolingParams) -> Tensor:
+        model = self._model
+        chosen = output if len(rows) == len(output) else output[rows]
+        if model.recipe is None:
+            return scores(chosen, params, model.activation)
+        if params.task == "embed":
+            lengths = batch.lengths if len(rows) == len(output) else batch.lengths[rows]
+            chosen = pool(chosen, lengths, model.recipe.pooling)
+        vectors = chosen.float()
+        for layer in model.dense:
+            vectors = layer(vectors)
+        return embedding(vectors, params, normalize=model.recipe.normalize)
+
+    def _batch(self, items: list[Item]) -> Batch:
+        longest = max(item.length for item in items)
+        ids = np.full((len(items), longest), self._model.pad_id, dtype=np.int64)
+        mask = np.zeros((len(items), longest), dtype=np.int64)
+        for row, item in enumerate(items):
+            ids[row, : item.length] = item.input.token_ids
+            mask[row, : item.length] = 1
+        types: Tensor | None = None
+        if self._model.has_token_types and any(item.input.token_type_ids for item in items):
+            array = np.zeros((len(items), longest), dtype=np.int64)
+            for row, item in enumerate(items):
+                if item.input.token_type_ids:
+                    array[row, : item.length] = item.input.token_type_ids
+            types = torch.from_numpy(array).to(self.device)
+        lengths = torch.tensor([item.length for item in items], device=self.device)
+        return Batch(torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device), lengths, types)
+
+    def _check(self, inputs: list[PoolingInput], params: PoolingParams) -> None:
+        if params.task not in self.profile.tasks:
+            raise RequestError("invalid", f"this model does not serve {params.task}; it serves {self.profile.tasks}")
+        if params.dimensions is not None and not 1 <= params.dimensions <= self.profile.dimensions:
+            raise RequestError("invalid", f"dimensions must lie in 1..{self.profile.dimensions}")
+        for given in inputs:
+            length = len(given.token_ids)
+            if not 0 < length <= self.max_model_len:
+                raise RequestError(
+                    "too_long" if length else "invalid",
+                    f"an input has {length} tokens; the model takes 1..{self.max_model_len}",
+                )
+            if max(given.token_ids) >= self.vocab_size or min(given.token_ids) < 0:
+                raise RequestError("invalid", f"token ids must lie in 0..{self.vocab_size - 1}")
+            types = given.token_type_ids
+            if types is not None and (len(types) != length or set(types) - {0, 1}):
+                raise RequestError("invalid", "token_type_ids must be 0 or 1, one for each token")
+        if not inputs:
+            raise RequestError("invalid", "there is no input")
+
+    def _count(self, item: Item) -> None:
+        self._num_left[item.request_id] -= 1
+        if not self._num_left[item.request_id]:
+            del self._num_left[item.request_id]
+
+    def _give_up(self, items: list[Item], result: StepResult) -> None:
+        """The pass's requests fail; all others live on."""
+        message = "the device ran out of memory; lower max_num_batched_tokens or max_model_len"
+        for request_id in {item.request_id for item in items}:
+            self.cancel(request_id)
+            result.failed.append(FailedRequest(request_id, message))
+
+    def _exercise(self) -> None:
+        """A pass of the largest size, so that memory that does not suffice shows now; on hosts a short one."""
+        limit = self._max_tokens if not device.is_host(self.device) else min(self._max_tokens, 256)
+        longest = self.max_model_len if not device.is_host(self.device) else min(self.max_model_len, 64)
+        params = PoolingParams(task=self.profile.tasks[0])
+        passes = [[longest], [min(longest, 64)] * max(1, min(self._max_inputs, limit // min(longest, 64)))]
+        try:
+            for lengths in passes:
+                items = [
+                    Item(RequestId("warm-up"), row, PoolingInput([0] * length), params, 0, row)
+                    for row, length in enumerate(lengths)
+                ]
+                if any(np.isnan(vector).any() for vector in self._run(items)):
+                    raise ModelError("the model answers with NaN: its weights are broken, or its dtype is too small")
+                started = time.perf_counter()
+                self._run(items)
+                self._tokens_per_s = sum(lengths) / max(time.perf_counter() - started, 1e-9)
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(
+                f"a pass over {self._max_tokens} tokens, or one input of {longest}, does not fit the device's memory;"
+                " lower max_num_batched_tokens or max_model_len"
+            ) from exc

@@ -1,0 +1,272 @@
+"""Loads a model that answers with vectors from a local Hugging Face folder, through transformers.
+
+Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.engine import device
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
+from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
+from baton_serve.engine.loading.gguf import gguf_file
+from baton_serve.engine.model import rotary
+from baton_serve.engine.model.loaded_model import Progress
+from baton_serve.engine.model_folder import (
+    LOAD_ERRORS,
+    HfConfig,
+    first_line,
+    max_model_len_of,
+    read_config,
+    weights_error,
+)
+from baton_serve.engine.pooling.heads import ACTIVATIONS, Activation
+from baton_serve.engine.pooling.kind import Kind, architecture_of
+from baton_serve.engine.pooling.network import EncoderLogits, HiddenStates, LastTokenLogits, Network
+from baton_serve.engine.pooling.recipe import Recipe, read_json, read_recipe
+
+OFFSET_POSITIONS = {"camembert", "data2vec-text", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+"""Model types whose positions begin after the padding token's id, so that fewer tokens fit than positions exist."""
+YES_NO = ["no", "yes"]
+"""What Qwen3-Reranker answers with (its model card): the score is the probability of the second against the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingModel:
+    """`recipe` is None for a classifier, `activation` that of its scores."""
+
+    network: Network
+    dense: list[nn.Module]
+    recipe: Recipe | None
+    activation: Activation
+    profile: PoolingProfile
+    dtype: torch.dtype
+    vocab_size: int
+    pad_id: int
+    has_token_types: bool
+    max_model_len: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    folder: Path
+    config: EngineConfig
+    hf_config: HfConfig
+    dtype: torch.dtype
+    target: torch.device
+
+
+def load_pooling_model(config: EngineConfig, kind: Kind, target: torch.device, progress: Progress) -> PoolingModel:
+    """`kind` is embed or classify. Raises `ModelError` or `ConfigError`."""
+    folder = model_folder(config.model)
+    hf_config = read_config(folder, config)
+    if gguf_file(config) is not None:
+        raise UnsupportedModelError("weights in a GGUF file are served for models that write text, not for vectors")
+    text_config = hf_config.get_text_config()
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{architecture_of(folder)} is an encoder-decoder; encoders and decoders are served"
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "tensor_parallel_size: models that answer with vectors run on one device; start more instances"
+        )
+    if config.quantization is not None:
+        raise ConfigError("quantization is served for models that write text, not for those that answer with vectors")
+    if getattr(text_config, "quantization_config", None) or getattr(hf_config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"the weights in {folder} are quantized, which is served for models that write text, not for those that"
+            " answer with vectors"
+        )
+    dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
+    source = _Source(folder, config, hf_config, dtype, target)
+    progress("loading weights", 0.0)
+    if kind == "embed":
+        model = _embedder(source)
+    elif architecture_of(folder).endswith("ForCausalLM"):
+        model = _token_classifier(source)
+    else:
+        model = _classifier(source)
+    progress("loading weights", 1.0)
+    return model
+
+
+def _embedder(source: _Source) -> PoolingModel:
+    module = _load(source, AutoModel)
+    is_decoder = _is_causal(module)
+    recipe = read_recipe(source.folder, is_decoder=is_decoder)
+    model = _described(source, module, HiddenStates(module, is_decoder=is_decoder), recipe.max_seq_length)
+    dense = [_dense(path, source.target) for path in recipe.dense]
+    size = int(source.hf_config.get_text_config().hidden_size)
+    for layer in dense:
+        size = int(cast(Any, layer)[0].out_features)
+    sizes = [int(n) for n in getattr(source.hf_config, "matryoshka_dimensions", None) or []]
+    profile = PoolingProfile(
+        tasks=["embed", "token_embed"],
+        dimensions=size,
+        is_matryoshka=bool(sizes or getattr(source.hf_config, "is_matryoshka", False)),
+        matryoshka_dimensions=sizes,
+    )
+    return replace(model, recipe=recipe, dense=dense, profile=profile)
+
+
+def _classifier(source: _Source) -> PoolingModel:
+    module = _load(source, AutoModelForSequenceClassification)
+    network: Network = EncoderLogits(module)
+    if _is_causal(module):
+        head = getattr(module, "score", None)
+        if not isinstance(head, nn.Linear):
+            raise UnsupportedModelError(f"{type(module).__name__} has no linear layer 'score' to classify with")
+        network = LastTokenLogits(HiddenStates(_base(module), is_decoder=True), head.weight, head.bias)
+    labels = source.hf_config.id2label
+    profile = PoolingProfile(tasks=["classify"], labels=[str(labels[number]) for number in sorted(labels)])
+    model = _described(source, module, network, None)
+    return replace(model, activation=_activation(source.hf_config), profile=profile)
+
+
+def _token_classifier(source: _Source) -> PoolingModel:
+    """A decoder that says yes or no: its score is the probability of the one token against the other."""
+    words = getattr(source.hf_config, "classifier_from_token", None)
+    if words is None and source.hf_config.model_type == "qwen3":
+        words = YES_NO
+    if not isinstance(words, list) or len(words) != 2:
+        raise UnsupportedModelError(
+            f"{source.folder} has no head that classifies: name its tokens for no and yes as a list"
+            ' "classifier_from_token" in config.json'
+        )
+    no, yes = (_token_id(source.folder, str(word)) for word in words)
+    module = _load(source, AutoModelForCausalLM)
+    head = module.get_output_embeddings()
+    weight = (head.weight[yes].float() - head.weight[no].float())[None].to(source.dtype)
+    network = LastTokenLogits(HiddenStates(_base(module), is_decoder=True), weight, None)
+    model = _described(source, module, network, None)
+    profile = PoolingProfile(tasks=["classify"], labels=[str(words[1])])
+    return replace(model, activation=torch.sigmoid, profile=profile)
+
+
+def _described(source: _Source, module: nn.Module, network: Network, longest: int | None) -> PoolingModel:
+    """Everything that does not depend on what the model is for."""
+    text_config, config = source.hf_config.get_text_config(), source.config
+    max_model_len = _max_model_len(config, text_config, longest)
+    variant = rotary.freeze(module, max_model_len)
+    if config.load_format == "dummy":
+        fingerprint = dummy_fingerprint(source.folder, variant, seed=config.seed, device=source.target.type)
+    else:
+        fingerprint = weights_fingerprint(source.folder, variant)
+    pad_id = getattr(text_config, "pad_token_id", None)
+    return PoolingModel(
+        network=network,
+        dense=[],
+        recipe=None,
+        activation=torch.sigmoid,
+        profile=PoolingProfile(tasks=[]),
+        dtype=source.dtype,
+        vocab_size=int(text_config.vocab_size),
+        pad_id=pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0,
+        has_token_types=(getattr(text_config, "type_vocab_size", None) or 0) > 1,
+        max_model_len=max_model_len,
+        fingerprint=fingerprint,
+    )
+
+
+def _max_model_len(config: EngineConfig, text_config: HfConfig, longest: int | None) -> int:
+    positions = max_model_len_of(config, text_config)
+    if text_config.model_type in OFFSET_POSITIONS:
+        usable = int(text_config.max_position_embeddings) - text_config.pad_token_id - 1
+        if config.max_model_len is not None and config.max_model_len > usable:
+            raise ConfigError(f"max_model_len ({config.max_model_len}) is more than the model was made for ({usable})")
+        positions = min(positions, usable)
+    return positions if config.max_model_len is not None or longest is None else min(positions, longest)
+
+
+def _load(source: _Source, auto_class: Any) -> Any:
+    config = source.config
+    common = {"dtype": source.dtype, "trust_remote_code": config.trust_remote_code}
+    try:
+        if config.load_format == "dummy":
+            torch.manual_seed(config.seed)
+            with torch.device(source.target):
+                module, missing = auto_class.from_config(source.hf_config, **common), []
+        else:
+            module, report = auto_class.from_pretrained(
+                source.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **common
+            )
+            missing = [key for key in sorted(report["missing_keys"]) if not key.startswith("pooler.")]
+            missing += [str(key) for key in sorted(map(str, report["mismatched_keys"]))]
+    except LOAD_ERRORS as exc:
+        raise weights_error(source.folder, exc) from exc
+    if missing:
+        raise ModelError(f"{source.folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
+    return module.to(source.target).eval().requires_grad_(False)
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Each token sees only those before it."""
+    return any(getattr(part, "is_causal", False) is True for part in module.modules())
+
+
+def _base(module: Any) -> nn.Module:
+    base: nn.Module = getattr(module, module.base_model_prefix)
+    return base
+
+
+def _activation(hf_config: HfConfig) -> Activation:
+    """Of the scores: as the config names it, else by the kind of problem."""
+    stated = (getattr(hf_config, "sentence_transformers", None) or {}).get("activation_fn")
+    stated = stated or getattr(hf_config, "sbert_ce_default_activation_function", None)
+    if stated is not None:
+        name = str(stated).rsplit(".", 1)[-1]
+        if name not in ACTIVATIONS:
+            raise UnsupportedModelError(f"config.json names the activation {stated}; served: {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+    problem = getattr(hf_config, "problem_type", None)
+    if problem == "regression":
+        return ACTIVATIONS["Identity"]
+    return (
+        torch.sigmoid if hf_config.num_labels < 2 or problem == "multi_label_classification" else ACTIVATIONS["Softmax"]
+    )
+
+
+def _dense(folder: Path, target: torch.device) -> nn.Module:
+    """A linear layer of Sentence Transformers, in float32."""
+    rules = read_json(folder / "config.json")
+    name = str(rules.get("activation_function", "Identity")).rsplit(".", 1)[-1]
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"{folder} names the activation {name}; served: {', '.join(ACTIVATIONS)}")
+    layer = nn.Linear(int(rules["in_features"]), int(rules["out_features"]), bias=bool(rules.get("bias", True)))
+    try:
+        weights = load_file(folder / "model.safetensors")
+        layer.load_state_dict({key.removeprefix("linear."): value.float() for key, value in weights.items()})
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"{folder}/model.safetensors cannot be loaded: {first_line(exc)}") from exc
+    return nn.Sequential(layer, _Activated(ACTIVATIONS[name])).to(target).requires_grad_(False)
+
+
+class _Activated(nn.Module):
+    def __init__(self, function: Activation) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self._function(values)
+
+
+def _token_id(folder: Path, word: str) -> int:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json: the token {word!r} cannot be found")
+    found = Tokenizer.from_file(str(path)).token_to_id(word)
+    if found is None:
+        raise ModelError(f"{path} has no token {word!r}, which classifier_from_token names")
+    return int(found)

@@ -1,0 +1,117 @@
+"""Inputs that wait for a forward pass, and which of them share the next one. Pure: no tensor, no clock.
+
+A pass pads all its inputs to the longest, so inputs of like lengths go together. The input that has waited longest is
+always among them.
+"""
+
+from bisect import bisect_left, insort
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+
+LEAST_FILL = 0.6
+"""Of the longest input: a shorter one waits for a pass of its like, rather than be padded further."""
+NEGLIGIBLE_TOKENS = 16
+"""Padding of so few tokens costs less than a pass."""
+
+
+class Item(Struct, frozen=True, eq=False, gc=False):
+    """One input of a request. `number` grows with each."""
+
+    request_id: RequestId
+    index: int
+    input: PoolingInput
+    params: PoolingParams
+    priority: int
+    number: int
+
+    @property
+    def length(self) -> int:
+        return len(self.input.token_ids)
+
+
+class _Turn(NamedTuple):
+    priority: int
+    number: int
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self._by_length: list[Item] = []
+        self._turns: list[_Turn] = []
+        self._items: dict[int, Item] = {}
+        self._num_added = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, priority: int) -> None:
+        for index, given in enumerate(inputs):
+            self._num_added += 1
+            item = Item(request_id, index, given, params, priority, self._num_added)
+            self._items[item.number] = item
+            insort(self._by_length, item, key=_length_key)
+            heappush(self._turns, _Turn(priority, item.number))
+            self.num_tokens += item.length
+
+    def discard(self, request_id: RequestId) -> None:
+        for item in [item for item in self._items.values() if item.request_id == request_id]:
+            self._remove(item)
+        self._turns = [turn for turn in self._turns if turn.number in self._items]
+        heapify(self._turns)
+
+    def take(self, *, max_tokens: int, max_inputs: int) -> list[Item]:
+        """The next pass, shortest first: at most `max_tokens` padding included, unless one input alone has more."""
+        while self._turns and self._turns[0].number not in self._items:
+            heappop(self._turns)
+        if not self._turns:
+            return []
+        head = self._items[self._turns[0].number]
+        low = self._position(head)
+        high = low + 1
+        while high - low < max_inputs:
+            longer = self._fits(low, high + 1, max_tokens)
+            shorter = self._fits(low - 1, high, max_tokens)
+            if not longer and not shorter:
+                break
+            if longer and (not shorter or self._distance(high, head) <= self._distance(low - 1, head)):
+                high += 1
+            else:
+                low -= 1
+        taken = self._by_length[low:high]
+        for item in taken:
+            self._remove(item)
+        return taken
+
+    def check_invariants(self) -> None:
+        assert sorted(self._items) == sorted(item.number for item in self._by_length)
+        assert self._by_length == sorted(self._by_length, key=_length_key)
+        assert self.num_tokens == sum(item.length for item in self._by_length)
+        assert set(self._items) <= {turn.number for turn in self._turns}
+
+    def _fits(self, low: int, high: int, max_tokens: int) -> bool:
+        if low < 0 or high > len(self._by_length):
+            return False
+        shortest, longest = self._by_length[low].length, self._by_length[high - 1].length
+        is_alike = longest - shortest <= NEGLIGIBLE_TOKENS or shortest >= LEAST_FILL * longest
+        return is_alike and (high - low) * longest <= max_tokens
+
+    def _distance(self, position: int, head: Item) -> int:
+        return abs(self._by_length[position].length - head.length)
+
+    def _position(self, item: Item) -> int:
+        return bisect_left(self._by_length, _length_key(item), key=_length_key)
+
+    def _remove(self, item: Item) -> None:
+        del self._items[item.number]
+        del self._by_length[self._position(item)]
+        self.num_tokens -= item.length
+
+
+def _length_key(item: Item) -> tuple[int, int]:
+    return item.length, item.number

@@ -1,0 +1,168 @@
+"""Which tokens each row of a step may choose: grammars, allowed_token_ids, bad_words and min_tokens as one set of bits.
+
+On the host and without torch; what these rules say depends on the generated tokens alone. Where min_tokens would leave
+nothing to choose it gives way; where the other rules leave nothing, the request is at fault.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.engine.core.scheduler import SampleRow
+from baton_serve.engine.core.sequence import Sequence as TokenSequence
+from baton_serve.engine.errors import RequestError
+from baton_serve.engine.sample.grammar import Bits, Grammars, GrammarState
+
+
+@dataclass(slots=True)
+class Constraints:
+    """`bits` [masks, bytes]: what is allowed. Row `rows[i]` of the step's choices obeys mask `masks[i]`."""
+
+    bits: Bits
+    rows: list[int] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    """By row: why nothing can be chosen for it."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What does not change while a sequence is written."""
+
+    grammar: GrammarState | None
+    allowed: Bits | None
+
+
+class ConstraintBuilder:
+    """Keeps each sequence's state as long as the sequence lives."""
+
+    def __init__(self, grammars: Grammars, *, vocab_size: int) -> None:
+        self.width = -(-vocab_size // 8)
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._known: WeakKeyDictionary[TokenSequence, _Known] = WeakKeyDictionary()
+
+    def prepare(self, grammar: str) -> None:
+        """Begin to compile a grammar before it is needed; errors are for the sequence that needs it."""
+        self._grammars.prepare(grammar)
+
+    def close(self) -> None:
+        self._grammars.close()
+
+    def build(self, rows: Mapping[int, SampleRow]) -> Constraints:
+        """`rows` are those that `is_constrained` says of, by their place in the step."""
+        failed: dict[int, str] = {}
+        sequences: dict[TokenSequence, _Known] = {}
+        for number, row in rows.items():
+            try:
+                sequences[row.sequence] = self._advanced(row.sequence)
+            except RequestError as exc:
+                failed[number] = exc.message
+        grammar_bits = self._grammar_bits(sequences)
+        bits: list[Bits] = []
+        mask_of: dict[TokenSequence, int] = {}
+        result = Constraints(np.empty((0, self.width), dtype=np.uint8), failed=failed)
+        for number, row in rows.items():
+            if number in failed:
+                continue
+            if row.sequence not in mask_of:
+                try:
+                    mask = self._mask(row.sequence, sequences[row.sequence], grammar_bits.get(row.sequence))
+                except RequestError as exc:
+                    failed[number] = exc.message
+                    continue
+                mask_of[row.sequence] = len(bits)
+                bits.append(mask)
+            result.rows.append(number)
+            result.masks.append(mask_of[row.sequence])
+        if bits:
+            result.bits = np.stack(bits)
+        return result
+
+    def _advanced(self, sequence: TokenSequence) -> _Known:
+        known = self._known.get(sequence)
+        if known is None:
+            sampling = sequence.request.work.sampling
+            grammar = None if sampling.grammar is None else self._grammars.start(sampling.grammar)
+            known = self._known[sequence] = _Known(grammar, self._allowed(sampling))
+        if known.grammar is not None:
+            known.grammar.take(_generated(sequence))
+        return known
+
+    def _grammar_bits(self, sequences: Mapping[TokenSequence, _Known]) -> dict[TokenSequence, Bits]:
+        bound = {s: k.grammar for s, k in sequences.items() if k.grammar is not None and not k.grammar.is_over}
+        if not bound:
+            return {}
+        found = self._grammars.allowed(list(bound.values()))
+        bits = np.zeros((len(bound), self.width), dtype=np.uint8)
+        width = min(self.width, found.shape[1])
+        bits[:, :width] = found[:, :width]
+        return dict(zip(bound, bits, strict=True))
+
+    def _mask(self, sequence: TokenSequence, known: _Known, grammar: Bits | None) -> Bits:
+        """Raises `RequestError` when nothing is left to choose."""
+        if known.grammar is not None and not known.grammar.is_over:
+            known.grammar.check()
+        mask = np.full(self.width, 255, dtype=np.uint8) if grammar is None else grammar
+        if known.allowed is not None:
+            mask &= known.allowed
+        request = sequence.request
+        generated = _generated(sequence)
+        _clear(mask, self._in_vocabulary(banned(request.work.sampling.bad_words, generated)))
+        if not mask.any():
+            raise RequestError("invalid", f"no token may follow: {_rules(request.work.sampling)} exclude all")
+        if len(generated) < request.work.sampling.min_tokens:
+            longer = mask.copy()
+            _clear(longer, self._in_vocabulary(request.stop_ids))
+            mask = longer if longer.any() else mask
+        return mask
+
+    def _allowed(self, sampling: SamplingParams) -> Bits | None:
+        if sampling.allowed_token_ids is None:
+            return None
+        bits = np.zeros(self.width * 8, dtype=np.uint8)
+        bits[sampling.allowed_token_ids] = 1
+        return np.packbits(bits, bitorder="little")
+
+    def _in_vocabulary(self, tokens: Sequence[int] | frozenset[int]) -> list[int]:
+        return [token for token in tokens if 0 <= token < self._vocab_size]
+
+
+def is_constrained(row: SampleRow) -> bool:
+    sampling = row.sequence.request.work.sampling
+    return (
+        sampling.grammar is not None
+        or sampling.allowed_token_ids is not None
+        or bool(sampling.bad_words)
+        or row.sequence.num_generated < sampling.min_tokens
+    )
+
+
+def banned(bad_words: Sequence[Sequence[int]], generated: Sequence[int]) -> list[int]:
+    """The tokens that would complete a bad word."""
+    return [
+        word[-1]
+        for word in bad_words
+        if len(word) == 1 or (len(word) - 1 <= len(generated) and list(generated[1 - len(word) :]) == list(word[:-1]))
+    ]
+
+
+def _generated(sequence: TokenSequence) -> list[int]:
+    return sequence.token_ids[sequence.request.work.num_prompt_tokens :]
+
+
+def _clear(mask: Bits, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        mask[token >> 3] &= ~(1 << (token & 7)) & 255
+
+
+def _rules(sampling: SamplingParams) -> str:
+    rules = {
+        "the grammar": sampling.grammar is not None,
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_words": bool(sampling.bad_words),
+    }
+    return " and ".join(name for name, is_set in rules.items() if is_set)

@@ -1,0 +1,149 @@
+"""Chooses tokens from logits, a batch at a time. What is asked for is in each request's SamplingParams.
+
+Order, as in vLLM: what is allowed at all (`masks`), logit_bias, penalties, temperature, min_p, top_k, top_p; then the
+inverse of the cumulative probability, in vocabulary order, at the token's own random number. No row sees another.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_serve.contracts.messages import TokenLogprobs
+from baton_serve.engine.core.sampling_rules import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
+from baton_serve.engine.core.scheduler import Sampled, SampleRow
+from baton_serve.engine.sample.logprobs import row_logprobs
+from baton_serve.engine.sample.penalties import Penalties
+from baton_serve.engine.sample.token_masks import Masks
+
+CANDIDATES = 1024
+"""Sorting a whole vocabulary is slow; the largest logits nearly always hold all that top_k and top_p keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    tokens: Tensor  # int64 [num_rows], on the device
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Sampler:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._penalties = Penalties(device)
+
+    def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: Masks | None = None) -> Sampled:
+        """As `choose`, and waits for the device."""
+        choice = self.choose(logits, rows, masks=masks)
+        return Sampled(choice.tokens.tolist(), choice.logprobs)
+
+    def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: Masks | None = None) -> Choice:
+        """logits [num_rows, vocab_size], of any floating dtype.
+
+        Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary. A row
+        with NaN has the token vocab_size."""
+        params = [row.sequence.request.work.sampling for row in rows]
+        if masks is None and wants_largest(rows):
+            return Choice(_largest(logits))
+        raw = logits.float()
+        scores = self._adjusted(raw, rows, masks)
+        random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+        tokens = _largest(scores)
+        if random:
+            picked = self._upload(random)
+            tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
+        wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        if not wanted:
+            return Choice(tokens)
+        return Choice(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted))
+
+    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: Masks | None) -> Tensor:
+        """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
+        scores = raw.clone()
+        if masks is not None:
+            masks.apply(scores)
+        biased = [
+            (i, token, bias)
+            for i, row in enumerate(rows)
+            for token, bias in row.sequence.request.work.sampling.logit_bias.items()
+        ]
+        if biased:
+            row_index = self._upload([b[0] for b in biased])
+            token_index = self._upload([b[1] for b in biased])
+            scores[row_index, token_index] += self._upload([b[2] for b in biased])
+        penalised = [i for i, r in enumerate(rows) if has_penalties(r.sequence.request.work.sampling)]
+        if penalised:
+            picked = self._upload(penalised)
+            scores[picked] = self._penalties.apply(scores[picked], [rows[i].sequence for i in penalised])
+        return scores
+
+    def _draw(self, scores: Tensor, rows: Rows[SampleRow]) -> Tensor:
+        params = [row.sequence.request.work.sampling for row in rows]
+        scores = scores / self._column([p.temperature for p in params])
+        if any(p.min_p > 0.0 for p in params):  # p / p_max >= min_p, without a softmax
+            floor = scores.amax(dim=-1, keepdim=True) + self._column([p.min_p for p in params]).log()
+            scores = scores.masked_fill(scores < floor, float("-inf"))
+        vocab_size = scores.shape[1]
+        cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < vocab_size]
+        if cut:
+            picked = self._upload(cut)
+            top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in (params[i] for i in cut)]
+            top_p = [params[i].top_p for i in cut]
+            scores[picked] = keep_most_likely(
+                scores[picked],
+                self._upload(top_k)[:, None],
+                self._column(top_p),
+            )
+        points = [uniform(p.seed, row.index, row.sequence.num_generated) for p, row in zip(params, rows, strict=True)]
+        return invert_cumulative(scores, self._upload(points, dtype=torch.float64))
+
+    def _column(self, values: list[float]) -> Tensor:
+        return self._upload(values, dtype=torch.float32)[:, None]
+
+    def _upload(self, values: object, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Without waiting for what the device is doing."""
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+def wants_largest(rows: Rows[SampleRow]) -> bool:
+    """Each row's token is its largest logit, if nothing is forbidden, and nobody wants to know more."""
+    return all(is_plain_greedy(row.sequence.request.work.sampling) for row in rows)
+
+
+def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = CANDIDATES) -> Tensor:
+    """All but the `top_k` largest become -inf, and of these all but the fewest whose probability reaches `top_p`.
+
+    scores [rows, vocab]; top_k (vocab: all) and top_p [rows, 1].
+    """
+    vocab_size = scores.shape[1]
+    width = min(num_candidates, vocab_size)
+    values, tokens = scores.topk(width, dim=-1)
+    in_top_k = torch.arange(width, device=scores.device) < top_k
+    among_all = scores.logsumexp(dim=-1, keepdim=True)
+    among_top_k = values.masked_fill(~in_top_k, float("-inf")).logsumexp(dim=-1, keepdim=True)
+    probabilities = (values - torch.where(top_k < vocab_size, among_top_k, among_all)).exp()
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # With top_p = 1 nothing may be lost to the rounding of the sum.
+    kept = in_top_k & ((before < top_p) | (top_p >= 1.0))
+    kept[:, 0] = True
+    result = torch.full_like(scores, float("-inf"))
+    result.scatter_(1, tokens, values.masked_fill(~kept, float("-inf")))
+    if width < vocab_size:
+        is_sum_known = (top_k <= width) | (top_k >= vocab_size)
+        unsure = ((top_k > width) & (kept[:, -1:] | ~is_sum_known))[:, 0].nonzero()[:, 0]
+        if unsure.numel():
+            result[unsure] = keep_most_likely(scores[unsure], top_k[unsure], top_p[unsure], num_candidates=vocab_size)
+    return result
+
+
+def _largest(scores: Tensor) -> Tensor:
+    found = scores.max(dim=-1)
+    return found.indices.masked_fill_(found.values.isnan(), scores.shape[1])
+
+
+def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
+    """For each row the first token, in vocabulary order, at which the cumulative probability passes its point. Of a
+    row with NaN none does: its token is vocab_size."""
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    targets = points[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0]

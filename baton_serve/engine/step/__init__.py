@@ -1,0 +1,1 @@
+"""One engine step: setup, planning, launching, and what happens between the layers."""

@@ -1,0 +1,96 @@
+"""Makes the KV cache, on all ranks, as large as what is left beside the weights and the largest step."""
+
+import torch
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.core.host_tier import HostTier
+from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.execution.executor import LocalExecutor
+from baton_serve.engine.execution.runner import Runner
+from baton_serve.engine.execution.setup import Setup
+from baton_serve.engine.kv import capacity
+from baton_serve.engine.kv.host_blocks import HostBlocks
+from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.parallel.commands import Measure
+from baton_serve.engine.parallel.ranks import Ranks
+from baton_serve.engine.parallel.tp_leader import lead
+from baton_serve.engine.sample.token_masks import Masking
+from baton_serve.engine.step.warm_up import exercise
+
+SAMPLER_COPIES = 6
+"""Float32 copies of a batch's logits that sampling with every option keeps at once."""
+
+
+class CacheMaker:
+    def __init__(
+        self, config: EngineConfig, setup: Setup, device: torch.device, ranks: Ranks, *, vocab_size: int
+    ) -> None:
+        self._config = config
+        self._forward = setup.forward
+        self._layout = setup.layout
+        self._limits = setup.limits
+        self._device = device
+        self._ranks = ranks
+        self._vocab_size = vocab_size
+
+    @property
+    def captures_graphs(self) -> bool:
+        return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
+
+    def count_blocks(self, masking: Masking) -> int:
+        """Usable ones, block 0 not among them. Computes the largest step to see what it needs."""
+        config, override = self._config, self._config.num_gpu_blocks_override
+        if override is not None:
+            return capacity.count_blocks(self._layout, 0, override)
+        if devices.is_host(self._device):  # one memory holds all ranks' blocks
+            available = devices.kv_cache_bytes(self._device, config, 0)
+            memory = devices.memory(self._device)
+            capacity.check_host(available, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes)
+        elif config.kv_cache_bytes is not None:
+            available = config.kv_cache_bytes * self._ranks.shard.size
+        else:
+            available = self._measure(masking) * self._ranks.shard.size
+        return capacity.count_blocks(self._layout, available, None)
+
+    def make(self, num_blocks: int) -> KVCache:
+        """On all ranks, in one memory of the host."""
+        shard = self._ranks.shard
+        heads = None if shard.is_whole else shard.part(self._layout.num_kv_heads)
+        cache = KVCache(self._layout, num_blocks, self._device, heads=heads)
+        self._ranks.build(num_blocks, cache.shared_fd)
+        return cache
+
+    def make_host_tier(self, cache: KVCache) -> HostBlocks:
+        """Without `host_kv_bytes` it does nothing. Raises `ConfigError`."""
+        num_bytes = self._config.host_kv_bytes
+        if not num_bytes:
+            return HostBlocks(cache, None)
+        if cache.is_mirrored:
+            raise ConfigError(
+                f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.shard.size} devices of"
+                " tensor_parallel_size holds a part of every block: leave one of the two out"
+            )
+        num_slots = num_bytes // cache.block_bytes
+        if not num_slots:
+            raise ConfigError(f"host_kv_bytes is {num_bytes}, less than one block of {cache.block_bytes} bytes")
+        return HostBlocks(cache, HostTier(num_slots))
+
+    def _measure(self, masking: Masking) -> int:
+        """Bytes that each rank has for its part of the KV cache, beside its weights and what the largest step needs."""
+        tokens = self._limits.max_num_batched_tokens
+        num_blocks = 2 + -(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs
+        cache = self.make(num_blocks)
+        before = devices.reset_peak(self._device)
+        executor = lead(LocalExecutor(self._forward, cache, self._limits), self._ranks)
+        exercise(Runner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
+        used = devices.peak_bytes(self._device) - before
+        cache.close()
+        del executor
+        # Graphs keep scratch memory of their own; a decode step needs less than the largest step.
+        measure = Measure(
+            work_factor=2 if self.captures_graphs else 1,
+            extra_bytes=SAMPLER_COPIES * 4 * self._limits.max_num_seqs * self._vocab_size,
+        )
+        activation = used * measure.work_factor + measure.extra_bytes
+        return self._ranks.available_bytes(devices.kv_cache_bytes(self._device, self._config, activation), measure)

@@ -1,0 +1,1 @@
+"""The consuming side of a node: fetches blocks from producers."""

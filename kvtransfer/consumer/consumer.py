@@ -1,0 +1,369 @@
+"""The consuming side of a node: fetches, each driven by a `ConsumerSession`, over connections to producers."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+import zmq
+
+from baton_serve.contracts.identity import BlockName, TicketId
+from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer import errors
+from baton_serve.kvtransfer.consumer.connections import Connections
+from baton_serve.kvtransfer.consumer.copying import Assembly, CopyJob, CopyResult, Receipt, StopFlag, StreamLanding
+from baton_serve.kvtransfer.consumer.fetching import Fetching, FetchOptions, FetchResult
+from baton_serve.kvtransfer.consumer.link import ConsumerLink
+from baton_serve.kvtransfer.consumer.renewals import Renewals
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renewed, ToConsumer
+from baton_serve.kvtransfer.session.consumer import ConsumerSession
+from baton_serve.kvtransfer.session.steps import (
+    Arrived,
+    Ask,
+    ConsumerStep,
+    Copy,
+    Fault,
+    Give,
+    Placement,
+    Relink,
+    StopCopies,
+    Succeed,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerSide:
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._fetches: dict[TicketId, Fetching] = {}
+        self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
+        self._renewals = Renewals(context.limits.lease_s / 3)
+        self.connections = Connections(context, on_message=self._receive, on_lost=self._lost, on_broken=self._broken)
+
+    async def fetch(
+        self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions
+    ) -> FetchResult:
+        self._check(ticket, wanted)
+        fetching = self._begin(ticket, wanted, options)
+        session, context = fetching.session, self._context
+        self._fetches[ticket.ticket] = fetching
+        self._connect(fetching, context.settings.connect_timeout_s)
+        try:
+            return await asyncio.shield(fetching.future)
+        except asyncio.CancelledError:
+            self._apply(fetching, session.cancel())
+            await _settled(fetching.future)
+            raise
+        finally:
+            del self._fetches[ticket.ticket]
+            if fetching.landing is not None:
+                context.landings.end(fetching.landing)
+            if fetching.connecting is not None:
+                fetching.connecting.cancel()
+
+    def cancel(self, ticket: TicketId) -> None:
+        """A fetch that has not begun yet will meet a tombstone."""
+        self._cancelled[ticket] = None
+        while len(self._cancelled) > self._context.settings.max_tombstones:
+            self._cancelled.popitem(last=False)
+        fetching = self._fetches.get(ticket)
+        if fetching is not None:
+            self._apply(fetching, fetching.session.cancel())
+
+    def tick(self, now: float) -> None:
+        for fetching in list(self._fetches.values()):
+            self._apply(fetching, fetching.session.tick(now))
+        self.connections.tick(now, {fetching.link for fetching in self._fetches.values() if fetching.link is not None})
+        if self._renewals.is_due(now):
+            for link in self.connections:
+                self._renew(link, now)
+
+    def num_sessions(self) -> int:
+        return len(self._fetches)
+
+    async def close(self) -> None:
+        running = list(self._fetches.values())
+        for fetching in running:
+            self._apply(fetching, fetching.session.close())
+        for fetching in running:
+            await _settled(fetching.future)
+        await self.connections.close()
+
+    def check_invariants(self) -> None:
+        for fetching in self._fetches.values():
+            fetching.session.check_invariants()
+
+    def _check(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]]) -> None:
+        context = self._context
+        if (ticket.sink, ticket.sink_generation) != (context.instance, context.generation):
+            raise errors.UnknownTicket(f"ticket {ticket.ticket} is for {ticket.sink}, not for this instance")
+        if ticket.ticket in self._cancelled:
+            raise errors.TransferCancelled(f"ticket {ticket.ticket} was cancelled")
+        if ticket.ticket in self._fetches:
+            raise errors.LocalTransferError(f"ticket {ticket.ticket} is being fetched already")
+        if len(self._fetches) >= context.settings.max_fetches:
+            raise errors.TooManyFetches(f"{len(self._fetches)} fetches are running")
+        bad = [block for _, block in wanted if not 0 <= block < context.memory.num_blocks]
+        if bad:
+            raise errors.LocalTransferError(f"block {bad[0]} is not one of {context.memory.num_blocks}")
+
+    def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions) -> Fetching:
+        context, translation = self._context, options.translation
+        now, layout, landing = context.clock(), context.layout, None
+        context.pages.make(block for _, block in wanted)
+        if translation is not None and translation.layout != layout:
+            layout, landing = translation.layout, context.landings.begin(translation, wanted)
+            wanted = landing.wanted
+        session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
+        future: asyncio.Future[FetchResult] = context.loop.create_future()
+        return Fetching(session, future, options, now, layout=layout, landing=landing)
+
+    def _connect(self, fetching: Fetching, timeout_s: float) -> None:
+        """At once if a connection is ready."""
+        ticket = fetching.ticket
+        link = self.connections.ready(ticket.source_address, ticket.source_generation)
+        if link is not None:
+            self._linked(fetching, link)
+        else:
+            fetching.connecting = self._context.loop.create_task(self._wait_for_link(fetching, timeout_s))
+
+    async def _wait_for_link(self, fetching: Fetching, timeout_s: float) -> None:
+        ticket, session = fetching.ticket, fetching.session
+        try:
+            link = await self.connections.get(ticket.source_address, ticket.source_generation, timeout_s)
+        except errors.PeerLost as exc:
+            self._apply(fetching, session.link_failed(Fault.LOST, str(exc)))
+        except errors.Refused as exc:
+            self._apply(fetching, session.link_failed(Fault.REFUSED, str(exc)))
+        except errors.TransportUnavailable as exc:
+            fault = Fault.CORRUPT if fetching.is_damaged else Fault.REFUSED
+            self._apply(fetching, session.link_failed(fault, str(exc)))
+        else:
+            self._linked(fetching, link)
+
+    def _linked(self, fetching: Fetching, link: ConsumerLink) -> None:
+        transport = link.transport
+        if transport is None or not link.is_up:
+            self._connect(fetching, self._context.settings.relink_timeout_s)
+            return
+        if link.layout != fetching.layout:
+            reason = f"layouts differ: producer {link.layout}, the fetch is for one of {fetching.layout}"
+            self._apply(fetching, fetching.session.link_failed(Fault.REFUSED, reason))
+            return
+        fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
+        fetching.block_bytes = link.block_bytes
+        fetching.stop = StopFlag()
+        steps = fetching.session.linked(
+            transport.name, pulls=transport.pulls, now=self._context.clock(), parts=link.parts
+        )
+        self._apply(fetching, steps)
+
+    def _lost(self, link: ConsumerLink, reason: str, dead: bool) -> None:
+        now = self._context.clock()
+        for fetching in list(self._fetches.values()):
+            if fetching.link is link:
+                self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
+
+    def _broken(self, link: ConsumerLink, transport: str, reason: str) -> None:
+        """This transport carries nothing any more: all that use it fetch again by another."""
+        if not link.demote(transport, reason):
+            return
+        now = self._context.clock()
+        for fetching in list(self._fetches.values()):
+            if fetching.link is link and fetching.session.transport == transport:
+                self._apply(fetching, fetching.session.transport_lost(reason, now))
+
+    def _receive(self, link: ConsumerLink, message: ToConsumer, frames: list[zmq.Frame]) -> None:
+        match message:
+            case Bytes():
+                self._take_bytes(link, message, frames)
+            case Renewed():
+                self._renewed(link, message, self._context.clock())
+            case Ready() | Blocks() | Done() | Fail():
+                self._hear(link, message, frames)
+            case _:
+                link.lose("it sent a message out of turn")
+
+    def _hear(self, link: ConsumerLink, message: Ready | Blocks | Done | Fail, frames: list[zmq.Frame]) -> None:
+        now, fetching = self._context.clock(), self._fetches.get(message.ticket)
+        if fetching is None or fetching.link is not link:
+            if isinstance(message, Blocks):
+                self._pass_over(link, message, frames)
+            if fetching is None and isinstance(message, Blocks | Done):
+                link.send(Release(message.ticket, message.attempt, "unknown"))
+            return
+        if isinstance(message, Done):
+            fetching.done_at = now
+        steps = fetching.session.handle(message, now)
+        if isinstance(message, Blocks):
+            copies = [step for step in steps if isinstance(step, Copy)]
+            for step in copies:
+                self._copy(fetching, step.placements, message, frames)
+            if not copies:
+                self._pass_over(link, message, frames)
+        self._apply(fetching, steps)
+
+    def _apply(self, fetching: Fetching, steps: Sequence[ConsumerStep]) -> None:
+        for step in steps:
+            match step:
+                case Ask():
+                    if fetching.link is not None:
+                        fetching.link.send(step.message)
+                case Copy():
+                    continue  # done where its message was received
+                case Arrived():
+                    self._tell(fetching, step)
+                case StopCopies():
+                    self._stop(fetching)
+                case Relink():
+                    self._relink(fetching, step)
+                case Succeed() | Give():
+                    self._end(fetching, step)
+
+    def _tell(self, fetching: Fetching, step: Arrived) -> None:
+        if not fetching.tell(step):
+            self._apply(fetching, fetching.session.cancel())
+
+    def _end(self, fetching: Fetching, step: Succeed | Give) -> None:
+        if isinstance(step, Succeed):
+            fetching.succeed(fetching.result(step, self._context.clock()))
+        else:
+            fetching.fail(step.fault, step.reason)
+
+    def _relink(self, fetching: Fetching, step: Relink) -> None:
+        link, settings, peer = fetching.link, self._context.settings, fetching.ticket.source
+        logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
+        self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
+        if step.demote is not None and link is not None:
+            self._broken(link, step.demote, step.reason)
+        self._connect(fetching, settings.connect_timeout_s if step.demote else settings.relink_timeout_s)
+
+    def _stop(self, fetching: Fetching) -> None:
+        fetching.stop.is_set = True
+        if fetching.link is not None:
+            for receipt in fetching.link.receipts.values():
+                if receipt.stop is fetching.stop:
+                    receipt.kick()
+
+    def _copy(
+        self, fetching: Fetching, placements: Sequence[Placement], message: Blocks, frames: Sequence[zmq.Frame]
+    ) -> None:
+        """Inline if it is little, else in a thread, or as the bytes come in."""
+        context, link, inlet = self._context, fetching.link, fetching.inlet
+        assert link is not None and inlet is not None
+        size = fetching.block_bytes // message.parts
+        num_bytes = len(message.pieces) * size
+        link.meter.announced(len(placements) * size, context.clock())
+        report = partial(self._reported, fetching, link, size)
+        if message.epoch:
+            assembly = Assembly(inlet, placements, size)
+            landing = StreamLanding(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
+            self._expect(link, message, landing)
+            return
+        if fetching.is_buffered and not frames:
+            assembly = Assembly(inlet, placements, size)
+            link.receipts[message.parcel] = Receipt(
+                assembly, num_bytes=num_bytes, stop=fetching.stop, workers=context.workers, report=report
+            )
+            return
+        each = len(frames) // len(message.pieces)
+        buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
+        job = CopyJob(inlet, placements, buffers, fetching.stop)
+        credit, parcel = sum(len(frame) for frame in frames), message.parcel if inlet.stages else 0
+        if len(placements) * size <= context.settings.inline_bytes and not inlet.stages:
+            report(job.run(), credit)
+            return
+
+        def run() -> None:
+            context.workers.post(partial(report, job.run(), credit, parcel))
+
+        context.workers.submit(run)
+
+    def _expect(self, link: ConsumerLink, message: Blocks, landing: StreamLanding) -> None:
+        stream = link.stream(message.epoch)
+        if stream is None:
+            landing.abandon("the pair was given up")
+        else:
+            stream.expect(message.pieces, landing)
+
+    def _pass_over(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
+        """Nobody wants these blocks (any more), but their bytes must be taken out of the way."""
+        link.credit(sum(len(frame) for frame in frames))
+        if not message.epoch and not frames:
+            link.send(Got(0, message.parcel))
+        if message.epoch and (inlet := link.inlet) is not None:
+            size, parts = link.block_bytes // message.parts, message.parts
+            assembly, num_bytes, report = (
+                Assembly(inlet, [], size),
+                len(message.pieces) * size,
+                lambda _, credit: link.credit(credit),
+            )
+            landing = StreamLanding(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
+            self._expect(link, message, landing)
+
+    def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
+        receipt = link.receipts.get(message.parcel)
+        if receipt is None:
+            link.credit(sum(len(frame) for frame in frames))
+        elif receipt.feed([frame.buffer for frame in frames]):
+            del link.receipts[message.parcel]
+
+    def _reported(
+        self, fetching: Fetching, link: ConsumerLink, size: int, result: CopyResult, credit: int, parcel: int = 0
+    ) -> None:
+        """`size`: of each placement."""
+        if parcel:
+            link.send(Got(credit, parcel))
+        elif credit:
+            link.credit(credit)
+        ended = len(result.copied) + len(result.damaged) + len(result.abandoned)
+        if ended:
+            link.meter.delivered(ended * size, self._context.clock())
+        self._copied(fetching, size, result)
+
+    def _copied(self, fetching: Fetching, size: int, result: CopyResult) -> None:
+        context, session = self._context, fetching.session
+        peer, transport, now = fetching.ticket.source, session.transport, context.clock()
+        if result.copied:
+            self._apply(fetching, session.copied(result.copied, now))
+            num_bytes = len(result.copied) * size
+            context.observer.moved(peer=peer, transport=transport, direction="received", num_bytes=num_bytes)
+        if result.damaged:
+            fetching.is_damaged = True
+            context.observer.mismatched(peer=peer, transport=transport, blocks=len(result.damaged))
+            self._apply(fetching, session.damaged(result.damaged, now))
+        if result.abandoned:
+            self._apply(fetching, session.abandoned(result.abandoned, now, result.error))
+
+    def _renew(self, link: ConsumerLink, now: float) -> None:
+        attempts = {
+            fetching.ticket.ticket: fetching.session.attempt
+            for fetching in self._fetches.values()
+            if fetching.link is link and fetching.session.attempt
+        }
+        if attempts:
+            link.send(self._renewals.renew(attempts, now))
+
+    def _renewed(self, link: ConsumerLink, message: Renewed, now: float) -> None:
+        for confirmed in self._renewals.confirm(message):
+            fetching = self._fetches.get(confirmed.ticket)
+            if fetching is None or fetching.link is not link or fetching.session.attempt != confirmed.attempt:
+                continue
+            if confirmed.is_known:
+                fetching.session.renewed(confirmed.sent_at)
+            else:
+                self._apply(fetching, fetching.session.forgotten(confirmed.attempt, now))
+
+
+async def _settled(future: "asyncio.Future[FetchResult]") -> None:
+    """Wait for the end, whatever it is, even if cancelled meanwhile: copies are bounded."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,48 @@
+"""The ladders of a node's consumer, one per producing process: they outlive connections, not processes."""
+
+from collections import OrderedDict
+
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.kvtransfer.frames import Welcome
+from baton_serve.kvtransfer.ladder import Ladder, LadderLimits, Rung
+from baton_serve.kvtransfer.settings import PROBED, TransferSettings
+from baton_serve.kvtransfer.transports.port import Transport
+
+MAX_LADDERS = 4096
+
+
+class Ladders:
+    def __init__(self, settings: TransferSettings, transports: dict[str, Transport]) -> None:
+        self._settings = settings
+        self._transports = transports
+        self._known: OrderedDict[tuple[str, InstanceId, Generation], Ladder] = OrderedDict()
+
+    def of(self, address: str, welcome: Welcome) -> Ladder:
+        """Of the process that answers at this address. What it offers does not change while it lives."""
+        key = (address, welcome.instance, welcome.generation)
+        ladder = self._known.get(key)
+        if ladder is None:
+            ladder = self._known[key] = self._new(welcome)
+        self._known.move_to_end(key)
+        while len(self._known) > MAX_LADDERS:
+            self._known.popitem(last=False)
+        return ladder
+
+    def _new(self, welcome: Welcome) -> Ladder:
+        settings = self._settings
+        rungs: list[Rung] = []
+        notes: list[str] = []
+        for name, transport in self._transports.items():
+            if name in welcome.transports:
+                rungs += [Rung(name, dialect) for dialect in transport.dialects] or [Rung(name)]
+            else:
+                notes.append(f"{name}: not offered by the producer")
+        if settings.peer_access == "0" and "auto" in settings.transports:
+            notes.append(f"{PROBED}: left out by CCL_TOPO_P2P_ACCESS=0")
+        return Ladder(
+            rungs,
+            unproved=settings.unproved(),
+            forced=settings.forced(),
+            notes=notes,
+            limits=LadderLimits(retry_s=settings.probe_retry_s),
+        )

@@ -1,0 +1,374 @@
+"""A connection to one producer: hello, the ladder of transports, liveness. Broken, it is replaced, never repaired."""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import zmq
+
+from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.wire import WireError, encode
+from baton_serve.kvtransfer.consumer.copying import Receipt
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.conversion.plan import wire_layout
+from baton_serve.kvtransfer.errors import PeerLost, Refused, TransportUnavailable
+from baton_serve.kvtransfer.frames import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Detach,
+    Detached,
+    Got,
+    Hello,
+    Join,
+    Offer,
+    Probe,
+    Probing,
+    Refuse,
+    ToConsumer,
+    ToProducer,
+    Welcome,
+    consumer_decoder,
+    peer_of,
+)
+from baton_serve.kvtransfer.ladder import Ladder, Rung
+from baton_serve.kvtransfer.liveness import ProcessWatch, watch_process
+from baton_serve.kvtransfer.meter import Meter
+from baton_serve.kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
+from baton_serve.kvtransfer.transports.port import Converter, Inlet, Stream, Target, Transport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LAST_WORDS_S = 0.25
+"""A dying peer's own connections may break before the system says that it is dead."""
+
+
+class ConsumerLink:
+    """`open()` it once; then `inlet` is the best transport that works, or `only`."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        address: str,
+        *,
+        on_message: Callable[["ConsumerLink", ToConsumer, list[zmq.Frame]], None],
+        on_lost: Callable[["ConsumerLink", str, bool], None],
+        on_broken: Callable[["ConsumerLink", str, str], None],
+        only: Rung | None = None,
+    ) -> None:
+        self.address = address
+        self.peer: tuple[InstanceId, Generation] | None = None
+        self.layout = context.layout
+        """The producer's, once it has said so."""
+        self.parts = 1
+        self.block_bytes = 0
+        """Of a whole block as it travels by `transport`."""
+        self.transport: Transport | None = None
+        self.inlet: Inlet | None = None
+        self.ladder: Ladder | None = None
+        """Known once the producer has answered."""
+        self.is_up = True
+        self.receipts: dict[int, Receipt] = {}
+        self.meter = Meter()
+        self._context = context
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_broken = on_broken
+        self._only = only
+        self._rung: Rung | None = None
+        self._epoch = 0
+        self._credit = 0
+        self._probing: asyncio.Future[Probing] | None = None
+        self._answers: dict[int, asyncio.Future[Attached]] = {}
+        self._welcome: asyncio.Future[Welcome] = context.loop.create_future()
+        self._attaching: asyncio.Task[None] | None = None
+        self._gone: asyncio.Future[None] = context.loop.create_future()
+        self._watch: ProcessWatch | None = None
+        self._socket = self._connected()
+        self._joined: list[LoopSocket] = []
+        """Further connections, for bytes alone. One that breaks is the link's end."""
+
+    async def open(self, timeout_s: float) -> None:
+        """Raises `PeerLost`, `Refused` or `TransportUnavailable`."""
+        context = self._context
+        self.send(
+            Hello(
+                protocol=PROTOCOL,
+                instance=context.instance,
+                generation=context.generation,
+                layout=context.layout,
+                host=context.host,
+                transports=list(context.transports),
+                connections=context.settings.zeromq_connections,
+            )
+        )
+        try:
+            async with asyncio.timeout(timeout_s):  # `wait_for` may forget that it was cancelled
+                welcome = await asyncio.shield(self._welcome)
+        except TimeoutError as exc:
+            self.lose("no answer to hello")
+            raise PeerLost(f"{self.address} did not answer within {timeout_s:g} s") from exc
+        self.peer, self.layout, self.parts = peer_of(welcome), welcome.layout, welcome.parts
+        if self.layout != context.layout or context.memory.block_bytes % self.parts:
+            self.parts = 1  # parts of a converted block would mean nothing here
+        self.ladder = context.ladders.of(self.address, welcome)
+        self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
+        await self.attach()
+
+    @property
+    def name(self) -> InstanceId:
+        """Of the instance at the other end; its address until that is known."""
+        return self.peer[0] if self.peer is not None else InstanceId(self.address)
+
+    @property
+    def is_attaching(self) -> bool:
+        return self._attaching is not None
+
+    def is_ready(self) -> bool:
+        return self.is_up and self.inlet is not None and self._attaching is None
+
+    async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
+        """The producer's answer once its process serves. Raises `PeerLost` or TimeoutError."""
+        self._probing = self._context.loop.create_future()
+        self.send(Probe(number, list(rungs)))
+        async with asyncio.timeout(2 * timeout_s):
+            while (answer := await self._unless_lost(_result_of(self._probing))).number != number:
+                self._probing = self._context.loop.create_future()
+            return answer
+
+    async def attach(self) -> None:
+        """Wait for the best transport that is left. Raises `TransportUnavailable` or `PeerLost`."""
+        if self.inlet is None and self._attaching is None:
+            self._attaching = self._context.loop.create_task(self._climb())
+        if self._attaching is not None:
+            await asyncio.shield(self._attaching)
+
+    def demote(self, name: str, reason: str) -> bool:
+        """Use this transport no more until a probe has proved it again. False: it is not in use."""
+        if self.transport is None or self.transport.name != name:
+            return False
+        logger.warning("peer=%s transport %s demoted: %s", self.name, name, reason)
+        if self.ladder is not None and self._rung is not None:
+            self.ladder.demoted(self._rung, reason, self._context.clock())
+        self._context.observer.switched(peer=self.name, transport=name, change="demoted")
+        self._only = None
+        inlet, self.inlet, self.transport = self.inlet, None, None
+        if inlet is not None:
+            inlet.close()
+        self.send(Detach(name, self._epoch))
+        return True
+
+    def stream(self, epoch: int) -> Stream | None:
+        """Where the bytes of this epoch's announcements are to be taken from; None: it was given up."""
+        return self.inlet.stream if self.inlet is not None and epoch == self._epoch else None
+
+    def is_same_host(self) -> bool:
+        return self._welcome.done() and self._welcome.result().host.boot_id == self._context.host.boot_id
+
+    def is_dead(self) -> bool:
+        return self._watch is not None and self._watch.is_dead()
+
+    def send(self, message: ToProducer) -> None:
+        if not self.is_up:
+            return
+        try:
+            self._socket.send([encode(message)])
+        except zmq.ZMQError as exc:
+            logger.info("%s connection lost on send: %s", self.address, exc)
+            self._context.loop.call_soon(self.lose, "connection lost")
+
+    def credit(self, num_bytes: int) -> None:
+        """Tell the producer, once for all that this turn of the loop has taken out of the connection."""
+        if num_bytes and not self._credit:
+            self._context.loop.call_soon(self._give_credit)
+        self._credit += num_bytes
+
+    def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
+        """The connection is of no use any more; `on_lost` is told once."""
+        if not self.is_up:
+            return
+        self.is_up = False
+        self._gone.set_result(None)
+        for joined in self._joined:
+            joined.close()
+        self._socket.close(linger_ms=linger_ms)
+        dead = dead or self.is_dead()
+        if self._watch is not None:
+            self._watch.close()
+        if self.inlet is not None:
+            self.inlet.close()
+        waiting: list[asyncio.Future[Any]] = [self._welcome, *self._answers.values()]
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(PeerLost(f"{self.address}: {reason}"))
+                answer.exception()
+        self._on_lost(self, reason, dead)
+
+    async def close(self) -> None:
+        self.lose("closed", linger_ms=FAREWELL_MS)
+        if self._attaching is not None:
+            self._attaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):
+                await self._attaching
+
+    async def _climb(self) -> None:
+        context, welcome, ladder = self._context, self._welcome.result(), self.ladder
+        assert ladder is not None
+        try:
+            for rung in ladder.order(context.clock()) if self._only is None else [self._only]:
+                try:
+                    inlet = await self._unless_lost(self._attach_by(rung, welcome))
+                except TransportUnavailable as exc:
+                    ladder.missing(rung, str(exc), context.clock())
+                    self.send(Detach(rung.transport, self._epoch))
+                    continue
+                self.inlet, self.transport, self._rung = inlet, context.transports[rung.transport], rung
+                if self.transport.buffers:
+                    self._widen(welcome)
+                ladder.attached(rung, context.clock(), self._difference())
+                why = "; ".join(ladder.why())
+                logger.info("peer=%s transport=%s chosen by %s (%s)", self.name, rung, ladder.choice(), why)
+                return
+            await self._unless_lost(asyncio.sleep(LAST_WORDS_S))
+            raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(ladder.why())}")
+        finally:
+            self._attaching = None
+
+    def _connected(self) -> LoopSocket:
+        socket, settings = self._context.zmq.socket(zmq.DEALER), self._context.settings
+        configure(socket, settings)
+        encrypt(socket, settings, listens=False)
+        socket.connect(self.address)
+        return LoopSocket(socket, on_message=self._receive, on_down=self._on_down)
+
+    def _widen(self, welcome: Welcome) -> None:
+        """Make the connections that both ends allow; the producer uses each once it has joined."""
+        allowed = min(welcome.connections, self._context.settings.zeromq_connections)
+        for _ in range(allowed - 1 - len(self._joined)):
+            joined = self._connected()
+            self._joined.append(joined)
+            joined.send([encode(Join(welcome.secret))])
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises `PeerLost` as soon as the connection is: what cannot be interrupted is left behind."""
+        task = self._context.loop.create_task(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            raise PeerLost(f"{self.address}: connection lost")
+        return task.result()
+
+    async def _attach_by(self, rung: Rung, welcome: Welcome) -> Inlet:
+        context, transport = self._context, self._context.transports[rung.transport]
+        wire = wire_layout(self.layout, context.layout, narrows=transport.narrows)
+        offer = await self._ask_for(rung)
+        try:
+            inlet = await transport.attach(welcome, offer, self._target(wire))
+        except TransportUnavailable:
+            raise
+        except Exception as exc:
+            logger.exception("transport %s cannot be attached", transport.name)
+            raise TransportUnavailable(f"{type(exc).__name__}: {exc}") from exc
+        if not self.is_up:
+            inlet.close()
+            raise PeerLost(f"{self.address}: connection lost")
+        self.block_bytes = wire.block_bytes
+        return inlet
+
+    def _target(self, wire: KVLayout) -> Target:
+        context = self._context
+        if self.layout != context.layout:
+            return Target(context.memory, _converter(context, wire))
+        return Target(context.memory)
+
+    def _give_credit(self) -> None:
+        num_bytes, self._credit = self._credit, 0
+        self.send(Got(num_bytes))
+
+    def _difference(self) -> str:
+        source, sink = self.layout, self._context.layout
+        if source == sink:
+            by = f", by {len(self._joined) + 1} connections" if self._joined else ""
+            return f"{by}, tails in {self.parts} parts" if self.parts > 1 else by
+        ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
+        return f", converting {ends[0]} to {ends[1]}"
+
+    async def _ask_for(self, rung: Rung) -> Offer:
+        """Each attachment is an epoch of its own. Raises `TransportUnavailable` or `PeerLost`."""
+        self._epoch += 1
+        epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s
+        answer: asyncio.Future[Attached] = self._context.loop.create_future()
+        self._answers[epoch] = answer
+        dialects = [rung.dialect] if rung.dialect else []
+        self.send(Attach(transport=rung.transport, epoch=epoch, dialects=dialects))
+        try:
+            async with asyncio.timeout(timeout_s):
+                attached = await answer
+        except TimeoutError as exc:
+            raise TransportUnavailable(f"the producer was not ready for it within {timeout_s:g} s") from exc
+        finally:
+            del self._answers[epoch]
+        if attached.offer is None:
+            raise TransportUnavailable(attached.reason)
+        return attached.offer
+
+    def _on_down(self, _: int) -> None:
+        for socket in (self._socket, *self._joined):
+            socket.drain()
+        self.lose("connection lost")
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        try:
+            message = consumer_decoder.decode(frames[0].buffer)
+        except WireError as exc:
+            logger.warning("undecodable message of %s: %s", self.address, exc)
+            self.lose("it sent an undecodable message")
+            return
+        if isinstance(message, Refuse):
+            if not self._welcome.done():
+                self._welcome.set_exception(Refused(message.reason))
+                self._welcome.exception()
+            self.lose(message.reason)
+        elif isinstance(message, Welcome | Attached | Probing):
+            self._answered(message)
+        elif isinstance(message, Detached):
+            if message.epoch == self._epoch and self.transport is not None:
+                self._on_broken(self, self.transport.name, message.reason)
+        else:
+            self._on_message(self, message, frames[1:])
+
+    def _answered(self, message: Welcome | Attached | Probing) -> None:
+        match message:
+            case Welcome():
+                _resolve(self._welcome, message)
+            case Attached():
+                _resolve(self._answers.get(message.epoch), message)
+            case Probing():
+                _resolve(self._probing, message)
+
+
+def _converter(context: NodeContext, wire: KVLayout) -> Converter:
+    """Loads torch, which every process that has a model has loaded."""
+    module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
+    converter: Converter = module.Converter(context.landings, wire, context.layout, context.memory)
+    return converter
+
+
+def _resolve(future: "asyncio.Future[T] | None", value: T) -> None:
+    """Answers that nobody waits for, or that come twice, change nothing."""
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+async def _result_of(future: "asyncio.Future[T]") -> T:
+    return await future

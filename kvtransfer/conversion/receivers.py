@@ -1,0 +1,137 @@
+"""Blocks of another layout, verified as they travelled and then placed token by token in this node's own blocks.
+
+A placement's destination is a place of `Landings`. Host memory and memory of a device are written alike, as tensors.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.conversion.tensors import place
+from baton_serve.kvtransfer.errors import TransportUnavailable
+from baton_serve.kvtransfer.memory import BlockMemory, DeviceMemory, address_of
+from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
+from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
+from baton_serve.kvtransfer.transports.port import Buffer, Intake
+
+
+class HostTensor:
+    """`kvtransfer.memory.DeviceMemory` over memory of the host."""
+
+    shared_fd = None
+    host_view = None
+
+    def __init__(self, memory: BlockMemory) -> None:
+        assert memory.host_view is not None
+        self.num_blocks = memory.num_blocks
+        self.block_bytes = memory.block_bytes
+        self.device_tensor: Any = as_tensor(memory.host_view).view(self.num_blocks, self.block_bytes)
+
+    def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        return ()
+
+
+def as_tensors(memory: BlockMemory) -> DeviceBlocks:
+    if memory.host_view is not None:
+        return DeviceBlocks(HostTensor(memory))
+    device: Any = memory
+    checked: DeviceMemory = device
+    return DeviceBlocks(checked)
+
+
+def as_tensor(view: memoryview) -> Tensor:
+    """uint8, the same memory, which the caller keeps alive."""
+    size = view.nbytes
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address_of(view)), dtype=torch.uint8)
+
+
+class Converter:
+    """Places bytes of the `wire` layout in a node's memory. From any thread."""
+
+    def __init__(self, landings: Landings, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:
+        self.wire = wire
+        self._landings = landings
+        self._layout = layout
+        self._blocks = as_tensors(memory)
+        self.waits = memory.host_view is None
+        """`place` waits for a device."""
+
+    def place(self, destination: int, block: memoryview) -> None:
+        """`block` is a whole one of the producer's, verified."""
+        targets = self._landings.targets(destination)
+        blocks = [target.block for target in targets]
+        self._blocks.check(blocks)
+        with self._blocks.on_stream():
+            self._blocks.after_computing(blocks)
+            place(as_tensor(block).to(self._blocks.device), self.wire, targets, self._blocks.tensor, self._layout)
+        self._blocks.wait()
+
+
+class MappedInlet:
+    """Reads blocks where a producer shows them to this process: its memory, or slots of its ring."""
+
+    stream = None
+
+    def __init__(self, source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> None:
+        self.stages = is_ring or converter.waits
+        self._source: HostBlocks | None = source
+        self._converter = converter
+
+    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        source = self._source
+        if source is None:
+            raise TransportUnavailable("the connection was closed")
+        if placement.checksum is not None and source.checksum(placement.source) != placement.checksum:
+            return False
+        self._converter.place(placement.destination, source.view(placement.source))
+        return True
+
+    def intake(self, placement: Placement) -> Intake:
+        raise TransportUnavailable("this transport sends no bytes")
+
+    def close(self) -> None:
+        self._source = None
+
+
+class FrameInlet:
+    """Gathers a block's frames, and converts it when it is whole."""
+
+    stream = None
+
+    def __init__(self, converter: Converter) -> None:
+        self.stages = converter.waits
+        self._converter = converter
+
+    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+        intake = self.intake(placement)
+        for frame in frames:
+            intake.take(frame)
+        return intake.is_right()
+
+    def intake(self, placement: Placement) -> "GatheredIntake":
+        return GatheredIntake(self._converter, placement)
+
+    def close(self) -> None:
+        return
+
+
+class GatheredIntake:
+    def __init__(self, converter: Converter, placement: Placement) -> None:
+        size = converter.wire.block_bytes
+        self._view = memoryview(bytearray(size))
+        self._intake = BlockIntake(HostBlocks(self._view, 1, size), 0, placement.checksum)
+        self._converter = converter
+        self._destination = placement.destination
+        self.take = self._intake.take
+
+    def is_right(self) -> bool:
+        matches = self._intake.is_right()
+        if matches:
+            self._converter.place(self._destination, self._view)
+        return matches

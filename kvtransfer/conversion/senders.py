@@ -1,0 +1,34 @@
+"""Blocks that leave in a smaller dtype than the one they lie in: the consumer would round them anyway."""
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.conversion.receivers import as_tensors
+from baton_serve.kvtransfer.conversion.tensors import recoded
+from baton_serve.kvtransfer.frames import Offer
+from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.devicecopy import HostArea
+from baton_serve.kvtransfer.transports.port import Chosen, Prepared
+from baton_serve.kvtransfer.transports.staged import StagedFrames, hashed, pinned
+
+
+class NarrowingOutlet(StagedFrames):
+    def __init__(
+        self, offer: Offer, memory: BlockMemory, settings: TransferSettings, *, layout: KVLayout, wire: KVLayout
+    ) -> None:
+        super().__init__(offer, settings, wire.block_bytes)
+        self._blocks = as_tensors(memory)
+        self._layout, self._wire = layout, wire
+
+    def prepare(self, chosen: Chosen) -> Prepared:
+        """Blocks that are converted travel whole."""
+        source, size, blocks = self._blocks, self._wire.block_bytes, chosen.blocks
+        source.check(blocks)
+        view = pinned(len(blocks) * size, source.device)
+        area = HostArea(view, size, source.device, is_pinned=True)
+        with source.on_stream():
+            source.after_computing(blocks)
+            for place, block in enumerate(blocks):
+                area.fill(place, recoded(source.tensor[block : block + 1], self._layout, self._wire), source)
+        source.wait()
+        views = [view[place * size : (place + 1) * size] for place in range(len(blocks))]
+        return Prepared(blocks, hashed(views, chosen.checked), [view])

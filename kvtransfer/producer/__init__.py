@@ -1,0 +1,1 @@
+"""The producing side of a node: sends blocks to consumers."""

@@ -1,0 +1,69 @@
+"""Reads which cores this process may use: affinity mask, hyperthreads, NUMA nodes, limits of cgroups."""
+
+import os
+from pathlib import Path
+
+from baton_serve.services.common.cpus.allocation import Cpu, Host
+
+
+def this_host(root: Path = Path("/")) -> Host:
+    """`root` is where `sys` and `proc` lie."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return Host(tuple(_cpu(root, number) for number in allowed), _quota(root))
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """Of the kernel's form: 0-3,8."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+def _cpu(root: Path, number: int) -> Cpu:
+    """A machine that does not tell is taken for one of whole cores on one node."""
+    folder = root / f"sys/devices/system/cpu/cpu{number}"
+    try:
+        siblings = cpu_list((folder / "topology/thread_siblings_list").read_text().strip())
+    except (OSError, ValueError):
+        siblings = (number,)
+    nodes = [int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")]
+    return Cpu(number, min(siblings), min(nodes, default=0))
+
+
+def _quota(root: Path) -> float | None:
+    """The least of all groups above this process, version 2 or 1."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found: list[float] = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = ["cpu", "cpu,cpuacct", "cpuacct,cpu"] if controllers else ["", "unified"]
+        for mount in mounts:
+            top = root / "sys/fs/cgroup" / mount
+            group = top / path.strip("/")
+            # In a container the path may be the host's, and its own group lies at the top.
+            for folder in (top, *(g for g in (group, *group.parents) if g.is_relative_to(top) and g != top)):
+                limit = _limit(folder)
+                found += [] if limit is None else [limit]
+    return min(found, default=None)
+
+
+def _limit(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if quota in ("max", "-1"):
+        return None
+    return int(quota) / int(period)

@@ -1,0 +1,150 @@
+"""Accepts the connections of an HTTP server: as many as there are slots and descriptors for, and refuses others."""
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+
+from baton_serve.services.common.http.slots import Slot, Slots
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTS_PER_TURN = 64
+_PAUSE_S = 0.2
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_REASON = b"This server has too many connections."
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b" % (len(_REASON), _REASON)
+)
+_LOG_EVERY_S = 10.0
+
+
+class Listener:
+    """Owns each accepted socket until a protocol has it. `listening` stays its caller's."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        protocol: Callable[[Slot], asyncio.Protocol],
+        *,
+        slots: Slots,
+        tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float = 10.0,
+    ) -> None:
+        self._listening = listening
+        self._protocol = protocol
+        self._slots = slots
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._is_exhausted = False
+        self._num_refused = 0
+        self._logged_at = -_LOG_EVERY_S
+
+    def start(self) -> None:
+        self._loop.add_reader(self._listening, self._accept_all)
+
+    def close(self) -> None:
+        """Accept nothing more. Connections that a protocol has stay."""
+        self._loop.remove_reader(self._listening)
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
+        for task in self._connecting:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        if self._connecting:
+            await asyncio.wait(self._connecting)
+
+    def _accept_all(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, address = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                if exc.errno not in _EXHAUSTED:
+                    raise
+                self._pause(exc)
+                return
+            if self._is_exhausted:
+                self._is_exhausted = False
+                logger.info("connections are accepted again")
+            self._take(connection, address[0])
+
+    def _pause(self, reason: OSError) -> None:
+        """Until something may have been closed. New connections wait in the kernel's queue."""
+        if not self._is_exhausted:
+            self._is_exhausted = True
+            logger.warning(
+                "no connection can be accepted: %s; %d are open (raise ulimit -n, or lower --max-connections)",
+                reason.strerror,
+                len(self._slots),
+            )
+        self._slots.evict()
+        self._loop.remove_reader(self._listening)
+        self._resuming = self._loop.call_later(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        self.start()
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        slot = self._slots.admit(address)
+        if slot is None:
+            self._refuse(connection, address)
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = self._loop.create_task(self._connect(connection, slot))
+        slot.on_evicted = task.cancel
+        self._connecting.add(task)
+        task.add_done_callback(partial(self._on_connected, connection, slot))
+
+    async def _connect(self, connection: socket.socket, slot: Slot) -> None:
+        if self._tls is None:
+            await self._loop.connect_accepted_socket(lambda: self._protocol(slot), connection)
+        else:
+            await self._loop.connect_accepted_socket(
+                lambda: self._protocol(slot),
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+            )
+
+    def _on_connected(self, connection: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        if task.cancelled() or (failure := task.exception()) is not None:
+            connection.close()
+            slot.release()
+            if not task.cancelled():
+                logger.debug("a connection from %s has failed: %s", slot.address, failure)
+
+    def _refuse(self, connection: socket.socket, address: str) -> None:
+        """With an answer, where it need not be encrypted and leaves at once."""
+        with connection:
+            connection.setblocking(False)
+            if self._tls is None:
+                try:
+                    connection.send(_REFUSAL)
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.recv(64 * 1024)  # closing with unread data would take the answer back
+                except OSError:
+                    pass
+        self._num_refused += 1
+        now = self._loop.time()
+        if now - self._logged_at >= _LOG_EVERY_S:
+            logger.warning(
+                "%d connections refused, the last from %s: %d are open (see --max-connections)",
+                self._num_refused,
+                address,
+                len(self._slots),
+            )
+            self._num_refused, self._logged_at = 0, now

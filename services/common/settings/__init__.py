@@ -1,0 +1,1 @@
+"""Settings of a process, from flags, variables, a file and defaults."""

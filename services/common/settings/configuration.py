@@ -1,0 +1,213 @@
+"""Settings of a process: a frozen Struct filled from flag > variable > file > default, checked, told about in --help.
+
+The only code that reads the environment. Whatever is unknown or not allowed stops the process with one line and
+status 2.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar, cast
+
+import msgspec
+import yaml
+
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.settings.command_line import CommandLine, OptionError
+from baton_serve.services.common.settings.options import Option, Value, options_of
+from baton_serve.services.common.version import VERSION
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+ROLES = ("serve", "router", "prefill", "decode", "unified", "doctor", "drain", "rotate")
+VARIABLE = "BATON__"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[S]):
+    """`others` are the values given for options that belong to other processes, by name; `sections` the other roles'
+    sections of the file, unchecked."""
+
+    settings: S
+    others: Mapping[str, Value]
+    sections: Mapping[str, Mapping[str, object]]
+
+
+def load(
+    cls: type[S], argv: Sequence[str], environ: Mapping[str, str], *, prefix: str, program: str, description: str
+) -> S:
+    """`prefix` is `BATON__ROUTER__`. Exits: 0 after --help or --version, 2 with one line on stderr for any mistake."""
+    return load_with(cls, (), argv, environ, prefix=prefix, program=program, description=description).settings
+
+
+def load_settings(cls: type[S], argv: Sequence[str], *, prefix: str, program: str, description: str) -> S:
+    """`load` with this process's environment."""
+    return load(cls, argv, os.environ, prefix=prefix, program=program, description=description)
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment, to be passed on to child processes and to `load_with`."""
+    return dict(os.environ)
+
+
+def load_with(
+    cls: type[S],
+    others: Sequence[Option],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prefix: str,
+    program: str,
+    description: str,
+) -> Loaded[S]:
+    """As `load`, and takes the options of `others` too; of options of one name, the first counts."""
+    own = options_of(cls)
+    foreign: dict[str, Option] = {}
+    for option in others:
+        if option.name not in {mine.name for mine in own}:
+            foreign.setdefault(option.name, option)
+    reader = _Reader([*own, *foreign.values()], prefix, program)
+    try:
+        given, sections = reader.read(argv, environ, description)
+        missing = [option for option in own if option.is_required and option.name not in given]
+        if missing:
+            name = missing[0].name.upper() if missing[0].is_positional else missing[0].flag
+            raise ConfigurationError(f"{name} is required ({missing[0].description})")
+        settings = _make(cls, {option.name: given[option.name] for option in own if option.name in given})
+    except (ConfigurationError, OptionError) as exc:
+        stop(program, str(exc))
+    return Loaded(settings, {name: value for name, value in given.items() if name in foreign}, sections)
+
+
+def stop(program: str, reason: str) -> NoReturn:
+    """One line on stderr, status 2."""
+    sys.stderr.write(f"{program}: {' '.join(reason.split())}\n")
+    raise SystemExit(2)
+
+
+def to_argv(values: Mapping[str, object]) -> list[str]:
+    """Flags that give `values` to another process; None is left out."""
+    argv: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True:
+                argv.append(flag)
+            case False:
+                argv.append("--no-" + flag.removeprefix("--"))
+            case list():
+                argv += [f"{flag}={item}" for item in value]
+            case dict():
+                argv.append(f"{flag}={msgspec.json.encode(value).decode()}")
+            case _:
+                argv.append(f"{flag}={value}")
+    return argv
+
+
+def _make(cls: type[S], values: Mapping[str, Value]) -> S:
+    """A Struct may refuse a combination of values with `ValueError` in its `__post_init__`."""
+    try:
+        return cls(**values)
+    except ValueError as exc:
+        raise ConfigurationError(str(exc)) from exc
+
+
+class _Reader:
+    def __init__(self, options: list[Option], prefix: str, program: str) -> None:
+        self._options = {option.name: option for option in options}
+        self._prefix = prefix
+        self._role = prefix.removeprefix(VARIABLE).strip("_").lower()
+        self._program = program
+
+    def read(
+        self, argv: Sequence[str], environ: Mapping[str, str], description: str
+    ) -> tuple[dict[str, Value], dict[str, Mapping[str, object]]]:
+        """All values given, checked, and the sections of other roles."""
+        line = CommandLine(
+            list(self._options.values()),
+            program=self._program,
+            description=description,
+            prefix=self._prefix,
+            version=VERSION,
+        )
+        flags = line.parse(argv)
+        variables = self._variables(environ)
+        path = flags.pop("config", None) or variables.pop("config", None)
+        in_file, sections = self._file(str(path)) if path else ({}, {})
+        given: dict[str, Value] = {}
+        for name, option in self._options.items():
+            for source, where in (
+                (flags, name if option.is_positional else option.flag),
+                (variables, self._prefix + name.upper()),
+                (in_file, f"{path}: {name}"),
+            ):
+                if name in source:
+                    given[name] = option.convert(source[name], where)
+                    break
+        return given, sections
+
+    def _variables(self, environ: Mapping[str, str]) -> dict[str, object]:
+        """An empty variable counts as not set."""
+        found: dict[str, object] = {}
+        for variable, value in environ.items():
+            if not variable.startswith(VARIABLE):
+                continue
+            role, _, name = variable.removeprefix(VARIABLE).lower().partition("__")
+            if role not in ROLES:
+                known = ", ".join(f"{VARIABLE}{role.upper()}__…" for role in ROLES)
+                raise ConfigurationError(f"unknown variable {variable} (known: {known})")
+            if role != self._role:
+                continue
+            if name not in self._options and name != "config":
+                hint = nearest(variable, [self._prefix + known.upper() for known in self._options])
+                raise ConfigurationError(f"unknown variable {variable}{self._or_help(hint)}")
+            if value:
+                found[name] = value
+        return found
+
+    def _file(self, path: str) -> tuple[dict[str, object], dict[str, Mapping[str, object]]]:
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = yaml.safe_load(file)
+        except OSError as exc:
+            raise ConfigurationError(f"--config {path}: {exc.strerror}") from exc
+        except (yaml.YAMLError, UnicodeDecodeError) as exc:
+            raise ConfigurationError(f"--config {path} is not YAML: {exc}") from exc
+        values: dict[str, object] = {}
+        sections: dict[str, Mapping[str, object]] = {}
+        for key, value in _mapping(content, path).items():
+            name = key.replace("-", "_")
+            if name in ROLES and (isinstance(value, dict) or name not in self._options):
+                sections[name] = {
+                    inner.replace("-", "_"): item for inner, item in _mapping(value, f"{path}: {key}").items()
+                }
+            else:
+                values[name] = value
+        values |= sections.pop(self._role, {})
+        for name in values:
+            if name not in self._options:
+                raise ConfigurationError(
+                    f"{path}: unknown key {name}{self._or_help(nearest(name, list(self._options)))}"
+                )
+        return values, sections
+
+    def _or_help(self, hint: str) -> str:
+        return hint or f" (known: see {self._program} --help)"
+
+
+def _mapping(content: object, where: str) -> dict[str, object]:
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigurationError(f"{where} does not hold `name: value` lines")
+    return cast(dict[str, object], content)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """` (did you mean …?)`, or nothing when no known name is near."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""

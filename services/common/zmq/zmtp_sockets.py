@@ -1,0 +1,289 @@
+"""DEALER and ROUTER on connections of the event loop, for what is not encrypted: TCP, and Unix sockets between
+processes of one user.
+
+The library gives its sockets to a thread of its own: each message then wakes two threads on its way. Here a message is
+written and read by the loop itself. Either end may have the library at its other end.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import urlsplit
+
+from baton_serve.contracts.same_user import stranger
+from baton_serve.contracts.wire import MAX_FRAME_BYTES
+from baton_serve.services.common.errors import PeerUnreachable
+from baton_serve.services.common.http.late_timer import LateTimer
+from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, framed, handshake
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+SILENCE_S = 30.0
+ANY_UNIX_SOCKET = "ipc://@*"
+"""To start a `ZmtpRouter` at: a name that nobody else can have taken before."""
+_ABSTRACT = "ipc://@"
+_RECONNECT_S = 0.1
+_MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+"""To one peer, connected or not. One message more is taken."""
+
+
+class ZmtpDealer:
+    """`zmq.rpc.Dealer`. Connects, again and again until somebody listens; is lost with its connection."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+    ) -> None:
+        """`address` is `tcp://HOST:PORT`, or `ipc://@NAME` of a process of this user."""
+        self._address = address
+        self._connection = _Connection(b"DEALER", on_message, on_lost, most_unsent_bytes)
+        self._connecting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._connecting = asyncio.create_task(self._connect(), name="zmtp-connect")
+
+    def send(self, message: bytes) -> None:
+        """Raises `PeerUnreachable` when the peer takes nothing of what it is sent."""
+        self._connection.send(message)
+
+    def drain(self) -> None:
+        """What has come was handed on as it came."""
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Unsent messages get `linger_ms` to leave."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._connection.close(linger_ms)
+
+    async def _connect(self) -> None:
+        while True:
+            try:
+                await self._open()
+            except OSError:  # nobody listens yet: whoever waits for an answer gives up, not this
+                await asyncio.sleep(_RECONNECT_S)
+            else:
+                return
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._address.startswith(_ABSTRACT):
+            connecting = socket.socket(socket.AF_UNIX)
+            try:
+                connecting.setblocking(False)
+                await loop.sock_connect(connecting, _abstract_path(self._address))
+                await loop.create_unix_connection(lambda: self._connection, sock=connecting)
+            except BaseException:
+                connecting.close()
+                raise
+            return
+        parts = urlsplit(self._address)
+        await loop.create_connection(lambda: self._connection, parts.hostname or "", parts.port or 0)
+
+
+class ZmtpRouter:
+    """`services.common.zmq.rpc.Router`. Closes connections that are silent: every peer sends a heartbeat."""
+
+    def __init__(
+        self,
+        *,
+        on_message: Callable[[bytes, bytes], None],
+        on_lost: Callable[[bytes, str], None],
+        handshake_s: float = HANDSHAKE_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._patience = (handshake_s, silence_s)
+        self._log = LimitedLog(logger)
+        self._connections: dict[bytes, _Connection] = {}
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self, address: str) -> str:
+        """Raises `OSError` when the address is in use. At a Unix socket only this user's processes and root's are
+        answered."""
+        loop = asyncio.get_running_loop()
+        if address.startswith(_ABSTRACT):
+            address = f"{_ABSTRACT}baton-{secrets.token_hex(16)}" if address == ANY_UNIX_SOCKET else address
+            bound = _bound(socket.AF_UNIX, _abstract_path(address))
+            self._server = await loop.create_unix_server(self._accept, sock=bound)
+            return address
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+        bound = _bound(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, parts.port or 0))
+        self._server = await loop.create_server(self._accept, sock=bound)
+        return f"tcp://{parts.netloc.rpartition(':')[0]}:{bound.getsockname()[1]}"
+
+    def send(self, peer: bytes, message: bytes) -> None:
+        """Raises `PeerUnreachable`."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise PeerUnreachable("the receiver is gone")
+        connection.send(message)
+
+    async def close(self, linger_ms: int = 0) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections.values():
+            connection.close(linger_ms)
+        self._connections.clear()
+
+    def _accept(self) -> "_Connection":
+        peer = secrets.token_bytes(8)
+
+        def on_lost(reason: str) -> None:
+            del self._connections[peer]
+            self._on_lost(peer, reason)
+
+        connection = _Connection(
+            b"ROUTER",
+            lambda message: self._on_message(peer, message),
+            on_lost,
+            patience=self._patience,
+            log=self._log,
+        )
+        self._connections[peer] = connection
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One end of one connection; `on_lost` is called once, unless it is closed here.
+
+    What one turn of the loop sends leaves together at its end, and not before the handshake's: sooner, the library at
+    the other end would take a message for an error.
+    """
+
+    def __init__(
+        self,
+        socket_type: bytes,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+        *,
+        patience: tuple[float, float] | None = None,
+        log: LimitedLog | None = None,
+    ) -> None:
+        """`patience`: seconds for the handshake, and between two reads after it. None: the caller has its own."""
+        self._socket_type = socket_type
+        self._patience = patience
+        self._log = log or LimitedLog(logger)
+        self._timer: LateTimer | None = None
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._most_unsent_bytes = most_unsent_bytes
+        self._reader = ZmtpReader()
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
+        self._num_unsent = 0
+        self._is_flush_due = False
+        self._is_closed = False
+
+    def send(self, message: bytes) -> None:
+        written = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if written + self._num_unsent > self._most_unsent_bytes:
+            raise PeerUnreachable("the receiver does not read: its queue is full")
+        frame = framed(message)
+        self._unsent.append(frame)
+        self._num_unsent += len(frame)
+        if self._reader.is_ready and not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.close()
+            self._timer = None
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+            asyncio.get_running_loop().call_later(linger_ms / 1e3, self._transport.abort)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if self._unsent and self._reader.is_ready and self._transport is not None:
+            data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
+            self._unsent.clear()
+            self._num_unsent = 0
+            if not self._transport.is_closing():
+                self._transport.write(data)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._is_closed:
+            self._transport.abort()
+        elif (uid := stranger(transport.get_extra_info("socket"))) is not None:
+            self._log.warning("a connection is refused: the other end is a process of another user (uid %d)", uid)
+            self._lose("the other end is a process of another user")
+        else:
+            self._transport.write(handshake(self._socket_type))
+            if self._patience is not None:
+                loop = asyncio.get_running_loop()
+                self._timer = LateTimer(loop)
+                self._timer.set(loop.time() + self._patience[0], self._on_silence)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                if self._is_closed:
+                    return
+                self._hand_on(message)
+        except ZmtpError as exc:
+            self._log.warning("a connection ends: %s", exc)
+            self._lose("the handshake failed")
+        if self._reader.is_ready:
+            self._on_ready_data()
+        if self._unsent and not self._is_flush_due:
+            self._flush()  # the handshake may just have ended
+
+    def _on_ready_data(self) -> None:
+        if self._timer is not None and self._patience is not None:
+            self._timer.set(asyncio.get_running_loop().time() + self._patience[1], self._on_silence)
+        pong, self._reader.pong = self._reader.pong, None
+        if pong is None or self._transport is None or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() < self._most_unsent_bytes:
+            self._transport.write(pong)
+
+    def _on_silence(self) -> None:
+        """Nothing says that the other end is there; a peer that is not may have left without a word."""
+        self._lose("nothing came for too long")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("the connection broke")
+
+    def _hand_on(self, message: bytes) -> None:
+        try:
+            self._on_message(message)
+        except Exception:
+            logger.exception("a received message could not be handled")
+
+    def _lose(self, reason: str) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_lost(reason)
+
+
+def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
+    """Raises `OSError` when `where` is in use."""
+    bound = socket.socket(family)
+    try:
+        if family != socket.AF_UNIX:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _abstract_path(address: str) -> str:
+    return "\0" + address.removeprefix(_ABSTRACT)

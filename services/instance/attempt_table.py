@@ -1,0 +1,197 @@
+"""Which requests are here, whose they are, and what the results of a step mean for their routers.
+
+Pure bookkeeping: no socket, clock or task. A router may use any request id, even one that another router or an attempt
+that is still ending uses: inside the process each attempt has an id of its own.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from baton_serve.contracts.events import Tier
+from baton_serve.contracts.identity import InstanceId, RequestId
+from baton_serve.contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
+from baton_serve.engine.core.outputs import CompletedBlocks, CompletedPart, FirstTokenInfo, SequenceOutput
+from baton_serve.services.common.tracing import NO_SPAN, Span
+from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.instance.ports import StepResult
+
+
+class Progress(Protocol):
+    """What the engine reports of one request, as far as its role cares. Calls must not block."""
+
+    def completed(self, blocks: CompletedBlocks) -> None: ...
+    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+        """Some groups of their layers; `completed` follows."""
+
+    def token(self, output: SequenceOutput) -> None: ...
+    def held(self, at: float) -> None:
+        """The prompt is computed and its first tokens were reported; `at` is when the step ended."""
+
+    def ended(self) -> None:
+        """No sequence is left."""
+
+    def failed(self, code: ErrorCode, message: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Blocks of the prompt that came from another instance's cache."""
+
+    source: InstanceId
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One attempt at a request. `work.request_id` is the id inside this process."""
+
+    router: RouterId
+    request_id: RequestId
+    work: Work
+    progress: Progress | None = None
+    live: set[int] = field(init=False)
+    """Indexes of the sequences that are still to be written."""
+    is_admitted: bool = False
+    """The engine runs its sequences, so that one of them can be cancelled."""
+    span: Span = NO_SPAN
+    pulled: Pulled | None = None
+
+    def __post_init__(self) -> None:
+        self.live = set(self.work.sequences)
+
+    def end_sequence(self, sequence: int) -> None:
+        if sequence in self.live:
+            self.live.discard(sequence)
+            if not self.live and self.progress is not None:
+                self.progress.ended()
+
+
+class RequestTable:
+    def __init__(self) -> None:
+        self._by_id: dict[RequestId, Request] = {}
+        self._by_router: dict[RouterId, dict[RequestId, Request]] = {}
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, router: RouterId, work: Work) -> Request:
+        """The caller has seen to it that the router has no live attempt with this id (`find`)."""
+        self._num_added += 1
+        inner = RequestId(f"{work.request_id}#{self._num_added}")
+        request = Request(router, work.request_id, msgspec.structs.replace(work, request_id=inner))
+        self._by_id[inner] = request
+        self._by_router.setdefault(router, {})[work.request_id] = request
+        return request
+
+    def find(self, router: RouterId, request_id: RequestId) -> Request | None:
+        return self._by_router.get(router, {}).get(request_id)
+
+    def detach(self, request: Request) -> None:
+        """The router has given this attempt up: it hears no more of it and may use the id again."""
+        attempts = self._by_router.get(request.router, {})
+        if attempts.get(request.request_id) is request:
+            del attempts[request.request_id]
+            if not attempts:
+                del self._by_router[request.router]
+        request.live.clear()
+
+    def remove(self, request: Request) -> None:
+        """All it had is free."""
+        self.detach(request)
+        del self._by_id[request.work.request_id]
+
+    def of_router(self, router: RouterId) -> list[Request]:
+        return list(self._by_router.get(router, {}).values())
+
+    def all(self) -> list[Request]:
+        return list(self._by_id.values())
+
+    def apply(self, result: StepResult, at: float) -> dict[RouterId, list[Answer]]:
+        """Tells each request what the step brought it, and returns what each router is to hear.
+
+        Blocks and ends of prompts come first: a handoff waits for them.
+        """
+        for blocks in result.completed:
+            if progress := self._progress(blocks.request_id):
+                progress.completed(blocks)
+        answers: dict[RouterId, list[Answer]] = {}
+        for info in result.first:
+            if (request := self._by_id.get(info.request_id)) is not None and request.live:
+                _trace_prompt(request.span, info, at)
+                answers.setdefault(request.router, []).append(prefill_report(request, info))
+        for output in result.tokens:
+            request = self._by_id.get(output.request_id)
+            if request is not None and output.sequence in request.live:
+                answers.setdefault(request.router, []).append(tokens_of(request, output))
+                if request.progress is not None:
+                    request.progress.token(output)
+        self._apply_ends(result, at)
+        return answers
+
+    def apply_tail(self, tail: CompletedPart) -> None:
+        """In the middle of a step."""
+        for blocks in tail.blocks:
+            if progress := self._progress(blocks.request_id):
+                progress.completed_parts(blocks, tail.parts)
+
+    def _apply_ends(self, result: StepResult, at: float) -> None:
+        for inner in result.held:
+            if progress := self._progress(inner):
+                progress.held(at)
+        for output in result.tokens:
+            if output.finish_reason is not None and (request := self._by_id.get(output.request_id)) is not None:
+                request.end_sequence(output.sequence)
+        for inner, message, code in result.failed:
+            if progress := self._progress(inner):
+                progress.failed(code, message)
+
+    def _progress(self, inner: RequestId) -> Progress | None:
+        request = self._by_id.get(inner)
+        return None if request is None else request.progress
+
+    def check_invariants(self) -> None:
+        for router, attempts in self._by_router.items():
+            assert attempts, "a router without requests is remembered"
+            for request_id, request in attempts.items():
+                assert (request.router, request.request_id) == (router, request_id)
+                assert self._by_id[request.work.request_id] is request
+
+
+def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
+    started_at = at - info.prefill_s
+    span.child("queue", at=started_at - info.queue_s).end(at=started_at)
+    compute = span.child("compute", at=started_at)
+    compute.set({"baton.cached_tokens": info.cached_tokens})
+    compute.end(at=at)
+
+
+def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:
+    cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
+    if info.host_tokens:
+        cached["host"] = info.host_tokens
+    return PrefillReport(
+        request_id=request.request_id,
+        queue_s=info.queue_s,
+        prefill_s=info.prefill_s,
+        cached_tokens=cached,
+        pulled_tokens=request.pulled.num_tokens if request.pulled is not None else 0,
+        pulled_from=request.pulled.source if request.pulled is not None else None,
+        pull_s=request.pulled.seconds if request.pulled is not None else 0.0,
+        prompt_logprobs=info.prompt_logprobs,
+    )
+
+
+def tokens_of(request: Request, output: SequenceOutput) -> Tokens:
+    return Tokens(
+        request_id=request.request_id,
+        sequence=output.sequence,
+        position=output.position,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_token_id=output.stop_token_id,
+    )

@@ -1,0 +1,1 @@
+"""How several instances share the cores of one host."""

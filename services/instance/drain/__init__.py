@@ -1,0 +1,1 @@
+"""How an instance stops: draining, handing over its most used blocks, and shutting down."""

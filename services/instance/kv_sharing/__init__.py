@@ -1,0 +1,1 @@
+"""Exchange of cached blocks between instances, outside a handoff."""

@@ -1,0 +1,51 @@
+"""A role as its operators see it: each request has a span, its id in every log line, and a line when it ends."""
+
+import asyncio
+import logging
+import time
+
+from baton_serve.services.common.logs import request_logs
+from baton_serve.services.common.tracing import Tracing
+from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.request_server import Assignment, RoleHandler
+
+logger = logging.getLogger(__name__)
+
+
+class ObservedRole:
+    """`RoleHandler` around another one; changes nothing of what it does."""
+
+    def __init__(self, role: RoleHandler, tracing: Tracing) -> None:
+        self._role = role
+        self._tracing = tracing
+
+    def can_serve(self, message: Assignment) -> bool:
+        return self._role.can_serve(message)
+
+    def refused(self, message: Assignment, reason: str) -> None:
+        self._role.refused(message, reason)
+
+    async def serve(self, request: Request, message: Assignment) -> None:
+        kind = type(message).__name__.lower()
+        began_at = time.monotonic()
+        with request_logs(request.request_id):
+            request.span = self._tracing.span(kind, message.work.trace_headers, at=began_at)
+            request.span.set({"gen_ai.request.id": request.request_id})
+            outcome = "failed"
+            try:
+                with request.span:
+                    await self._role.serve(request, message)
+                outcome = "done"
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                raise
+            finally:
+                seconds = round(time.monotonic() - began_at, 6)
+                logger.info("request ended", extra={"kind": kind, "outcome": outcome, "seconds": seconds})
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self._role.on_stats(stats)
+
+    def num_queued(self) -> int:
+        return self._role.num_queued()

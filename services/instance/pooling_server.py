@@ -1,0 +1,200 @@
+"""Takes the messages of routers to a model that answers with vectors, and sends back what its engine's passes bring.
+
+A request is some inputs; each answer leaves with the pass that computed it. Nothing is held between the two, so a
+request needs no task: it ends with its last answer, its deadline, a `Cancel`, or the loss of its router.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.messages import (
+    Batch,
+    Cancel,
+    Decode,
+    ErrorCode,
+    Failed,
+    Generate,
+    Heartbeat,
+    LoadReport,
+    Pool,
+    Pooled,
+    Prefill,
+    Snapshot,
+    SnapshotRequest,
+    ToInstance,
+)
+from baton_serve.engine.core.outputs import PooledOutput
+from baton_serve.engine.errors import RequestError
+from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.instance.drain.shutdown import Leaving
+from baton_serve.services.instance.engine_thread import PoolingCalls, Turn
+from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort
+from baton_serve.services.instance.request_server import LONGEST_TIMEOUT_S, Identity, failure_of, load_of
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BATCH_BYTES = 4 * 1024 * 1024
+"""Of vectors in one frame to a router; a single larger one goes alone."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """`inner` is its id inside this process: a router may use any id, even one that is still ending here."""
+
+    router: RouterId
+    request_id: RequestId
+    inner: RequestId
+    num_left: int
+    deadline: asyncio.TimerHandle
+
+
+class PoolingServing(Leaving):
+    """`services.instance.process.Service`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        engine: PoolingCalls,
+        stats: EngineStats,
+        router: RouterPort,
+        events: EventsPort,
+    ) -> None:
+        super().__init__(router)
+        self._identity = identity
+        self._engine = engine
+        self._events = events
+        self._requests: dict[RequestId, _Request] = {}
+        self._by_router: dict[tuple[RouterId, RequestId], _Request] = {}
+        self._num_accepted = 0
+        self.stats = stats
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def load(self) -> Load:
+        return load_of(self.stats, num_queued=0)
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        match message:
+            case Pool():
+                self._accept(router, message)
+            case Cancel():
+                if (request := self._by_router.get((router, message.request_id))) is not None:
+                    self._end(request, None)
+            case Heartbeat():
+                self._router.send(router, self._load_report())
+            case SnapshotRequest():
+                self._router.send(router, self._snapshot())
+            case Prefill() | Decode() | Generate():
+                text = "this model answers with vectors: it writes no text"
+                self._router.send(router, Failed(request_id=message.work.request_id, code="invalid", message=text))
+
+    def on_router_lost(self, router: RouterId) -> None:
+        for request in [r for r in self._requests.values() if r.router == router]:
+            self._end(request, None)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.stats = stats
+
+    def on_turn(self, turn: Turn) -> None:
+        answers: dict[RouterId, list[Pooled]] = {}
+        for output in turn.result.pooled:
+            request = self._requests.get(output.request_id)
+            if request is not None:
+                answers.setdefault(request.router, []).append(_pooled(request, output))
+                request.num_left -= 1
+                if not request.num_left:
+                    self._forget(request)
+        for router, pooled in answers.items():
+            for frame in frames(pooled):
+                self._router.send(router, Batch(list(frame)))
+        for inner, message, code in turn.result.failed:
+            if (request := self._requests.get(inner)) is not None:
+                self._end(request, Failed(request_id=request.request_id, code=code, message=message))
+
+    def _end_all(self, code: ErrorCode, reason: str) -> None:
+        for request in list(self._requests.values()):
+            self._end(request, Failed(request_id=request.request_id, code=code, message=reason))
+
+    def _accept(self, router: RouterId, message: Pool) -> None:
+        if (refused := self._refused(message.request_id)) is not None:
+            self._router.send(router, refused)
+            return
+        if (previous := self._by_router.get((router, message.request_id))) is not None:
+            self._end(previous, None)
+        self._num_accepted += 1
+        inner = RequestId(f"{message.request_id}#{self._num_accepted}")
+        timeout_s = min(max(message.timeout_s, 0.0), LONGEST_TIMEOUT_S)
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._on_deadline, inner, timeout_s)
+        request = _Request(router, message.request_id, inner, len(message.inputs), deadline)
+        self._requests[inner] = request
+        self._by_router[router, message.request_id] = request
+        self._idle.clear()
+        added = self._engine.call(
+            lambda engine: engine.pool(inner, message.inputs, message.params, priority=message.priority)
+        )
+        added.add_done_callback(lambda done: self._on_added(request, done))
+
+    def _on_added(self, request: _Request, done: "asyncio.Future[None]") -> None:
+        if done.cancelled() or (error := done.exception()) is None or request.inner not in self._requests:
+            return
+        if not isinstance(error, RequestError):
+            logger.error("failed", exc_info=error, extra={"request_id": request.request_id})
+        self._end(request, failure_of(request.request_id, error))
+
+    def _on_deadline(self, inner: RequestId, timeout_s: float) -> None:
+        request = self._requests[inner]
+        self._end(request, failure_of(request.request_id, RequestFailed("timeout", f"not done within {timeout_s:g} s")))
+
+    def _end(self, request: _Request, failure: Failed | None) -> None:
+        """Before its answers are complete. Without `failure` its router wants to hear no more of it."""
+        self._forget(request)
+        self._engine.post(lambda engine: engine.cancel(request.inner))
+        if failure is not None:
+            logger.info("failed: %s: %s", failure.code, failure.message, extra={"request_id": failure.request_id})
+            self._router.send(request.router, failure)
+
+    def _forget(self, request: _Request) -> None:
+        request.deadline.cancel()
+        del self._requests[request.inner]
+        del self._by_router[request.router, request.request_id]
+        if not self._requests:
+            self._idle.set()
+
+    def _snapshot(self) -> Snapshot:
+        identity = self._identity
+        return Snapshot(
+            instance=identity.instance, generation=identity.generation, sequence=self._events.sequence, device=[]
+        )
+
+    def _load_report(self) -> LoadReport:
+        return LoadReport(
+            instance=self._identity.instance,
+            generation=self._identity.generation,
+            load=self.load(),
+            draining=self.is_draining,
+        )
+
+
+def frames(pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
+    """The answers in order, in groups of at most `LARGEST_BATCH_BYTES`."""
+    groups: list[list[Pooled]] = []
+    size = 0
+    for answer in pooled:
+        if not groups or size + len(answer.data) > LARGEST_BATCH_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(answer)
+        size += len(answer.data)
+    return list(groups)
+
+
+def _pooled(request: _Request, output: PooledOutput) -> Pooled:
+    return Pooled(request_id=request.request_id, index=output.index, shape=output.shape, data=output.data)

@@ -1,0 +1,134 @@
+"""Streams an answer's blocks to a client in the words of its API, or sends them whole: both from the same blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from baton_serve.services.router.api.chat_preparation import BegunChat
+from baton_serve.services.router.api.content_blocks import Block, Blocks, Change
+from baton_serve.services.router.api.generation import Answering
+from baton_serve.services.router.api.sse import LiveEvents
+from baton_serve.services.router.protocol.asgi import (
+    DisconnectWatch,
+    EventStream,
+    Receive,
+    RequestContext,
+    Send,
+    send_json,
+)
+from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
+from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.text.message_reader import MessageReader
+from baton_serve.services.router.text.scanning.parts import Content, Part
+from baton_serve.services.router.text.text_output import Piece
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ended. `stop` is the stop string that did it."""
+
+    usage: Usage
+    has_calls: bool
+    is_cut: bool
+    """It may be longer: the limit of tokens was reached."""
+    stop: str | None
+
+
+class Event(msgspec.Struct, frozen=True):
+    name: str
+    data: msgspec.Struct
+
+
+class Dialect(Protocol):
+    """One answer in the words of one API."""
+
+    def begin(self, usage: Usage) -> Sequence[Event]: ...
+    def change(self, change: Change) -> Sequence[Event]: ...
+    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]: ...
+    def failure(self, error: ApiError) -> Sequence[Event]: ...
+    def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct: ...
+
+
+async def serve(
+    begun: BegunChat, dialect: Dialect, *, stream: bool, context: RequestContext, receive: Receive, send: Send
+) -> None:
+    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation; the caller ends it in
+    any case (`generation.ended`)."""
+    generation = begun.generation
+    answer = _Answer(begun)
+    try:
+        with DisconnectWatch(receive, generation.abandon, context.exchange):
+            if stream:
+                events = EventStream(send, slow_client_s=context.limits.slow_client_s, exchange=context.exchange)
+                await _stream(generation, answer, dialect, events)
+            else:
+                while not generation.is_done:
+                    answer.changes([piece for _, piece in await generation.take()])
+                await send_json(send, dialect.whole(answer.blocks.blocks, answer.end()))
+    except ClientGoneError:
+        return
+
+
+async def _stream(generation: Answering, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
+    has_begun = False
+
+    def encode(_: int, piece: Piece) -> bytes:
+        nonlocal has_begun
+        out = [] if has_begun else list(dialect.begin(generation.usage()))
+        has_begun = True
+        for change in answer.changes([piece]):
+            out += dialect.change(change)
+        return _encoded(out)
+
+    try:
+        last = await LiveEvents(events, encode).copy(generation)
+        last += _encoded(dialect.end(answer.blocks.blocks, answer.end()))
+    except ApiError as exc:
+        if not events.is_started:
+            raise
+        last = _encoded(dialect.failure(exc))
+    await events.end(last)
+
+
+class _Answer:
+    """The blocks of the one sequence of a chat, and how it ended."""
+
+    def __init__(self, begun: BegunChat) -> None:
+        self.blocks = Blocks()
+        self._generation = begun.generation
+        self._reader: MessageReader | None = None if begun.message_format.is_plain else begun.message_format.reader()
+        self._last: Piece | None = None
+
+    def changes(self, pieces: Sequence[Piece]) -> list[Change]:
+        changes: list[Change] = []
+        for piece in pieces:
+            changes += self.blocks.push(self._parts(piece))
+            if piece.finish_reason is not None:
+                self._last = piece
+                changes += self.blocks.finish()
+        return changes
+
+    def end(self) -> End:
+        assert self._last is not None, "the generation is done"
+        stop = self._last.stop_reason
+        return End(
+            usage=self._generation.usage(),
+            has_calls=any(block.kind == "call" for block in self.blocks.blocks),
+            is_cut=self._last.finish_reason == "length",
+            stop=stop if isinstance(stop, str) else None,
+        )
+
+    def _parts(self, piece: Piece) -> list[Part]:
+        if self._reader is None:
+            return [Content(piece.text)] if piece.text else []
+        return self._reader.parts(piece.text, is_last=piece.finish_reason is not None)
+
+
+def _encoded(events: Sequence[Event]) -> bytes:
+    return b"".join(
+        b"event: " + event.name.encode() + b"\ndata: " + _encoder.encode(event.data) + b"\n\n" for event in events
+    )

@@ -1,0 +1,247 @@
+"""`POST /v1/completions`: prompts as text or token ids, one or several."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from baton_serve.contracts.messages import TokenLogprobs
+from baton_serve.services.router.api.answer import Head, answer
+from baton_serve.services.router.api.generation import Answering, ended
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.explanation import Explanation
+from baton_serve.services.router.protocol.openai_requests import CompletionRequest
+from baton_serve.services.router.protocol.openai_responses import (
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Usage,
+)
+from baton_serve.services.router.protocol.request_parsing import parsed
+from baton_serve.services.router.text.grammar import asked_of
+from baton_serve.services.router.text.logprobs import LogprobWriter
+from baton_serve.services.router.text.multimodal.image_tokens import Prompt
+from baton_serve.services.router.text.sampling_params import (
+    Limits,
+    breadth,
+    check_num_tokens,
+    check_prompt,
+    check_token_ids,
+    text_rules,
+    truncated,
+)
+from baton_serve.services.router.text.text_output import Piece
+from baton_serve.services.router.text.tokenization import beside_loop
+
+
+class CompletionEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend, context = self._frontend, RequestContext.of(scope)
+        request = await parsed(await read_body(scope, receive), CompletionRequest)
+        frontend = await frontend.serving(request.model)
+        model = frontend.model_name(request.model)
+        limits = frontend.limits()
+        given = _prompts(request)
+        breadth(request, len(given), limits)  # before there is work
+        tokenizing_at = frontend.clock()
+        prompts = await _all_token_ids(frontend, request, given, limits)
+        arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
+        head = Head(f"cmpl-{request.request_id or context.request_id}", "text_completion", frontend.now(), model)
+        rules = text_rules(
+            request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
+        )
+        rules = await frontend.constrained(rules, request, asked_of(request), context.exchange)
+        echoed = await _echoed(frontend, request, given, prompts)
+        generation = frontend.generate(
+            request, head.id, [Prompt(ids) for ids in prompts], rules, limits, arrival=arrival
+        )
+        with ended(generation):
+            writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
+            form = CompletionFormat(request, head, generation, writer, echoed)
+            await answer(request, generation, form, head, context=context, receive=receive, send=send)
+
+
+class CompletionFormat:
+    object_name = "text_completion"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        head: Head,
+        generation: Answering,
+        logprobs: LogprobWriter,
+        echoed: Sequence[str] | None,
+    ) -> None:
+        self._head = head
+        self._generation = generation
+        self._logprobs = logprobs
+        self._echoed = echoed
+        self._is_echo_only = request.echo is True and request.max_tokens == 0
+        self._wants_logprobs = request.logprobs is not None
+        self.tells_tokens = bool(request.return_token_ids)
+        self.has_only_text = not (self._wants_logprobs or self._is_echo_only or self.tells_tokens)
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._offsets = [0] * generation.num_choices
+        self._has_begun = [False] * generation.num_choices
+
+    def opening(self, choice: int) -> Sequence[msgspec.Struct]:
+        if self._echoed is None:
+            return ()
+        flight = self._generation.flight(choice)
+        text = self._echo_of(choice)
+        logprobs = self._completion_logprobs(choice, flight.job.token_ids, flight.prompt_logprobs or [])
+        return (
+            CompletionChoice(
+                index=choice,
+                text=text,
+                logprobs=logprobs,
+                prompt_token_ids=self._prompt_token_ids(choice),
+                token_ids=self._token_ids([]),
+            ),
+        )
+
+    def beside_opening(self) -> None:
+        return None
+
+    def delta(self, choice: int, piece: Piece) -> msgspec.Struct:
+        if self._is_echo_only:
+            return CompletionChoice(
+                index=choice, text="", finish_reason=piece.finish_reason, token_ids=self._token_ids([])
+            )
+        return CompletionChoice(
+            index=choice,
+            text=piece.text,
+            logprobs=self._completion_logprobs(choice, piece.token_ids, piece.logprobs or []),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            prompt_token_ids=self._prompt_token_ids(choice),
+            token_ids=self._token_ids(piece.token_ids),
+        )
+
+    def whole(
+        self, pieces: Sequence[Piece], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
+    ) -> msgspec.Struct:
+        return CompletionAnswer(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[self._choice(i, piece) for i, piece in enumerate(pieces)],
+            usage=usage,
+            baton=baton,
+        )
+
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        flight = self._generation.flight(index)
+        text, token_ids = piece.text, piece.token_ids
+        logprobs: list[TokenLogprobs | None] = list(piece.logprobs or [])
+        if self._is_echo_only:
+            text, token_ids, logprobs = "", [], []
+        if self._echoed is not None:
+            text = self._echo_of(index) + text
+            token_ids = flight.job.token_ids + token_ids
+            logprobs = [*(flight.prompt_logprobs or []), *logprobs]
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=self._completion_logprobs(index, token_ids, logprobs),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            prompt_logprobs=self._prompt_logprobs(flight.prompt_logprobs),
+            prompt_token_ids=self._prompt_token_ids(index),
+            token_ids=self._token_ids([] if self._is_echo_only else piece.token_ids),
+        )
+
+    def _token_ids(self, written: list[int]) -> list[int] | msgspec.UnsetType:
+        return written if self.tells_tokens else msgspec.UNSET
+
+    def _prompt_token_ids(self, choice: int) -> list[int] | msgspec.UnsetType | None:
+        """With the first that is told of a choice."""
+        if not self.tells_tokens:
+            return msgspec.UNSET
+        is_first, self._has_begun[choice] = not self._has_begun[choice], True
+        return self._generation.flight(choice).job.token_ids if is_first else None
+
+    def _echo_of(self, choice: int) -> str:
+        assert self._echoed is not None
+        return self._echoed[choice * len(self._echoed) // len(self._offsets)]
+
+    def _completion_logprobs(
+        self, choice: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        written = self._logprobs.completion(token_ids, logprobs, offset=self._offsets[choice])
+        self._offsets[choice] += sum(len(token) for token in written.tokens)
+        return written
+
+    def _prompt_logprobs(self, logprobs: list[TokenLogprobs | None] | None) -> PromptLogprobs | None:
+        if not self._wants_prompt_logprobs or logprobs is None:
+            return None
+        return self._logprobs.prompt(logprobs)
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise BadRequestError("prompt: the list is empty", param="prompt")
+    if isinstance(given[0], int):
+        return [given]
+    return [prompt for prompt in given if not isinstance(prompt, int)]
+
+
+async def _all_token_ids(
+    frontend: Frontend, request: CompletionRequest, prompts: Sequence[str | list[int]], limits: Limits
+) -> list[list[int]]:
+    """Raises `BadRequestError`."""
+    found: list[list[int]] = []
+    num_tokens = 0
+    for prompt in prompts:
+        token_ids = await _token_ids(frontend, request, prompt, limits)
+        check_prompt(token_ids, limits, param="prompt")
+        num_tokens += len(token_ids)
+        check_num_tokens(num_tokens, param="prompt")
+        found.append(token_ids)
+    return found
+
+
+async def _token_ids(
+    frontend: Frontend, request: CompletionRequest, prompt: str | list[int], limits: Limits
+) -> list[int]:
+    wanted = request.truncate_prompt_tokens
+    if isinstance(prompt, str):
+        is_framed = request.add_special_tokens is not False
+        tokens = await frontend.tokenize(prompt, limits, add_special_tokens=is_framed, truncate=wanted)
+        return truncated(tokens, wanted, limits)
+    tokens = truncated(prompt, wanted, limits)
+    check_prompt(tokens, limits, param="prompt")  # shorter before each is looked at
+    check_token_ids(tokens, limits, param="prompt")
+    return tokens
+
+
+async def _echoed(
+    frontend: Frontend,
+    request: CompletionRequest,
+    prompts: Sequence[str | list[int]],
+    token_ids: Sequence[list[int]],
+) -> list[str] | None:
+    """What answers begin with; None: nothing."""
+    if not request.echo:
+        return None
+    if request.return_token_ids:  # as in vLLM: the prompt is there as tokens
+        return [""] * len(prompts)
+    text = frontend.model.detokenizer.text
+    return [
+        prompt if isinstance(prompt, str) else await beside_loop(len(ids), partial(text, ids))
+        for prompt, ids in zip(prompts, token_ids, strict=True)
+    ]

@@ -1,0 +1,169 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from baton_serve.services.router.api.api_format import End, Event, serve
+from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
+from baton_serve.services.router.api.content_blocks import Block, Change, Closed, Grown, Opened
+from baton_serve.services.router.api.generation import ended
+from baton_serve.services.router.api.messages.answer import (
+    AnswerBlock,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    MessageDelta,
+    MessagesAnswer,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    Stop,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    TokenCount,
+    ToolUseBlock,
+)
+from baton_serve.services.router.api.messages.errors import error_answer
+from baton_serve.services.router.api.messages.request import as_chat
+from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
+from baton_serve.services.router.protocol.errors import ApiError
+from baton_serve.services.router.protocol.json_texts import parsed
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
+from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse
+
+
+class MessagesEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend, context = self._frontend, RequestContext.of(scope)
+        body = await read_body(scope, receive)
+        request, chat = await beside_loop(body, _request)
+        api_id = f"msg_{context.request_id}"
+        frontend = await frontend.serving(request.model)
+        begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
+        with ended(begun.generation):
+            dialect = Messages(api_id, begun.model)
+            await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
+
+
+class CountTokensEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive)
+        chat = await beside_loop(body, lambda given: as_chat(parse(given, CountTokensRequest)))
+        await send_json(send, TokenCount(await count_tokens(self._frontend, chat, is_long=is_long(body))))
+
+
+def _request(body: bytes) -> tuple[MessagesRequest, ChatCompletionRequest]:
+    """Raises `BadRequestError`."""
+    request = parse(body, MessagesRequest)
+    return request, as_chat(request)
+
+
+class Messages:
+    """`services.router.api.api_format.Dialect`."""
+
+    def __init__(self, api_id: str, model: str) -> None:
+        self._id = api_id
+        self._model = model
+        self._call_ids: dict[Block, str] = {}
+
+    def begin(self, usage: Usage) -> Sequence[Event]:
+        message = MessagesAnswer(
+            id=self._id,
+            model=self._model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=_usage(usage),
+        )
+        return [Event("message_start", MessageStart(message))]
+
+    def change(self, change: Change) -> Sequence[Event]:
+        match change:
+            case Opened(block):
+                return [Event("content_block_start", BlockStart(block.index, self._block(block, is_new=True)))]
+            case Grown(block, text):
+                return [Event("content_block_delta", BlockDelta(block.index, _delta(block, text)))]
+            case Closed(block):
+                return [Event("content_block_stop", BlockStop(block.index))]
+
+    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]:
+        delta = MessageDelta(Stop(_stop_reason(end), end.stop), _usage(end.usage))
+        return [Event("message_delta", delta), Event("message_stop", MessageStop())]
+
+    def failure(self, error: ApiError) -> Sequence[Event]:
+        return [Event("error", error_answer(error))]
+
+    def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct:
+        return MessagesAnswer(
+            id=self._id,
+            model=self._model,
+            content=[self._block(block) for block in blocks],
+            stop_reason=_stop_reason(end),
+            stop_sequence=end.stop,
+            usage=_usage(end.usage),
+        )
+
+    def _block(self, block: Block, *, is_new: bool = False) -> AnswerBlock:
+        text = "" if is_new else block.text
+        if block.kind == "text":
+            return TextBlock(text=text)
+        if block.kind == "reasoning":
+            return ThinkingBlock(thinking=text)
+        call_id = self._call_ids.setdefault(block, f"toolu_{secrets.token_hex(12)}")
+        return ToolUseBlock(id=call_id, name=block.name, input=arguments_of(text))
+
+
+def _delta(block: Block, text: str) -> TextDelta | ThinkingDelta | InputDelta:
+    match block.kind:
+        case "text":
+            return TextDelta(text)
+        case "reasoning":
+            return ThinkingDelta(text)
+        case "call":
+            return InputDelta(text)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The object that a model wrote. A text that is none is kept under the name `arguments`."""
+    try:
+        found = parsed(text) if text.strip() else {}
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
+
+
+def _stop_reason(end: End) -> StopReason:
+    if end.is_cut:
+        return "max_tokens"
+    if end.has_calls:
+        return "tool_use"
+    return "end_turn" if end.stop is None else "stop_sequence"
+
+
+def _usage(usage: Usage) -> MessagesUsage:
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+    return MessagesUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=usage.completion_tokens,
+    )

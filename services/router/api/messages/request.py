@@ -1,0 +1,135 @@
+"""A request to Anthropic's Messages API, said as a chat."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton_serve.services.router.api.messages.schema import (
+    UNSERVED,
+    AnthropicMessage,
+    AnthropicTool,
+    ContentBlock,
+    CountTokensRequest,
+    MessagesRequest,
+    ToolChoice,
+)
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.openai_requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    Part,
+    Tool,
+    chat_message,
+)
+from baton_serve.services.router.text.multimodal.message_parts import image_part
+
+
+def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
+    """Raises `BadRequestError`."""
+    for name, value in (request.model_extra or {}).items():
+        if name in UNSERVED and value is not None and value not in UNSERVED[name]:
+            raise BadRequestError(f"parameter {name!r} is not supported", param=name, code="unsupported_parameter")
+    messages: list[ChatMessage] = []
+    if request.system:
+        messages.append(ChatMessage(role="system", content=_text(request.system, "system")))
+    for message in request.messages:
+        messages += _messages(message)
+    values: dict[str, Any] = {}
+    if isinstance(request, MessagesRequest):
+        values = {
+            "max_tokens": request.max_tokens,
+            "stop": request.stop_sequences or None,
+            "stream": request.stream,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+        }
+    if request.thinking is not None:
+        is_wanted = request.thinking.type != "disabled"
+        values |= {"include_reasoning": is_wanted, "chat_template_kwargs": {"enable_thinking": is_wanted}}
+    choice = request.tool_choice
+    return ChatCompletionRequest(
+        model=request.model,
+        messages=messages,
+        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tool_choice=_tool_choice(choice) if choice is not None else None,
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        **values,
+    )
+
+
+def _messages(message: AnthropicMessage) -> list[ChatMessage]:
+    """Results of tools are messages of their own for templates, and come first."""
+    content = [ContentBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    results = [block for block in content if block.type == "tool_result"]
+    calls = [block for block in content if block.type == "tool_use"]
+    thoughts = [block.thinking or "" for block in content if block.type == "thinking"]
+    special = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    texts = [block for block in content if block.type not in special]
+    found = [
+        chat_message("tool", _text(block.content or "", "messages"), tool_call_id=block.tool_use_id or "")
+        for block in results
+    ]
+    extra: dict[str, Any] = {}
+    if calls:
+        extra["tool_calls"] = [_call(block) for block in calls]
+    if thoughts:
+        extra["reasoning_content"] = "\n".join(thoughts)
+    if texts or extra or not found:
+        found.append(chat_message(message.role, _content(texts) or (None if calls else ""), **extra))
+    return found
+
+
+def _content(blocks: Sequence[ContentBlock]) -> str | list[Part]:
+    """A text, unless images are among the blocks."""
+    if all(block.type != "image" for block in blocks):
+        return _text(blocks, "messages")
+    return [
+        image_part(_url(block.source or {}))
+        if block.type == "image"
+        else Part(type="text", text=_text([block], "messages"))
+        for block in blocks
+    ]
+
+
+def _url(source: Mapping[str, Any]) -> str:
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type') or ''};base64,{source.get('data') or ''}"
+    if source.get("type") == "url" and isinstance(url := source.get("url"), str):
+        return url
+    raise BadRequestError("messages: the source of an image is of type base64 or url", param="messages")
+
+
+def _call(block: ContentBlock) -> dict[str, Any]:
+    function = {"name": block.name or "", "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    return {"id": block.id or "", "type": "function", "function": function}
+
+
+def _text(content: str | Sequence[ContentBlock], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.type != "text" or block.text is None:
+            raise BadRequestError(
+                f"{param}: content of type {block.type!r} is not supported by this model", param=param
+            )
+    return "\n".join(block.text or "" for block in content)
+
+
+def _tool(tool: AnthropicTool) -> Tool:
+    if tool.type not in (None, "custom") or tool.input_schema is None:
+        raise BadRequestError(
+            f"tools: {tool.name!r} has no input_schema; only tools that the client runs are served", param="tools"
+        )
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise BadRequestError("tool_choice: type 'tool' needs a name", param="tool_choice")
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]

@@ -1,0 +1,90 @@
+"""What clients of Anthropic's Messages API may send."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton_serve.services.router.protocol.bounds import OrAll, Positive, Temperature, TopP
+from baton_serve.services.router.protocol.openai_requests import Metadata, Name, StopStrings
+from baton_serve.services.router.protocol.sizes import MAX_MESSAGES, MAX_NAME_CHARS, MAX_OBJECTS, MAX_TOOLS
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class ContentBlock(_Lenient):
+    """Of any type; which fields it has depends on that."""
+
+    type: Name
+    text: str | None = None
+    thinking: str | None = None
+    id: Name | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Name | None = None
+    source: dict[str, Any] | None = None
+    content: "str | Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_OBJECTS)] | None" = None
+
+
+Blocks = Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_OBJECTS)]
+
+
+class AnthropicMessage(_Lenient):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class AnthropicTool(_Lenient):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    type: Name | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(_Lenient):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Lenient):
+    """`budget_tokens` has no effect: reasoning ends where the model ends it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Positive | None = None
+
+
+class CountTokensRequest(_Lenient):
+    """`POST /v1/messages/count_tokens`."""
+
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    model: Name | None = None
+    system: str | Blocks | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: Positive
+    stream: bool | None = None
+    stop_sequences: StopStrings | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: OrAll | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+UNSERVED: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": ({},),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
+}
+"""Parameters that nothing here does, with values that ask for nothing."""

@@ -1,0 +1,168 @@
+"""What all endpoints of models that answer with vectors share: the model's profile, inputs, the way to instances."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from baton_serve.contracts.pooling import PoolingInput, PoolingParams, PoolingProfile, PoolingTask
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, of_token_ids
+from baton_serve.services.router.api.pooling.schema import InputRequest, PoolingCommon
+from baton_serve.services.router.protocol.asgi import (
+    DisconnectWatch,
+    Receive,
+    RequestContext,
+    Scope,
+    Send,
+    read_body,
+    send_json,
+)
+from baton_serve.services.router.protocol.errors import BadRequestError, ClientGoneError
+from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
+from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.request_parsing import is_long, parsed
+from baton_serve.services.router.quota.priority import allowed
+from baton_serve.services.router.requests.pooling_calls import PoolingJob
+from baton_serve.services.router.requests.pooling_vectors import Vector
+
+R = TypeVar("R", bound=PoolingCommon)
+
+_SERVED_BY = {
+    "embed": "/v1/embeddings, /score and /rerank",
+    "token_embed": "/pooling",
+    "classify": "/classify, /pooling and, with a single class, /score and /rerank",
+}
+
+
+class Endpoint(Generic[R]):
+    """A plain ASGI application around a function from a request to its answer."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        schema: type[R],
+        respond: "Callable[[Call, R], Awaitable[msgspec.Struct]]",
+        *,
+        prefix: str,
+    ) -> None:
+        self._frontend = frontend
+        self._schema = schema
+        self._respond = respond
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = RequestContext.of(scope)
+        body = await read_body(scope, receive)
+        request = await parsed(body, self._schema)
+        frontend = await self._frontend.serving(request.model)
+        call = Call(frontend, request, context, prefix=self._prefix, is_long=is_long(body))
+        answering = asyncio.ensure_future(self._respond(call, request))
+        is_gone = False
+
+        def abandon() -> None:
+            nonlocal is_gone
+            is_gone = True
+            answering.cancel()
+
+        try:
+            with DisconnectWatch(receive, abandon, context.exchange):
+                answer = await answering
+        except asyncio.CancelledError:
+            answering.cancel()
+            if is_gone:
+                raise ClientGoneError("the client disconnected") from None
+            raise
+        await send_json(send, answer)
+
+
+class Call:
+    """One request on its way: what it asks of which model, and how many tokens it has read."""
+
+    def __init__(
+        self, frontend: Frontend, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
+    ) -> None:
+        """`is_long`: the request had a long body. Raises `ApiError`."""
+        self.frontend = frontend
+        self.model = frontend.model_name(request.model)
+        self.profile: PoolingProfile = frontend.pooling_profile()
+        self.id = f"{prefix}-{request.request_id or context.request_id}"
+        self.created = frontend.now()
+        self._request = request
+        self._arrived_at = context.arrived_at
+        self._caller = context.caller
+        self._slo = frontend.slo(context)
+        self._trace_headers = context.trace_headers
+        self._num_tokens = 0
+        self._is_long = is_long
+
+    def require(self, *tasks: PoolingTask) -> None:
+        """Raises `BadRequestError` unless the model serves one of `tasks`."""
+        if not set(tasks) & set(self.profile.tasks):
+            served = dict.fromkeys(_SERVED_BY[task] for task in self.profile.tasks)
+            raise BadRequestError(
+                f"this model does not serve {' or '.join(tasks)}; it answers at {'; '.join(served)}",
+                code="unsupported_endpoint",
+            )
+
+    def rules(self, *, add_special_tokens: bool = True) -> InputRules:
+        longest = self.frontend.max_model_len()
+        assert longest is not None, "an instance is known, or there would be no profile"
+        return InputRules(
+            max_tokens=longest,
+            vocab_size=self.frontend.model.vocab_size,
+            truncate=self._request.truncate_prompt_tokens,
+            add_special_tokens=add_special_tokens,
+            lowercase=self.frontend.model.lowercase,
+        )
+
+    async def texts(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], *, param: str, rules: InputRules | None = None
+    ) -> list[PoolingInput]:
+        """Raises `BadRequestError`."""
+        return await of_texts(self.frontend.model.tokenizer, texts, rules or self.rules(), param=param)
+
+    async def inputs(self, request: InputRequest) -> list[PoolingInput]:
+        """Of `input` or `messages`. Raises `BadRequestError`."""
+        if (request.input is None) == (request.messages is None):
+            raise BadRequestError("give either input or messages", param="input")
+        if request.input is None:
+            chat = TokenizeRequest(
+                messages=request.messages,
+                add_generation_prompt=request.add_generation_prompt or False,
+                continue_final_message=request.continue_final_message,
+                chat_template=request.chat_template,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+            text = await self.frontend.model.render_chat(chat, is_long=self._is_long)
+            rules = self.rules(add_special_tokens=bool(request.add_special_tokens))
+            return await self.texts([text], param="messages", rules=rules)
+        rules = self.rules(add_special_tokens=request.add_special_tokens is not False)
+        given = [request.input] if isinstance(request.input, str) else request.input
+        texts = [item for item in given if isinstance(item, str)]
+        if texts:
+            return await self.texts(texts, param="input", rules=rules)
+        single = [item for item in given if isinstance(item, int)]
+        prompts = [single] if single else [item for item in given if isinstance(item, list)]
+        return of_token_ids(prompts, rules, param="input")
+
+    async def compute(self, inputs: Sequence[PoolingInput], params: PoolingParams) -> list[Vector]:
+        """One vector for each input. Raises `ApiError`."""
+        job = PoolingJob(
+            # Clients choose ids, and may choose one twice.
+            request_id=f"{self.id}-{secrets.token_hex(4)}",
+            inputs=inputs,
+            params=params,
+            priority=allowed(self._request.priority, self._caller),
+            caller=self._caller,
+            slo=self._slo,
+            trace_headers=self._trace_headers,
+            model=self.frontend.only_names(),
+        )
+        self._num_tokens += job.num_tokens
+        return await self.frontend.pooling.vectors(job, arrived_at=self._arrived_at)
+
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=self._num_tokens, total_tokens=self._num_tokens, completion_tokens=0)

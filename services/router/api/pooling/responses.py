@@ -1,0 +1,70 @@
+"""What clients of models that answer with vectors get, as msgspec structs. Nothing here decides anything."""
+
+from typing import Literal
+
+import msgspec
+
+from baton_serve.services.router.protocol.openai_responses import Usage
+
+Numbers = msgspec.Raw
+"""JSON of a vector, a matrix, or either as base64 of little-endian float32."""
+
+
+class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: Numbers
+
+
+class PoolingItem(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: Numbers
+
+
+class ClassificationItem(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class PoolingAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A list of the items of one endpoint."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[EmbeddingItem] | list[PoolingItem] | list[ClassificationItem] | list[ScoreItem]
+    usage: Usage
+
+
+class RankedDocument(msgspec.Struct, frozen=True):
+    text: str
+
+
+class RankedItem(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
+    relevance_score: float
+
+
+class RerankUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`results` best first."""
+
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[RankedItem]

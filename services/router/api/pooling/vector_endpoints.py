@@ -1,0 +1,73 @@
+"""`POST /v1/embeddings`, `/pooling` and `/classify`: a vector for each input."""
+
+import msgspec
+
+from baton_serve.contracts.pooling import PoolingParams, PoolingProfile
+from baton_serve.services.router.api.pooling.endpoint import Call
+from baton_serve.services.router.api.pooling.responses import (
+    ClassificationItem,
+    EmbeddingItem,
+    PoolingAnswer,
+    PoolingItem,
+)
+from baton_serve.services.router.api.pooling.schema import ClassificationRequest, EmbeddingRequest, PoolingRequest
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.requests.pooling_vectors import Vector, written
+
+
+async def embeddings(call: Call, request: EmbeddingRequest) -> msgspec.Struct:
+    call.require("embed")
+    check_dimensions(request.dimensions, call.profile)
+    inputs = await call.inputs(request)
+    params = PoolingParams(task="embed", dimensions=request.dimensions, normalize=request.normalize)
+    vectors = await call.compute(inputs, params)
+    texts = await written(vectors, request.encoding_format or "float")
+    data = [EmbeddingItem(index=i, embedding=text) for i, text in enumerate(texts)]
+    return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
+
+
+async def pooling(call: Call, request: PoolingRequest) -> msgspec.Struct:
+    task = request.task or call.profile.tasks[0]
+    call.require(task)
+    check_dimensions(request.dimensions, call.profile)
+    inputs = await call.inputs(request)
+    params = PoolingParams(
+        task=task, dimensions=request.dimensions, normalize=request.normalize, activation=request.activation
+    )
+    vectors = await call.compute(inputs, params)
+    texts = await written(vectors, request.encoding_format or "float")
+    data = [PoolingItem(index=i, data=text) for i, text in enumerate(texts)]
+    return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
+
+
+async def classes(call: Call, request: ClassificationRequest) -> msgspec.Struct:
+    call.require("classify")
+    inputs = await call.inputs(request)
+    vectors = await call.compute(inputs, PoolingParams(task="classify", activation=request.activation))
+    data = [_classification(i, vector, call.profile.labels) for i, vector in enumerate(vectors)]
+    return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
+
+
+def check_dimensions(wanted: int | None, profile: PoolingProfile) -> None:
+    """Raises `BadRequestError`."""
+    if wanted is None:
+        return
+    sizes = profile.matryoshka_dimensions
+    if not profile.is_matryoshka:
+        raise BadRequestError(
+            "dimensions: this model was not trained for shorter embeddings (Matryoshka); if it was, its config.json"
+            ' must say "is_matryoshka": true',
+            param="dimensions",
+        )
+    if sizes and wanted not in sizes:
+        raise BadRequestError(f"dimensions: {wanted} is none of {', '.join(map(str, sizes))}", param="dimensions")
+    if wanted > profile.dimensions:
+        raise BadRequestError(
+            f"dimensions: {wanted} were asked for, the model has {profile.dimensions}", param="dimensions"
+        )
+
+
+def _classification(index: int, vector: Vector, labels: list[str]) -> ClassificationItem:
+    scores = vector.numbers()
+    best = max(range(len(scores)), key=scores.__getitem__)
+    return ClassificationItem(index=index, label=labels[best], probs=scores, num_classes=len(scores))

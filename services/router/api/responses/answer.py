@@ -1,0 +1,148 @@
+"""An answer in the words of OpenAI's Responses API: items, whole or as the events that build them up."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton_serve.services.router.protocol.errors import ErrorDetail
+
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[str] = []
+    logprobs: list[str] = []
+
+
+class ReasoningText(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["message"] = "message"
+    id: str
+    status: str
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    status: str
+    summary: list[str] = []
+    content: list[ReasoningText]
+    encrypted_content: None = None
+
+
+class CallItem(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+Item = MessageItem | ReasoningItem | CallItem
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of reasoning are not counted apart."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int
+
+
+class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: bool = False
+    error: ErrorDetail | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: str = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None = None
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    sequence_number: int
+    response: ResponseAnswer
+
+
+class ItemEvent(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    sequence_number: int
+    output_index: int
+    item: Item
+
+
+class PartEvent(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputText | ReasoningText
+
+
+class DeltaEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """`content_index` and `logprobs` are not there for calls."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int | msgspec.UnsetType = 0
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["error"] = "error"
+    sequence_number: int
+    code: str | None
+    message: str
+    param: str | None

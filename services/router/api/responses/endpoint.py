@@ -1,0 +1,224 @@
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API without a memory: nothing is stored,
+the input is the conversation."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from baton_serve.services.router.api.api_format import End, Event, serve
+from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
+from baton_serve.services.router.api.content_blocks import Block, Change, Closed, Grown, Opened
+from baton_serve.services.router.api.generation import ended
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.responses.answer import (
+    CallItem,
+    DeltaEvent,
+    ErrorEvent,
+    Incomplete,
+    InputDetails,
+    InputTokens,
+    Item,
+    ItemEvent,
+    MessageItem,
+    OutputText,
+    PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    ResponseAnswer,
+    ResponseEvent,
+    ResponsesUsage,
+)
+from baton_serve.services.router.api.responses.request import as_chat, input_as_chat
+from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
+from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
+from baton_serve.services.router.protocol.errors import ApiError
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
+from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse
+
+_PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_DELTA = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
+
+
+class ResponsesEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend, context = self._frontend, RequestContext.of(scope)
+        body = await read_body(scope, receive)
+        request, chat = await beside_loop(body, _request)
+        frontend = await frontend.serving(request.model)
+        api_id = f"resp_{request.request_id or context.request_id}"
+        begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
+        with ended(begun.generation):
+            dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
+            await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
+
+
+class InputTokensEndpoint:
+    """A plain ASGI application."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive)
+        chat = await beside_loop(body, lambda given: input_as_chat(parse(given, InputTokensRequest)))
+        await send_json(send, InputTokens(await count_tokens(self._frontend, chat, is_long=is_long(body))))
+
+
+def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
+    """Raises `BadRequestError`."""
+    request = parse(body, ResponsesRequest)
+    return request, as_chat(request)
+
+
+class Responses:
+    """`services.router.api.api_format.Dialect`."""
+
+    def __init__(self, empty: ResponseAnswer) -> None:
+        self._empty = empty
+        self._num_events = 0
+        self._ids: dict[Block, tuple[str, str]] = {}
+
+    def begin(self, usage: Usage) -> Sequence[Event]:
+        return [self._response("response.created", self._empty), self._response("response.in_progress", self._empty)]
+
+    def change(self, change: Change) -> Sequence[Event]:
+        match change:
+            case Opened(block):
+                return self._opened(block)
+            case Grown(block, text):
+                return [self._delta(block, "delta", text)]
+            case Closed(block):
+                return self._closed(block)
+
+    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]:
+        whole = self.whole(blocks, end)
+        return [self._response(f"response.{whole.status}", whole)]
+
+    def failure(self, error: ApiError) -> Sequence[Event]:
+        detail = error.body().error
+        number = self._next()
+        event = ErrorEvent(sequence_number=number, code=detail.code, message=detail.message, param=detail.param)
+        failed = msgspec.structs.replace(self._empty, status="failed", error=detail)
+        return [Event("error", event), self._response("response.failed", failed)]
+
+    def whole(self, blocks: Sequence[Block], end: End) -> ResponseAnswer:
+        usage = end.usage
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+        return msgspec.structs.replace(
+            self._empty,
+            status="incomplete" if end.is_cut else "completed",
+            incomplete_details=Incomplete() if end.is_cut else None,
+            output=[self._item(block, _status(block, blocks, end)) for block in blocks],
+            usage=ResponsesUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputDetails(cached),
+                output_tokens=usage.completion_tokens,
+                total_tokens=usage.total_tokens,
+            ),
+        )
+
+    def _opened(self, block: Block) -> list[Event]:
+        item_id, _ = self._ids_of(block)
+        item = self._item(block, "in_progress", is_new=True)
+        events = [self._item_event("response.output_item.added", block, item)]
+        if block.kind != "call":
+            events.append(self._part_event("added", block, item_id))
+        return events
+
+    def _closed(self, block: Block) -> list[Event]:
+        item_id, _ = self._ids_of(block)
+        events = [self._delta(block, "done", block.text)]
+        if block.kind != "call":
+            events.append(self._part_event("done", block, item_id))
+        return [*events, self._item_event("response.output_item.done", block, self._item(block, "completed"))]
+
+    def _item(self, block: Block, status: str, *, is_new: bool = False) -> Item:
+        item_id, call_id = self._ids_of(block)
+        text = "" if is_new else block.text
+        if block.kind == "call":
+            return CallItem(id=item_id, call_id=call_id, name=block.name, arguments=text, status=status)
+        if block.kind == "reasoning":
+            content = [] if is_new else [ReasoningText(text=text)]
+            return ReasoningItem(id=item_id, content=content, status=status)
+        return MessageItem(id=item_id, content=[] if is_new else [OutputText(text=text)], status=status)
+
+    def _part_event(self, what: str, block: Block, item_id: str) -> Event:
+        name = f"response.content_part.{what}" if block.kind == "text" else f"response.reasoning_part.{what}"
+        text = block.text if what == "done" else ""
+        part = OutputText(text=text) if block.kind == "text" else ReasoningText(text=text)
+        number = self._next()
+        data = PartEvent(type=name, sequence_number=number, item_id=item_id, output_index=block.index, part=part)
+        return Event(name, data)
+
+    def _delta(self, block: Block, what: str, text: str) -> Event:
+        item_id, _ = self._ids_of(block)
+        name = f"{_DELTA[block.kind]}.{what}"
+        field = "delta" if what == "delta" else "arguments" if block.kind == "call" else "text"
+        extra: dict[str, Any] = {field: text}
+        if block.kind == "text":
+            extra["logprobs"] = []
+        if block.kind == "call":
+            extra["content_index"] = msgspec.UNSET
+            if what == "done":
+                extra["name"] = block.name
+        number = self._next()
+        data = DeltaEvent(type=name, sequence_number=number, item_id=item_id, output_index=block.index, **extra)
+        return Event(name, data)
+
+    def _item_event(self, name: str, block: Block, item: Item) -> Event:
+        number = self._next()
+        return Event(name, ItemEvent(type=name, sequence_number=number, output_index=block.index, item=item))
+
+    def _response(self, name: str, response: ResponseAnswer) -> Event:
+        return Event(name, ResponseEvent(type=name, sequence_number=self._next(), response=response))
+
+    def _ids_of(self, block: Block) -> tuple[str, str]:
+        """Of the item, and of the call."""
+        if block not in self._ids:
+            self._ids[block] = (f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}", f"call_{secrets.token_hex(12)}")
+        return self._ids[block]
+
+    def _next(self) -> int:
+        self._num_events += 1
+        return self._num_events - 1
+
+
+def _status(block: Block, blocks: Sequence[Block], end: End) -> str:
+    return "incomplete" if end.is_cut and block is blocks[-1] else "completed"
+
+
+def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_at: int) -> ResponseAnswer:
+    """What is known before anything was written."""
+    reasoning = request.reasoning
+    return ResponseAnswer(
+        id=api_id,
+        created_at=created_at,
+        status="in_progress",
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        model=model,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning={
+            "effort": reasoning.effort if reasoning is not None else None,
+            "summary": reasoning.summary if reasoning is not None else None,
+        },
+        temperature=request.temperature,
+        text={"format": (request.text.format if request.text is not None else None) or {"type": "text"}},
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_p=request.top_p,
+        user=request.user,
+    )

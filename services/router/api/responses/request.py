@@ -1,0 +1,189 @@
+"""A request to OpenAI's Responses API, said as a chat."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_serve.services.router.api.responses.schema import (
+    INCLUDED,
+    UNSERVED,
+    InputItem,
+    InputTokensRequest,
+    ResponsesRequest,
+)
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.openai_requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    Part,
+    Parts,
+    Tool,
+    chat_message,
+)
+from baton_serve.services.router.text.multimodal.message_parts import image_part
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()
+_OF_ANSWER = (
+    "stream temperature top_p user seed top_k min_p repetition_penalty stop ignore_eos min_tokens priority cache_salt"
+    " request_id"
+).split()
+
+
+def check_unserved(request: InputTokensRequest) -> None:
+    """Raises `BadRequestError` for what cannot be served."""
+    for name, value in (request.model_extra or {}).items():
+        if name in UNSERVED and value is not None and value not in UNSERVED[name]:
+            why = "answers are not kept here: send the whole conversation as input" if _needs_memory(name) else ""
+            message = f"parameter {name!r} is not supported" + (f"; {why}" if why else "")
+            raise BadRequestError(message, param=name, code="unsupported_parameter")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise BadRequestError("text: verbosity is not supported", param="text", code="unsupported_parameter")
+
+
+def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
+    """Raises `BadRequestError`."""
+    for wanted in request.include or []:
+        if wanted not in INCLUDED:
+            raise BadRequestError(f"include: {wanted!r} is not supported", param="include")
+    answered = {name: getattr(request, name) for name in _OF_ANSWER}
+    return ChatCompletionRequest(max_completion_tokens=request.max_output_tokens, **answered, **_values(request))
+
+
+def input_as_chat(request: InputTokensRequest) -> ChatCompletionRequest:
+    """Of a request that wants no answer. Raises `BadRequestError`."""
+    return ChatCompletionRequest(**_values(request))
+
+
+def _values(request: InputTokensRequest) -> dict[str, Any]:
+    check_unserved(request)
+    messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
+    messages += [ChatMessage(role="user", content=request.input)] if isinstance(request.input, str) else []
+    messages += _merged(_message(item) for item in request.input) if not isinstance(request.input, str) else []
+    return {
+        "messages": messages,
+        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
+        "tool_choice": _tool_choice(request.tool_choice),
+        "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
+        "response_format": _response_format(request),
+        **{name: getattr(request, name) for name in _OF_INPUT},
+    }
+
+
+def _needs_memory(name: str) -> bool:
+    return name in ("background", "conversation", "previous_response_id", "store")
+
+
+def _message(item: InputItem) -> ChatMessage:
+    match item.type or "message":
+        case "message":
+            role = "system" if item.role == "developer" else item.role or "user"
+            return ChatMessage(role=role, content=_content(item.content))
+        case "function_call":
+            function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id or "", "type": "function", "function": function}
+            return chat_message("assistant", None, tool_calls=[call])
+        case "function_call_output":
+            return chat_message("tool", _text(item.output), tool_call_id=item.call_id or "")
+        case "reasoning":
+            return chat_message("assistant", None, reasoning_content=_text(item.content))
+        case other:
+            raise BadRequestError(f"input: items of type {other!r} are not supported", param="input")
+
+
+@dataclass(slots=True)
+class _Merging:
+    """What of one answer has come so far. Lists, since there may be thousands of items: sums of texts would take the
+    square of their length."""
+
+    content: str | Parts | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+
+    def continues(self, message: ChatMessage) -> bool:
+        """The one has no text where the other has some, and no call is followed by text."""
+        return not message.content or not (self.content or self.calls)
+
+    def add(self, message: ChatMessage) -> None:
+        extra = message.model_extra or {}
+        if message.content is not None and not self.content:
+            self.content = message.content
+        self.calls += extra.get("tool_calls", ())
+        if "reasoning_content" in extra:
+            self.reasoning.append(extra["reasoning_content"])
+
+    def message(self) -> ChatMessage:
+        extra: dict[str, Any] = {}
+        if self.reasoning:
+            extra["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            extra["tool_calls"] = self.calls
+        return chat_message("assistant", self.content, **extra)
+
+
+def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
+    """Reasoning, text and calls of one answer come as items of their own, and are one message for templates."""
+    merged: list[ChatMessage] = []
+    merging: _Merging | None = None
+    for message in messages:
+        if merging is not None and (message.role != "assistant" or not merging.continues(message)):
+            merged.append(merging.message())
+            merging = None
+        if message.role != "assistant":
+            merged.append(message)
+            continue
+        merging = merging or _Merging()
+        merging.add(message)
+    return merged if merging is None else [*merged, merging.message()]
+
+
+def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[Part]:
+    """A text, unless images are among its parts."""
+    if content is None or isinstance(content, str) or all(part.get("type") != "input_image" for part in content):
+        return _text(content)
+    return [
+        image_part(_url(part)) if part.get("type") == "input_image" else Part(type="text", text=_text([part]))
+        for part in content
+    ]
+
+
+def _url(part: dict[str, Any]) -> str:
+    if isinstance(url := part.get("image_url"), str):
+        return url
+    raise BadRequestError("input: an image is given by its image_url; files are not kept here", param="input")
+
+
+def _text(content: str | Sequence[dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for part in content:
+        kind, text = part.get("type"), part.get("text", part.get("refusal"))
+        if kind not in _TEXTS or not isinstance(text, str):
+            raise BadRequestError(f"input: content of type {kind!r} is not supported by this model", param="input")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(tool: dict[str, Any]) -> Tool:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise BadRequestError(
+            f"tools: only functions with a name are served, not {str(tool.get('type'))[:50]!r}", param="tools"
+        )
+    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    raise BadRequestError('tool_choice: a named function is {"type": "function", "name": "…"}', param="tool_choice")
+
+
+def _response_format(request: InputTokensRequest) -> dict[str, Any] | None:
+    asked = request.text.format if request.text is not None else None
+    if asked is None or asked.get("type") != "json_schema":
+        return asked
+    return {"type": "json_schema", "json_schema": {key: value for key, value in asked.items() if key != "type"}}

@@ -1,0 +1,238 @@
+"""Endpoints that need no model to run: what is served, how the cluster is, tokens and text."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from baton_serve.services.common.version import VERSION
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.cluster.worker_state import Member
+from baton_serve.services.router.processes.process_figures import Figures, joined_metrics, newest_first
+from baton_serve.services.router.processes.sibling_rpc import Crew
+from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, read_body, send_json
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.openai_requests import DetokenizeRequest, TokenizeRequest
+from baton_serve.services.router.protocol.openai_responses import DetokenizeAnswer, TokenizeAnswer
+from baton_serve.services.router.protocol.request_parsing import is_long, parsed
+from baton_serve.services.router.text.multimodal.expand_images import placed
+from baton_serve.services.router.text.multimodal.message_parts import urls_of
+from baton_serve.services.router.text.tokenization import beside_loop
+
+_PAGE = Path(__file__).parent / "page" / "index.html"
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+}
+
+
+class LinkHealth(msgspec.Struct, frozen=True):
+    peer: str
+    transport: str
+    gigabytes_per_second: float
+    choice: str
+    """`rule`, `proved` by a probe, `forced`, or `fallback`: what comes first was demoted or could not be had."""
+    reason: str
+    """What became of each transport that was tried, best first."""
+
+
+class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
+    instance: str
+    generation: int
+    role: str
+    host: str
+    http_address: str
+    draining: bool
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    host_used_blocks: int
+    host_total_blocks: int
+    prefill_tokens_per_s: float
+    links: list[LinkHealth]
+
+
+class UnreachedInstance(msgspec.Struct, frozen=True):
+    instance: str
+    role: str
+    http_address: str
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str
+    reason: str | None
+    pools: dict[str, int]
+    registry_connected: bool
+    requests_in_flight: int
+    generated_tokens: int
+    """Since this router was started."""
+    instances: list[InstanceHealth]
+    unreached: list[UnreachedInstance]
+    """Registered, but not connected: just started, just lost, or out of reach."""
+
+
+def own_metrics(frontend: Frontend) -> str:
+    """As Prometheus reads them, of this process."""
+    for sibling in frontend.siblings:
+        sibling.dispatcher.endings.tell()
+    return generate_latest(frontend.metrics.registry).decode()
+
+
+def own_figures(frontend: Frontend) -> Figures:
+    """Of this process."""
+    recent = [request for sibling in frontend.siblings for request in sibling.dispatcher.endings.recent()]
+    return Figures(
+        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings),
+        recent=[(ended_at, msgspec.Raw(msgspec.json.encode(request))) for ended_at, request in recent],
+    )
+
+
+def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
+    """`reason` is set when no request could be served. `others` share the port."""
+    cluster = frontend.cluster
+    ready = [member for member in cluster.members() if member.state == "ready"]
+    unreached = [member.record for member in cluster.members() if member.state != "ready"]
+    pools = {
+        role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
+    }
+    reason = None
+    computes_vectors = any(m.takes_work and m.record.pooling is not None for m in ready)
+    if not pools["decode"] and not pools["unified"] and not computes_vectors:
+        empty = [name for name, size in pools.items() if not size]
+        reason = f"no instance can write an answer: empty pools are {', '.join(empty)}"
+        if unreached:
+            reason += f"; registered, but not reached: {', '.join(record.instance for record in unreached)}"
+        if not cluster.is_registry_connected():
+            reason += "; the registry does not answer"
+    return Health(
+        status="ok" if reason is None else "unavailable",
+        reason=reason,
+        pools=pools,
+        registry_connected=cluster.is_registry_connected(),
+        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings)
+        + sum(other.requests_in_flight for other in others),
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings)
+        + sum(other.generated_tokens for other in others),
+        instances=[_instance_health(member) for member in ready],
+        unreached=[UnreachedInstance(record.instance, record.role, record.http_address) for record in unreached],
+    )
+
+
+def _instance_health(member: Member) -> InstanceHealth:
+    record, load = member.record, member.record.load
+    return InstanceHealth(
+        instance=record.instance,
+        generation=record.generation,
+        role=record.role,
+        host=record.host,
+        http_address=record.http_address,
+        draining=not member.takes_work,
+        running=load.running,
+        waiting=load.waiting,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+        host_used_blocks=load.host_used_blocks,
+        host_total_blocks=load.host_total_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        links=[
+            LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.choice, link.reason)
+            for link in member.links
+        ],
+    )
+
+
+def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
+    router = APIRouter()
+
+    async def siblings() -> list[Figures]:
+        return [] if crew is None else await crew.siblings()
+
+    @router.get("/health", summary="200 when requests can be served, with pools, instances and links; else 503")
+    async def get_health() -> Response:
+        found = health(frontend, await siblings())
+        return _json(found, status=200 if found.reason is None else 503)
+
+    ping_summary = "The status of /health without its body"
+
+    @router.post("/ping", summary=ping_summary, operation_id="post_ping", response_class=Response)
+    @router.get("/ping", summary=ping_summary, operation_id="get_ping", response_class=Response)
+    async def ping() -> Response:
+        return Response(status_code=200 if health(frontend).reason is None else 503)
+
+    @router.get("/version", summary="Baton's version")
+    async def get_version() -> Response:
+        return _json({"version": VERSION})
+
+    @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        text = own_metrics(frontend) if crew is None else joined_metrics(await crew.metrics())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/", summary="A page that shows the cluster and chats with it", include_in_schema=False)
+    async def page() -> Response:
+        return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
+
+    @router.get("/recent", summary="Where the time of the last requests went, newest first")
+    async def recent() -> Response:
+        return _json(newest_first([own_figures(frontend), *await siblings()]))
+
+    return router
+
+
+class TokenizeEndpoint:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frontend = self._frontend
+        body = await read_body(scope, receive)
+        request = await parsed(body, TokenizeRequest)
+        frontend = frontend.of(request.model)
+        frontend.model_name(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise BadRequestError("give either prompt or messages", param="prompt")
+        if request.prompt is None:
+            text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long(body))
+            add_special_tokens = bool(request.add_special_tokens)
+        else:
+            text, add_special_tokens = request.prompt, request.add_special_tokens is not False
+        tokens = await frontend.model.tokenize(
+            text, add_special_tokens=add_special_tokens, max_tokens=frontend.max_tokenised()
+        )
+        tokens = await placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
+        strings = None
+        if request.return_token_strs:
+            token = frontend.model.tokenizer.token
+            strings = await beside_loop(len(tokens), lambda: [token(token_id) or "" for token_id in tokens])
+        answer = TokenizeAnswer(
+            count=len(tokens), max_model_len=frontend.max_model_len(), tokens=tokens, token_strs=strings
+        )
+        await send_json(send, answer)
+
+
+class DetokenizeEndpoint:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await parsed(await read_body(scope, receive), DetokenizeRequest)
+        frontend = self._frontend.of(request.model)
+        frontend.model_name(request.model)
+        model = frontend.model
+        if request.tokens and max(request.tokens) >= model.vocab_size:
+            raise BadRequestError(f"tokens: ids must lie in 0..{model.vocab_size - 1}", param="tokens")
+        if len(request.tokens) > (most := frontend.max_tokenised()):
+            raise BadRequestError(f"tokens: {len(request.tokens)} were given, the limit is {most}", param="tokens")
+        text = partial(model.detokenizer.text, request.tokens, skip_special_tokens=False)
+        await send_json(send, DetokenizeAnswer(prompt=await beside_loop(len(request.tokens), text)))
+
+
+def _json(body: object, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

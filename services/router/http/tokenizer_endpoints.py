@@ -1,0 +1,51 @@
+"""`GET /tokenizer_info`, as vLLM's, with `--enable-tokenizer-info-endpoint` alone: clients that count tokens or fill
+the chat template themselves (lm-evaluation-harness) ask for it.
+"""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.text.chat_template import ChatTemplates
+from baton_serve.services.router.text.tokenization import read_json
+
+
+def tokenizer_routes(frontend: Frontend) -> APIRouter:
+    """Raises `ModelFolderError`."""
+    router = APIRouter()
+    if not frontend.settings.enable_tokenizer_info_endpoint:
+        return router
+    body = msgspec.json.encode(tokenizer_info(frontend))
+
+    @router.get("/tokenizer_info", summary="The tokenizer's configuration and chat template")
+    async def get_tokenizer_info() -> Response:
+        return Response(body, media_type="application/json")
+
+    return router
+
+
+def tokenizer_info(frontend: Frontend) -> dict[str, Any]:
+    """The folder's tokenizer_config.json with tokens as their texts, and the chat template that is in force."""
+    settings = frontend.settings
+    folder = model_folder(settings.tokenizer or settings.model)
+    stated = read_json(folder / "tokenizer_config.json", dict[str, Any]) or {}
+    info = {name: _texts(value) for name, value in stated.items()} | dict(frontend.model.tokenizer.special_tokens)
+    info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    info.pop("chat_template", None)
+    if (template := ChatTemplates.from_folder(folder, {}, settings.chat_template).source) is not None:
+        info["chat_template"] = template
+    return info
+
+
+def _texts(value: Any) -> Any:
+    """Tokens, which have a `content` beside how they are cut, as that text."""
+    if isinstance(value, list):
+        return [_texts(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("content"), str):
+        return value["content"]
+    return {name: _texts(one) for name, one in value.items()}

@@ -1,0 +1,1 @@
+"""Decisions about where and when a request runs. Pure code: `now` is passed in."""

@@ -1,0 +1,122 @@
+"""A worker's way to its siblings: it answers what they ask and asks them, over sockets in a folder of their own.
+
+Never on a request's path. A sibling that does not answer in time is left out.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from baton_serve.contracts.same_user import stranger
+from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.router.processes.process_figures import Figures
+from baton_serve.services.router.quota.usage import Used, Window
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 0.5
+METRICS_TIMEOUT_S = 2.0
+"""Without a worker the sums of all shrink, and whoever scrapes them takes that for a restart."""
+
+Question = Literal["figures", "metrics", "usage"]
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """`index` of `count`. Only this user can open `folder`."""
+
+    index: int
+    count: int
+    folder: str
+
+    def socket(self, index: int) -> str:
+        return str(Path(self.folder) / f"worker-{index}")
+
+    def registry(self) -> str:
+        """Where this worker hosts a registry of its own, which is told all that the common one is."""
+        return f"memory://{self.folder}/registry-{self.index}"
+
+    def siblings(self) -> list[int]:
+        return [index for index in range(self.count) if index != self.index]
+
+
+class Crew:
+    """Answers from `start` to `close` with what the functions give. Also a `UsageStore`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        figures: Callable[[], Figures],
+        metrics: Callable[[], str],
+        usage: Callable[[], list[Used]],
+    ) -> None:
+        self._worker = worker
+        self._log = LimitedLog(logger)
+        self._answers: dict[str, Callable[[], object]] = {"figures": figures, "metrics": metrics, "usage": usage}
+        self._metrics = metrics
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._answer, self._worker.socket(self._worker.index))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def siblings(self) -> list[Figures]:
+        """Of all other workers that answer."""
+        answers = await self._ask("figures")
+        return [msgspec.json.decode(answer, type=Figures) for answer in answers.values()]
+
+    async def metrics(self) -> dict[int, str]:
+        """By worker, this one included."""
+        answers = await self._ask("metrics", METRICS_TIMEOUT_S)
+        found = {index: msgspec.json.decode(answer, type=str) for index, answer in answers.items()}
+        return dict(sorted((found | {self._worker.index: self._metrics()}).items()))
+
+    async def exchange(self, own: Sequence[Used]) -> list[Used]:
+        """What the others used in the windows of `own`."""
+        requests: dict[Window, int] = {}
+        tokens: dict[Window, int] = {}
+        for answer in (await self._ask("usage")).values():
+            for used in msgspec.json.decode(answer, type=list[Used]):
+                requests[used.window] = requests.get(used.window, 0) + used.requests
+                tokens[used.window] = tokens.get(used.window, 0) + used.tokens
+        return [Used(one.window, requests.get(one.window, 0), tokens.get(one.window, 0)) for one in own]
+
+    async def _ask(self, question: Question, timeout_s: float = ASK_TIMEOUT_S) -> dict[int, bytes]:
+        siblings = self._worker.siblings()
+        answers = await asyncio.gather(*(_ask(self._worker.socket(index), question, timeout_s) for index in siblings))
+        return {index: answer for index, answer in zip(siblings, answers, strict=True) if answer}
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (uid := stranger(writer.get_extra_info("socket"))) is not None:
+            self._log.warning("a question is refused: the other end is a process of another user (uid %d)", uid)
+            writer.close()
+            return
+        with contextlib.suppress(OSError):
+            question = (await reader.readline()).decode().strip()
+            if question in self._answers:
+                writer.write(msgspec.json.encode(self._answers[question]()))
+                await writer.drain()
+        writer.close()
+
+
+async def _ask(path: str, question: Question, timeout_s: float) -> bytes:
+    """Empty: no answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(f"{question}\n".encode())
+                return await reader.read()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return b""

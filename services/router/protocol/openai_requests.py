@@ -1,0 +1,214 @@
+"""What clients may send: OpenAI's requests with vLLM's extra parameters. The only place where pydantic is used.
+
+Types and ranges that need nothing but the request itself are checked here; the rest is for `parameters`. Names that are
+not declared reach `model_extra`: `parsing` refuses those known to OpenAI's or vLLM's API and ignores others.
+
+Every list has a greatest length, and its first wrong element ends its validation (`fail_fast`): pydantic would report
+all of them, for each type that a field may have.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton_serve.services.router.protocol.bounds import (
+    AnyInt,
+    Bias,
+    LengthPenalty,
+    NonNegative,
+    OrAll,
+    Penalty,
+    Positive,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    Temperature,
+    TopP,
+)
+from baton_serve.services.router.protocol.sizes import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_INPUTS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_NAME_CHARS,
+    MAX_NUMBERS,
+    MAX_OBJECTS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_TOOLS,
+)
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
+Numbers = Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_NUMBERS)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
+Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
+
+
+class _Request(BaseModel):
+    """Numbers are numbers and strings are strings: nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Request):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class AdapterRequest(_Request):
+    """`model`: which one's adapter it is, where the router serves several; the first if it is not said."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    model: Name | None = None
+
+
+class LoadAdapterRequest(AdapterRequest):
+    """`lora_path` is a folder that every instance of the model sees."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class UnloadAdapterRequest(AdapterRequest):
+    pass
+
+
+class GenerationRequest(_Request):
+    """What chats and completions have in common."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Positive | None = None
+    best_of: Positive | None = None
+    use_beam_search: bool | None = None
+    length_penalty: LengthPenalty | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: OrAll | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(fail_fast=True, max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: NonNegative | None = None
+    truncate_prompt_tokens: OrAll | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    echo: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: Name | None = None
+    guided_whitespace_pattern: str | None = None
+    priority: Priority | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    user: Name | None = None
+    metadata: Metadata | None = None
+
+
+class Part(_Request):
+    type: Name
+    text: str | None = None
+    image_url: dict[str, Any] | str | None = None
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_OBJECTS)]
+
+
+class ChatMessage(_Request):
+    role: Name
+    content: str | Parts | None = None
+
+
+def chat_message(role: str, content: Any, **more: Any) -> ChatMessage:
+    """A message with fields that only templates know, such as `tool_calls`."""
+    return ChatMessage.model_validate({"role": role, "content": content, **more})
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: NonNegative | None = None
+    logprobs: bool | None = None
+    top_logprobs: NonNegative | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    documents: Objects | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    prediction: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)]
+        | Numbers
+        | Annotated[list[Numbers], Field(fail_fast=True, max_length=MAX_INPUTS)]
+    )
+    logprobs: NonNegative | None = None
+
+
+class TokenizeRequest(_Request):
+    """`POST /tokenize`: of a prompt, or of a chat."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+
+class DetokenizeRequest(_Request):
+    """`POST /detokenize`."""
+
+    model: Name | None = None
+    tokens: Annotated[list[NonNegative], Field(fail_fast=True, max_length=MAX_NUMBERS)]

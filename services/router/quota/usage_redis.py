@@ -1,0 +1,57 @@
+"""What callers used, told to other routers through Redis.
+
+`baton:usage:<span>:<number>:<caller>` is a hash of each router's own counts, with a TTL. Telling it twice changes
+nothing, and a store that was emptied knows all again after one exchange.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Sequence
+from typing import cast
+
+from redis.exceptions import RedisError
+
+from baton_serve.services.common.errors import RegistryUnavailable
+from baton_serve.services.common.redis_client import connect_redis
+from baton_serve.services.router.quota.usage import Used
+
+_EXCHANGE = """
+local others = {}
+for i, key in ipairs(KEYS) do
+  redis.call('HSET', key, ARGV[1] .. ':requests', ARGV[3 * i - 1], ARGV[1] .. ':tokens', ARGV[3 * i])
+  redis.call('EXPIRE', key, ARGV[3 * i + 1])
+  local requests, tokens, found = 0, 0, redis.call('HGETALL', key)
+  for n = 1, #found, 2 do
+    local router, what = string.match(found[n], '^(.*):(%a+)$')
+    if router ~= ARGV[1] then
+      if what == 'requests' then requests = requests + found[n + 1] else tokens = tokens + found[n + 1] end
+    end
+  end
+  others[2 * i - 1], others[2 * i] = requests, tokens
+end
+return others
+"""
+
+
+class RedisUsageStore:
+    """Fits `UsageStore`."""
+
+    def __init__(self, url: str) -> None:
+        self._router = secrets.token_hex(8)
+        self._redis = connect_redis(url)
+        self._exchange = self._redis.register_script(_EXCHANGE)
+
+    async def exchange(self, own: Sequence[Used]) -> list[Used]:
+        keys = [f"baton:usage:{u.window.span_s}:{u.window.number}:{u.window.caller}" for u in own]
+        args: list[str | int] = [self._router]
+        for used in own:
+            args += [used.requests, used.tokens, 2 * used.window.span_s]
+        try:
+            others = cast(list[int], await self._exchange(keys=keys, args=args))
+        except (RedisError, OSError) as exc:
+            raise RegistryUnavailable(f"Redis does not answer: {exc}") from exc
+        return [Used(u.window, others[2 * i], others[2 * i + 1]) for i, u in enumerate(own)]
+
+    async def close(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.aclose()

@@ -1,0 +1,37 @@
+"""The log line of a request that ended: what was decided for it, what was predicted, and what came of it."""
+
+from baton_serve.services.router.requests.lifecycle import Flight
+
+
+def ended_line(flight: Flight) -> dict[str, object]:
+    """Fields of the line."""
+    timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
+    return {
+        "request_id": flight.job.request_id,
+        "caller": flight.arrival.caller.name,
+        "decision": timeline.decision,
+        "prefill": timeline.prefill,
+        "decode": timeline.decode,
+        "finish_reasons": timeline.finish_reasons,
+        "prompt_tokens": len(flight.job.token_ids),
+        "images": len(flight.job.media) or None,
+        "generated_tokens": flight.num_generated,
+        "cached_tokens": sum(timeline.cached_tokens.values()),
+        "pulled_tokens": report.pulled_tokens if report is not None else None,
+        "predicted_ttft_s": timeline.predicted_ttft_s,
+        "other_ttft_s": timeline.other_ttft_s or None,
+        "ttft_s": timeline.ttft_s,
+        "held_s": timeline.held_s or None,
+        "predicted_itl_s": timeline.predicted_itl_s,
+        "itl_s": timeline.itl_s,
+        "admission_s": timeline.admission_s,
+        "tokenize_s": timeline.tokenize_s,
+        "queue_s": timeline.queue_s,
+        "prefill_s": timeline.prefill_s,
+        "handoff_s": handoff.handoff_s if handoff is not None else None,
+        "exposed_s": handoff.exposed_s if handoff is not None else None,
+        "decode_s": timeline.decode_s,
+        "e2e_s": timeline.e2e_s,
+        "transport": handoff.transport if handoff is not None else None,
+        "replays": timeline.replays,
+    }

@@ -1,0 +1,123 @@
+"""Where a flight's time went, and why it flew where it did. Filled by the flight; read by logs, metrics and answers."""
+
+import msgspec
+
+from baton_serve.contracts.events import Tier
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.messages import FinishReason, HandoffReport, PrefillReport
+from baton_serve.services.router.placement.policy import Decision, Placement
+from baton_serve.services.router.protocol.explanation import Explanation
+
+
+class Timeline(msgspec.Struct):
+    """Moments of the router's monotonic clock. Kept: the last placement, the first prefill report, the last handoff."""
+
+    arrived_at: float
+    tokenize_s: float = 0.0
+    decision: Decision = "decode_only"
+    prefill: InstanceId | None = None
+    decode: InstanceId | None = None
+    predicted_ttft_s: float = 0.0
+    other_ttft_s: float = 0.0
+    predicted_itl_s: float = 0.0
+    placed_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    held_s: float = 0.0
+    """A first token was held back in the router; the longest, of several sequences."""
+    ended_at: float | None = None
+    report: PrefillReport | None = None
+    handoff: HandoffReport | None = None
+    replays: int = 0
+    num_later_tokens: int = 0
+    """Of the longest sequence, after its first."""
+    finish_reasons: list[FinishReason | str] = []
+
+    def placed(self, placement: Placement, now: float) -> None:
+        self.decision = placement.decision
+        self.prefill = placement.prefill.instance if placement.prefill is not None else None
+        self.decode = placement.decode.instance if placement.decode is not None else None
+        if self.first_token_at is None:
+            before_s = now - self.arrived_at
+            self.predicted_ttft_s = before_s + placement.predicted_ttft_s
+            self.other_ttft_s = before_s + placement.other_ttft_s if placement.other_ttft_s else 0.0
+            self.predicted_itl_s = placement.predicted_itl_s
+            self.placed_at = now
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def admission_s(self) -> float | None:
+        """From arrival until instances were chosen: reading, tokenising, waiting in the router."""
+        return None if self.placed_at is None else self.placed_at - self.arrived_at
+
+    @property
+    def itl_s(self) -> float | None:
+        """Mean time between tokens."""
+        decode_s = self.decode_s
+        if decode_s is None or self.num_later_tokens <= 0:
+            return None
+        return decode_s / self.num_later_tokens
+
+    @property
+    def decode_s(self) -> float | None:
+        if self.first_token_at is None or self.last_token_at is None:
+            return None
+        return self.last_token_at - self.first_token_at
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.ended_at is None else self.ended_at - self.arrived_at
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.report is None else self.report.queue_s
+
+    @property
+    def prefill_s(self) -> float | None:
+        return None if self.report is None else self.report.prefill_s
+
+    @property
+    def cached_tokens(self) -> dict[Tier, int]:
+        return {} if self.report is None else self.report.cached_tokens
+
+    def explain(self, request_id: str, now: float) -> Explanation:
+        report, handoff = self.report, self.handoff
+        explanation = Explanation(
+            request_id=request_id,
+            decision=self.decision,
+            prefill=self.prefill,
+            decode=self.decode,
+            pulled_tokens=report.pulled_tokens if report is not None else 0,
+            pulled_from=report.pulled_from if report is not None else None,
+            pull_s=report.pull_s if report is not None else 0.0,
+            cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
+            predicted_ttft_s=self.predicted_ttft_s,
+            other_ttft_s=self.other_ttft_s,
+            predicted_itl_s=self.predicted_itl_s,
+            itl_s=self.itl_s,
+            admission_s=self.admission_s,
+            ttft_s=self.ttft_s,
+            held_s=self.held_s or None,
+            tokenize_s=self.tokenize_s,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            e2e_s=(self.ended_at or now) - self.arrived_at,
+            replays=self.replays,
+        )
+        if handoff is None:
+            return explanation
+        return msgspec.structs.replace(
+            explanation,
+            transport=handoff.transport,
+            handoff_s=handoff.handoff_s,
+            handoff_exposed_s=handoff.exposed_s,
+            handoff_to_step_s=handoff.to_step_s,
+            transferred_blocks=handoff.transferred_blocks,
+            transferred_bytes=handoff.transferred_bytes,
+            reused_blocks=handoff.reused_blocks,
+            handoff_bytes_per_s=handoff.transferred_bytes / handoff.handoff_s if handoff.handoff_s > 0 else None,
+        )

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, chat templates, sampling parameters, and the text of an answer."""

@@ -1,0 +1,10 @@
+"""Answers in a form that the request states: what clients ask for becomes one grammar, compiled before any instance.
+
+`asked` and `tags` read requests, `lark` writes grammars, `vocabulary` compiles them.
+"""
+
+from baton_serve.services.router.text.grammar.grammar_spec import FORM_PARAMETERS, Asked, asked_of
+from baton_serve.services.router.text.grammar.lark import Lark, Rule
+from baton_serve.services.router.text.grammar.vocabulary import Vocabulary
+
+__all__ = ["FORM_PARAMETERS", "Asked", "Lark", "Rule", "Vocabulary", "asked_of"]

@@ -1,0 +1,210 @@
+"""What a request says of its answer's form: `response_format`, vLLM's `guided_*`, or `structured_outputs`. One of them.
+
+Reads shapes only; whether a schema or a grammar makes sense is for the compiler to say.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton_serve.services.router.protocol.body_scan import check_counts
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.json_texts import parsed
+from baton_serve.services.router.protocol.openai_requests import GenerationRequest
+from baton_serve.services.router.protocol.sizes import MAX_FORM_CHARS
+from baton_serve.services.router.text.grammar.closed_objects import Schema
+from baton_serve.services.router.text.grammar.lark import Rule, embedded_rule, json_rule
+from baton_serve.services.router.text.grammar.structural_tags import structural_tag
+
+ANY_OBJECT = {"type": "object"}
+
+BACKENDS = ("auto", "guidance", "llguidance", "lm-format-enforcer", "outlines", "xgrammar")
+"""What clients of vLLM name. All mean the same here: which library does it makes no difference to what is allowed."""
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+OPTIONS = (
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "disable_fallback",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`param` is what the client called it."""
+
+    rule: Rule
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    param: str
+    kind: str
+    value: Any
+    options: Mapping[str, Any]
+
+
+FORM_PARAMETERS = frozenset(
+    {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"}
+    | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
+)
+"""Where none of them is stated the text is free."""
+
+
+def asked_of(request: GenerationRequest) -> Asked | None:
+    """None: the text is free. Raises `BadRequestError`."""
+    if FORM_PARAMETERS.isdisjoint(request.model_fields_set):
+        return None
+    backend = request.guided_decoding_backend
+    if backend is not None and backend.partition(":")[0] not in BACKENDS:
+        raise BadRequestError(
+            f"guided_decoding_backend: {backend!r} is none of {', '.join(BACKENDS)}", param="guided_decoding_backend"
+        )
+    given = [*_guided(request), *_structured_outputs(request), *_response_format(request)]
+    if len(given) > 1:
+        names = " and ".join(one.param for one in given)
+        raise BadRequestError(f"{names} exclude each other: an answer has one form", param=given[-1].param)
+    if not given and request.guided_whitespace_pattern is not None:
+        raise BadRequestError(
+            "guided_whitespace_pattern needs a form that has white space: guided_json or a response_format of JSON",
+            param="guided_whitespace_pattern",
+        )
+    return Asked(_RULES[given[0].kind](given[0]), given[0].param) if given else None
+
+
+def _guided(request: GenerationRequest) -> list[_Given]:
+    values = {
+        "json": request.guided_json,
+        "regex": request.guided_regex,
+        "choice": request.guided_choice,
+        "grammar": request.guided_grammar,
+    }
+    options = _whitespace(request)
+    return [_Given(f"guided_{kind}", kind, value, options) for kind, value in values.items() if value is not None]
+
+
+def _structured_outputs(request: GenerationRequest) -> list[_Given]:
+    stated = {name: value for name, value in (request.structured_outputs or {}).items() if value is not None}
+    if unknown := set(stated) - {*KINDS, *OPTIONS}:
+        raise BadRequestError(f"structured_outputs: {sorted(unknown)[0]!r} is not known", param="structured_outputs")
+    kinds = {kind: stated[kind] for kind in KINDS if kind in stated and stated[kind] is not False}
+    if stated and len(kinds) != 1:
+        raise BadRequestError(
+            f"structured_outputs: exactly one of {', '.join(KINDS)} is needed, got {len(kinds)}",
+            param="structured_outputs",
+        )
+    return [_Given("structured_outputs", kind, value, stated) for kind, value in kinds.items()]
+
+
+def _response_format(request: GenerationRequest) -> list[_Given]:
+    form = request.response_format
+    if form is None or form.get("type") == "text":
+        return []
+    options = _whitespace(request)
+    match form.get("type"):
+        case "json_object":
+            return [_Given("response_format", "json_object", True, options)]
+        case "json_schema":
+            stated = form.get("json_schema")
+            if not isinstance(stated, Mapping) or "schema" not in stated:
+                raise BadRequestError("response_format: json_schema.schema is missing", param="response_format")
+            return [_Given("response_format", "json", stated["schema"], options)]
+        case "structural_tag":
+            return [_Given("response_format", "structural_tag", form, options)]
+        case other:
+            raise BadRequestError(
+                f"response_format: type {other!r} is none of text, json_object, json_schema, structural_tag",
+                param="response_format",
+            )
+
+
+def _whitespace(request: GenerationRequest) -> dict[str, Any]:
+    pattern = request.guided_whitespace_pattern
+    return {} if pattern is None else {"whitespace_pattern": pattern}
+
+
+def _json(given: _Given) -> Rule:
+    is_open = given.options.get("disable_additional_properties") is False
+    return json_rule(_schema(given.value, given.param), _json_options(given.options), is_open=is_open)
+
+
+def _json_object(given: _Given) -> Rule:
+    return json_rule(ANY_OBJECT, _json_options(given.options))
+
+
+def _regex(given: _Given) -> Rule:
+    regex = _text(given)
+    return lambda lark: lark.regex(regex)
+
+
+def _choice(given: _Given) -> Rule:
+    texts = given.value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequestError(f"{given.param}: a list of texts is needed, none of them empty", param=given.param)
+    _check_size(sum(map(len, texts)), given.param)
+    return lambda lark: lark.choice(texts)
+
+
+def _grammar(given: _Given) -> Rule:
+    return embedded_rule(_text(given), given.param)
+
+
+def _structural_tag(given: _Given) -> Rule:
+    value = given.value
+    if isinstance(value, str):
+        value = _parsed(value, given.param)
+    return structural_tag(value, given.param)
+
+
+_RULES: dict[str, Callable[[_Given], Rule]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}
+
+
+def _json_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    if options.get("disable_any_whitespace"):
+        return {"whitespace_pattern": ""}
+    pattern = options.get("whitespace_pattern")
+    return {} if pattern is None else {"whitespace_pattern": pattern}
+
+
+def _schema(value: object, param: str) -> Schema:
+    if isinstance(value, str):
+        value = _parsed(value, param)
+    if value is True:
+        return {}
+    if not isinstance(value, Mapping):
+        raise BadRequestError(f"{param}: a JSON schema is an object", param=param)
+    return value
+
+
+def _parsed(text: str, param: str) -> object:
+    _check_size(len(text), param)
+    check_counts(text.encode(), param)
+    try:
+        value: object = parsed(text)
+    except ValueError as exc:
+        raise BadRequestError(f"{param}: not valid JSON: {exc}", param=param) from exc
+    return value
+
+
+def _text(given: _Given) -> str:
+    if not isinstance(given.value, str) or not given.value:
+        raise BadRequestError(f"{given.param}: a text is needed for {given.kind!r}", param=given.param)
+    _check_size(len(given.value), given.param)
+    return given.value
+
+
+def _check_size(num_chars: int, param: str) -> None:
+    """Raises `BadRequestError` for what would be too long a grammar, before it is made into one."""
+    if num_chars > MAX_FORM_CHARS:
+        raise BadRequestError(
+            f"{param}: {num_chars} characters, the limit is {MAX_FORM_CHARS} for the form of an answer", param=param
+        )

@@ -1,0 +1,80 @@
+"""Logprobs in the two shapes that the API has, and those of prompts."""
+
+from collections.abc import Sequence
+
+from baton_serve.contracts.messages import Logprob, TokenLogprobs
+from baton_serve.services.router.protocol.openai_responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from baton_serve.services.router.text.detokenizer import Detokenizer
+
+_LOWEST = -9999.0
+"""JSON has no minus infinity."""
+
+
+class LogprobWriter:
+    def __init__(self, detokenizer: Detokenizer, *, tokens_as_ids: bool) -> None:
+        self._detokenizer = detokenizer
+        self._tokens_as_ids = tokens_as_ids
+
+    def token(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokens_as_ids else self._detokenizer.token_text(token_id)
+
+    def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                ChatLogprob(
+                    self.token(step.chosen.token_id),
+                    _finite(step.chosen),
+                    self._bytes(step.chosen),
+                    [TopLogprob(self.token(top.token_id), _finite(top), self._bytes(top)) for top in step.top],
+                )
+                for step in logprobs
+            ]
+        )
+
+    def completion(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, offset: int
+    ) -> CompletionLogprobs:
+        """`offset` is where the first of these tokens begins in the answer's text. A step without logprobs is null."""
+        tokens = [self.token(token_id) for token_id in token_ids]
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[None if step is None else _finite(step.chosen) for step in logprobs],
+            tokens=tokens,
+            top_logprobs=[None if step is None else self._top(step) for step in logprobs],
+        )
+
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+        return [None if step is None else self._prompt_step(step) for step in logprobs]
+
+    def _prompt_step(self, step: TokenLogprobs) -> dict[int, PromptLogprob]:
+        return {
+            one.token_id: PromptLogprob(
+                logprob=_finite(one), rank=one.rank, decoded_token=self._detokenizer.token_text(one.token_id)
+            )
+            for one in (step.chosen, *step.top)
+        }
+
+    def _top(self, step: TokenLogprobs) -> dict[str, float]:
+        """The most likely, and the chosen one when it is none of them."""
+        top: dict[str, float] = {}
+        for one in (*step.top, step.chosen):
+            top.setdefault(self.token(one.token_id), _finite(one))
+        return top
+
+    def _bytes(self, one: Logprob) -> list[int]:
+        return list(self._detokenizer.token_bytes(one.token_id))
+
+
+def _finite(one: Logprob) -> float:
+    return max(one.logprob, _LOWEST)

@@ -1,0 +1,182 @@
+"""An answer's text to what a message consists of: reasoning, content, calls of tools. One reader for each choice.
+
+Knows which formats a router was started with and what a request wants of them; the formats know the texts.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest, chat_message
+from baton_serve.services.router.protocol.openai_responses import (
+    ChatDelta,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.grammar import FORM_PARAMETERS, Asked, asked_of
+from baton_serve.services.router.text.reasoning import REASONING_FORMATS
+from baton_serve.services.router.text.scanning.parts import Call, Content, Part, PartReader, Reasoning, merged
+from baton_serve.services.router.text.served_model import SHORT_ID_CHARS
+from baton_serve.services.router.text.tool_calls import Tools
+from baton_serve.services.router.text.tool_choice import tool_choice_of
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`content` is null when there is something else instead."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[ToolCall]
+
+
+class MessageFormat:
+    """How the answers to one request are read. `asked` is the form they must have, `ends_with_calls` whether calls are
+    what an answer ends with, for its finish reason."""
+
+    def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
+        """Raises `BadRequestError` for tools that cannot be served."""
+        choice = tool_choice_of(request, settings, asked_of(request))
+        self._calls = choice.format
+        self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
+        self._prompt = prompt if self._reasoning is None else self._reasoning.prompt_end(prompt, _begun(request))
+        self.asked = self._after_reasoning(choice.asked)
+        self.ends_with_calls = not choice.is_named
+        self._functions = [tool.function for tool in request.tools or ()]
+        self._is_parallel = request.parallel_tool_calls is not False
+        self._shows_reasoning = request.include_reasoning is not False
+        self._has_short_ids = settings.tool_call_parser == "mistral"
+
+    def _after_reasoning(self, asked: Asked | None) -> Asked | None:
+        """The stated form is that of the answer proper."""
+        reasoning, prompt = self._reasoning, self._prompt
+        if asked is None or reasoning is None:
+            return asked
+        rule = asked.rule
+        return Asked(lambda lark: f"{reasoning.rule(lark, prompt)} {rule(lark)}", asked.param)
+
+    @property
+    def is_plain(self) -> bool:
+        """The text is the content, and no reader is needed."""
+        return self._calls is None and self._reasoning is None
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        calls, reasoning = self._calls, self._reasoning
+        return (calls is not None and calls.has_special_tokens) or (
+            reasoning is not None and reasoning.has_special_tokens
+        )
+
+    def reader(self) -> "MessageReader":
+        return MessageReader(
+            self._reasoning.reader(self._prompt) if self._reasoning is not None else None,
+            self._calls.reader(Tools(self._functions)) if self._calls is not None else None,
+            self,
+        )
+
+    def is_wanted(self, part: Part) -> bool:
+        if isinstance(part, Reasoning):
+            return self._shows_reasoning
+        return not isinstance(part, Call) or self._is_parallel or part.index == 0
+
+    def new_id(self) -> str:
+        if not self._has_short_ids:
+            return f"call_{secrets.token_hex(12)}"
+        return secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
+
+
+class MessageFormats:
+    """Of one model: most requests ask for a plain text, and share its format."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._plain = None if settings.reasoning_parser else MessageFormat(settings, _ASKS_NOTHING, "")
+
+    def of(self, request: ChatCompletionRequest, prompt: str) -> MessageFormat:
+        """Raises `BadRequestError` for tools that cannot be served."""
+        if self._plain is not None and _SHAPING.isdisjoint(request.model_fields_set):
+            return self._plain
+        return MessageFormat(self._settings, request, prompt)
+
+
+_SHAPING = FORM_PARAMETERS | {"tools", "tool_choice"}
+_ASKS_NOTHING = ChatCompletionRequest(messages=[chat_message("user", "")])
+
+
+def _begun(request: ChatCompletionRequest) -> str:
+    """The text of the message that is to be continued."""
+    content = request.messages[-1].content
+    if not request.continue_final_message or content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
+
+
+class MessageReader:
+    """Reasoning is taken out first; the rest is searched for calls."""
+
+    def __init__(self, reasoning: PartReader | None, calls: PartReader | None, format: MessageFormat) -> None:
+        self.has_calls = False
+        self._reasoning = reasoning
+        self._calls = calls
+        self._format = format
+
+    def whole(self, text: str) -> Message:
+        parts = merged([*self._push(text), *self._finish()])
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [
+            ToolCall(id=self._format.new_id(), function=FunctionCall(part.name or "", part.arguments))
+            for part in parts
+            if isinstance(part, Call)
+        ]
+        return Message(content if content or not (reasoning or calls) else None, reasoning or None, calls)
+
+    def delta(self, text: str, *, is_last: bool) -> ChatDelta | None:
+        """None when nothing can be said yet."""
+        parts = self.parts(text, is_last=is_last)
+        if not parts:
+            return None
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [self._call_delta(part) for part in parts if isinstance(part, Call)]
+        return ChatDelta(
+            content=content or None,
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
+            tool_calls=calls or None,
+        )
+
+    def parts(self, text: str, *, is_last: bool) -> list[Part]:
+        """What the text brought, in its order."""
+        return self._push(text) + (self._finish() if is_last else [])
+
+    def _call_delta(self, call: Call) -> ToolCallDelta:
+        function = FunctionDelta(call.name, call.arguments)
+        if call.name is None:
+            return ToolCallDelta(index=call.index, function=function)
+        return ToolCallDelta(index=call.index, id=self._format.new_id(), type="function", function=function)
+
+    def _push(self, text: str) -> list[Part]:
+        parts: Sequence[Part] = self._reasoning.push(text) if self._reasoning is not None else [Content(text)]
+        return self._read(parts)
+
+    def _finish(self) -> list[Part]:
+        parts = self._read(self._reasoning.finish() if self._reasoning is not None else [])
+        return parts + (self._wanted(self._calls.finish()) if self._calls is not None else [])
+
+    def _read(self, parts: Sequence[Part]) -> list[Part]:
+        read: list[Part] = []
+        for part in parts:
+            if isinstance(part, Content) and self._calls is not None:
+                read += self._calls.push(part.text)
+            elif not isinstance(part, Content) or part.text:
+                read.append(part)
+        return self._wanted(read)
+
+    def _wanted(self, parts: Sequence[Part]) -> list[Part]:
+        wanted = [part for part in parts if self._format.is_wanted(part)]
+        self.has_calls = self.has_calls or any(isinstance(part, Call) for part in wanted)
+        return wanted

@@ -1,0 +1,47 @@
+"""gpt-oss: harmony messages of the channel `analysis` are reasoning.
+
+Messages to a tool are handed on as they are, for the tool call format `openai`; all others are content.
+"""
+
+from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.services.router.text.scanning.characters import Characters, Scan, until
+from baton_serve.services.router.text.scanning.harmony import (
+    CHANNEL,
+    END,
+    ENDS,
+    MESSAGE,
+    START,
+    next_header,
+    open_header,
+)
+from baton_serve.services.router.text.scanning.parts import Parts
+
+
+def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
+    header = open_header(prompt)
+    if header is None or header.recipient is not None:
+        header = yield from next_header(text, out, is_first=True)
+    else:
+        out.within_reasoning()
+    while header is not None:
+        is_call = header.recipient is not None
+        if is_call:
+            out.content(header.raw)
+        emit = out.reasoning if header.channel == "analysis" and not is_call else out.content
+        end = yield from until(text, emit, ENDS)
+        if end == START:
+            text.back(START)
+        elif is_call:
+            out.content(end)
+        header = yield from next_header(text, out, is_first=False)
+
+
+def gpt_oss_rule(lark: Lark, prompt: str) -> str:
+    """What may come before an answer that must have a form: messages to nobody, then the header of the final one."""
+    channel, message = lark.literal(CHANNEL), lark.literal(MESSAGE)
+    again = f"{lark.text_up_to(END)} {lark.literal(START)} {lark.literal('assistant')}"
+    header = open_header(prompt)
+    if header is not None and header.channel == "final":
+        return ""
+    first = "" if header is None else f"{again} "
+    return f'{first}({channel} ("analysis" | "commentary") {message} {again})* {channel} "final" {message}'

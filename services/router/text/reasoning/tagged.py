@@ -1,0 +1,36 @@
+"""Reasoning between two tags at the beginning of an answer. The prompt's end tells whether it has begun, or is over."""
+
+from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space, until
+from baton_serve.services.router.text.scanning.parts import Parts
+
+
+def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> Scan[None]:
+    """`is_assumed`: a text without a first tag is reasoning up to the last tag, unless the prompt says otherwise."""
+    first, last = tags
+    end = prompt.rstrip()
+    if end.endswith(last):
+        return
+    text.mark()
+    text.back((yield from skip_space(text)))
+    begins = yield from literal(text, first)
+    is_open = end.endswith(first)
+    if not begins and (is_open or not is_assumed):
+        text.back(text.since_mark())
+        if not is_open:
+            return
+        out.within_reasoning()
+    if (yield from until(text, out.reasoning, (last,))):
+        text.back((yield from skip_space(text)))
+
+
+def tagged_rule(lark: Lark, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> str:
+    """What may come before an answer that must have a form. Empty: nothing."""
+    first, last = tags
+    end = prompt.rstrip()
+    if end.endswith(last):
+        return ""
+    begins, ends = lark.literal(first), f"{lark.text_up_to(last)} (/[ \\n]{{1,8}}/)?"
+    if is_assumed or end.endswith(first):
+        return f"({begins})? {ends}"
+    return f"({begins} {ends})?"

@@ -1,0 +1,154 @@
+"""What generated text consists of: content, reasoning and calls of tools. Knows no format and no HTTP."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from baton_serve.services.router.text.scanning.characters import Characters, Scan
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The beginning of a call, with a name, or more of the arguments of a call that has begun, without one."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Part: TypeAlias = Content | Reasoning | Call
+
+
+@dataclass(slots=True)
+class _Open:
+    """A part that may still grow. `index` and `name` are those of a call."""
+
+    kind: type[Content] | type[Reasoning] | type[Call]
+    index: int = 0
+    name: str | None = None
+    texts: list[str] = field(default_factory=list)
+
+    def close(self) -> Part:
+        text = "".join(self.texts)
+        return Call(self.index, self.name, text) if self.kind is Call else self._plain(text)
+
+    def _plain(self, text: str) -> Part:
+        return Content(text) if self.kind is Content else Reasoning(text)
+
+
+class Parts:
+    """Collects parts. White space and markup around calls vanish with them, but stay in a text without calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._open: list[_Open] = []
+        self._held = ""
+        self._held_reasoning = ""
+        self._has_reasoning = False
+
+    def content(self, text: str) -> None:
+        for char in text:
+            if char.isspace():
+                self._held += char
+            else:
+                self._append(Content, self._held + char)
+                self._held = ""
+
+    def markup(self, text: str) -> None:
+        """Content, unless a call comes next."""
+        self._held += text
+
+    def reasoning(self, text: str) -> None:
+        for char in text:
+            if char.isspace():
+                self._held_reasoning += char if self._has_reasoning else ""
+            else:
+                self._append(Reasoning, self._held_reasoning + char)
+                self._held_reasoning = ""
+                self._has_reasoning = True
+
+    def within_reasoning(self) -> None:
+        """It began before this text: white space may part two of its words."""
+        self._has_reasoning = True
+
+    def begin(self, name: str) -> None:
+        self._held = ""
+        self._open.append(_Open(Call, self.num_calls, name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Of the call that began last."""
+        if text:
+            self._append(Call, text)
+
+    def finish(self) -> None:
+        if self._held and not self.num_calls:
+            self._append(Content, self._held)
+        self._held = ""
+
+    def take(self) -> list[Part]:
+        taken, self._open = self._open, []
+        return [part.close() for part in taken]
+
+    def _append(self, kind: type[Content] | type[Reasoning] | type[Call], text: str) -> None:
+        if not self._open or self._open[-1].kind is not kind:
+            self._open.append(_Open(kind, self.num_calls - 1))
+        self._open[-1].texts.append(text)
+
+
+ScanText = Callable[[Characters, Parts], Scan[None]]
+
+
+class PartReader:
+    """Runs one scan over one text. What the scan leaves unread is content."""
+
+    def __init__(self, scan: ScanText) -> None:
+        self._text = Characters()
+        self._parts = Parts()
+        self._run = self._all(scan)
+        next(self._run)
+
+    def push(self, text: str) -> list[Part]:
+        for char in text:
+            self._run.send(char)
+        return self._parts.take()
+
+    def finish(self) -> list[Part]:
+        """The text is over; call once."""
+        try:
+            self._run.send("")
+        except StopIteration:
+            self._parts.finish()
+        return self._parts.take()
+
+    def _all(self, scan: ScanText) -> Scan[None]:
+        yield from scan(self._text, self._parts)
+        while char := (yield from self._text.next()):
+            self._text.mark()
+            self._parts.content(char)
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """One part of content, one of reasoning, one of each call."""
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls: dict[int, list[Call]] = {}
+    for part in parts:
+        if isinstance(part, Call):
+            calls.setdefault(part.index, []).append(part)
+    texts: list[Part] = [Reasoning(reasoning)] if reasoning else []
+    return [*texts, *([Content(content)] if content else []), *map(_one, calls.values())]
+
+
+def _one(pieces: Sequence[Call]) -> Call:
+    return replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))

@@ -1,0 +1,99 @@
+"""Tokens of one sequence to pieces of the answer: text up to a stop string, logprobs, and why it ended."""
+
+import msgspec
+
+from baton_serve.contracts.messages import FinishReason, TokenLogprobs
+from baton_serve.services.router.requests.token_sequence import New
+from baton_serve.services.router.text.detokenizer import Detokenizer
+from baton_serve.services.router.text.sampling_params import TextRules
+from baton_serve.services.router.text.stop_strings import StopStrings
+
+
+class Piece(msgspec.Struct):
+    """`text` may be empty although tokens came: a character or a stop string may be incomplete."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class Gathered:
+    """The pieces of one choice as one."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._piece = Piece("", [])
+
+    def add(self, piece: Piece) -> None:
+        whole = self._piece
+        self._texts.append(piece.text)
+        whole.token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            whole.logprobs = whole.logprobs or []
+            whole.logprobs += piece.logprobs
+        whole.finish_reason = piece.finish_reason
+        whole.stop_reason = piece.stop_reason
+
+    def whole(self) -> Piece:
+        self._piece.text = "".join(self._texts)
+        return self._piece
+
+
+class SequenceWriter:
+    __slots__ = ("_rules", "_stops", "_stream", "is_finished", "num_tokens")
+
+    def __init__(self, detokenizer: Detokenizer, rules: TextRules) -> None:
+        self.num_tokens = 0
+        self.is_finished = False
+        self._rules = rules
+        self._stream = detokenizer.stream(
+            skip_special_tokens=rules.skip_special_tokens,
+            spaces_between_special_tokens=rules.spaces_between_special_tokens,
+        )
+        self._stops = StopStrings(rules.stop, include=rules.include_stop_str_in_output)
+
+    @property
+    def may_end_early(self) -> bool:
+        """Where its tokens do not say so: at a stop string."""
+        return bool(self._rules.stop)
+
+    def push(self, new: New) -> Piece:
+        """When the piece has a finish reason that `new` has not, the text ended here and the rest is not wanted."""
+        visible = new.token_ids
+        if new.stop_token_id is not None and not self._rules.include_stop_str_in_output:
+            visible = visible[:-1]
+        if not self._rules.stop:
+            self.num_tokens += len(new.token_ids)
+            piece = Piece(self._stream.push(visible), new.token_ids, new.logprobs)
+        else:
+            piece = self._search(new, len(visible))
+        if new.finish_reason is not None and piece.finish_reason is None:
+            self._end(piece, new)
+        self.is_finished = piece.finish_reason is not None
+        return piece
+
+    def _search(self, new: New, num_visible: int) -> Piece:
+        """Token by token, so that nothing after a stop string is counted."""
+        text: list[str] = []
+        for i, token_id in enumerate(new.token_ids):
+            self.num_tokens += 1
+            added = self._stream.push([token_id]) if i < num_visible else ""
+            cut = self._stops.push(added, is_active=self.num_tokens > self._rules.min_tokens)
+            text.append(cut.text)
+            if cut.matched is not None:
+                logprobs = new.logprobs[: i + 1] if new.logprobs is not None else None
+                return Piece("".join(text), new.token_ids[: i + 1], logprobs, "stop", cut.matched)
+        return Piece("".join(text), new.token_ids, new.logprobs)
+
+    def _end(self, piece: Piece, new: New) -> None:
+        cut = self._stops.push(self._stream.finish(), is_active=self.num_tokens > self._rules.min_tokens)
+        piece.text += cut.text
+        if cut.matched is not None:
+            piece.finish_reason, piece.stop_reason = "stop", cut.matched
+            return
+        piece.text += self._stops.finish()
+        piece.finish_reason = new.finish_reason
+        if new.stop_token_id in self._rules.stop_token_ids:
+            piece.stop_reason = new.stop_token_id

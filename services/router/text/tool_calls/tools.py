@@ -1,0 +1,41 @@
+"""What a format may want to know of the tools that a request offers: the types of their parameters."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from baton_serve.services.router.text.scanning.json_text import to_json
+
+_TYPES = {"int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array", "str": "string"}
+
+
+class Tools:
+    """Schemas come from clients: anything unexpected in them counts as not stated."""
+
+    def __init__(self, functions: Sequence[Mapping[str, object]] = ()) -> None:
+        self._types: dict[tuple[str, str], str | None] = {}
+        for function in functions:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            if not isinstance(properties, Mapping):
+                continue
+            for name, schema in properties.items():
+                self._types[str(function.get("name")), str(name)] = _type(schema)
+
+    def is_string(self, tool: str, parameter: str) -> bool:
+        """Whether a value is to be taken as it is written; so it is for parameters that no schema names."""
+        return self._types.get((tool, parameter), "string") == "string"
+
+
+def json_of(written: str) -> str:
+    """JSON of a value that was written without quotes; a string when it is nothing else."""
+    plain = written.strip()
+    plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
+    try:
+        return to_json(json.loads(plain))
+    except (ValueError, RecursionError):
+        return to_json(written)
+
+
+def _type(schema: object) -> str | None:
+    stated = schema.get("type") if isinstance(schema, Mapping) else None
+    return _TYPES.get(stated, stated) if isinstance(stated, str) else None

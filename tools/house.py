@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Print the figures of the house: how the code is divided, what depends on what, and how it is described.
+
+`make house` prints one row for each figure, with its target. `tests/structure/test_house.py` keeps the targets.
+"""
+
+import ast
+import io
+import itertools
+import os
+import re
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tools.prose import ROOT, findings_in, product_files
+
+SMALL_FILE_LINES = 60
+LARGE_CLASS_LINES = 250
+PLUG_INS = (
+    "services/router/text/tool_calls",
+    "services/router/text/reasoning",
+    "services/router/text/scanning",
+    "baton_serve/engine/loading/quantization/checkpoints",
+    "baton_serve/engine/kernels",
+    "kvtransfer/transports",
+    "services/common/registry",
+)
+"""Folders in which a small file is one implementation of a port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    value: float
+    target: float
+    at_least: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """The direct children of a package, and who imports whom."""
+
+    rooms: frozenset[str]
+    arrows: frozenset[tuple[str, str]]
+
+    def upward(self) -> list[tuple[str, str]]:
+        """Return the fewest arrows without which no room depends on itself."""
+        found: list[tuple[str, str]] = []
+        for members in self._cycles():
+            inside = [arrow for arrow in self.arrows if set(arrow) <= set(members)]
+            if len(members) > 8:  # too many orders to try: every arrow of the cycle counts
+                found += inside
+                continue
+            orders = itertools.permutations(sorted(members))
+            found += sorted((_upward_in(order, inside) for order in orders), key=len)[0]
+        return sorted(found)
+
+    def floors(self) -> int:
+        """Return the length of the longest chain of imports, without the upward ones."""
+        below: dict[str, set[str]] = defaultdict(set)
+        for importer, imported in self.arrows - set(self.upward()):
+            below[importer].add(imported)
+
+        @cache
+        def height(room: str) -> int:
+            return 1 + max((height(other) for other in below[room]), default=0)
+
+        return max(height(room) for room in self.rooms)
+
+    def _cycles(self) -> Iterator[frozenset[str]]:
+        reached = {room: self._reachable(room) for room in self.rooms}
+        groups = {frozenset(o for o in reached[room] if room in reached[o]) for room in self.rooms}
+        yield from (group for group in groups if len(group) > 1)
+
+    def _reachable(self, start: str) -> frozenset[str]:
+        seen, todo = set[str](), [start]
+        while todo:
+            room = todo.pop()
+            new = {b for a, b in self.arrows if a == room} - seen
+            seen |= new
+            todo += new
+        return frozenset(seen)
+
+
+def _upward_in(order: tuple[str, ...], arrows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [arrow for arrow in arrows if order.index(arrow[0]) > order.index(arrow[1])]
+
+
+def rooms_of(package: str) -> Rooms:
+    """Read the rooms of a package such as `services.router`, and the imports between them."""
+    prefix = f"baton_serve.{package}"
+    folder = ROOT / "baton_serve" / package.replace(".", "/")
+    modules = {_dotted(path, folder, prefix): path for path in _python_files(folder)}
+    arrows = set()
+    for module, path in modules.items():
+        room = _room(module, prefix)
+        for imported in _imports(path.read_text(), modules):
+            other = _room(imported, prefix)
+            if room and other and room != other:
+                arrows.add((room, other))
+    return Rooms(frozenset(filter(None, (_room(module, prefix) for module in modules))), frozenset(arrows))
+
+
+def _python_files(folder: Path) -> list[Path]:
+    """Return the files below a folder that may be a link; `Path.rglob` follows no links."""
+    walked = os.walk(folder.resolve())
+    return [Path(parent) / name for parent, _, names in walked for name in names if name.endswith(".py")]
+
+
+def _dotted(path: Path, folder: Path, prefix: str) -> str:
+    relative = path.relative_to(folder.resolve()).with_suffix("")
+    return ".".join((prefix, *relative.parts)).removesuffix(".__init__")
+
+
+def _room(module: str, prefix: str) -> str | None:
+    return module.removeprefix(prefix + ".").split(".")[0] if module.startswith(prefix + ".") else None
+
+
+def _imports(source: str, modules: Iterable[str]) -> Iterator[str]:
+    known = set(modules)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+
+
+def duplicate_classes() -> dict[str, list[Path]]:
+    """Return the public class names that two or more modules of the product define."""
+    places: dict[str, list[Path]] = defaultdict(list)
+    for path in product_files():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def large_classes() -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in product_files()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno + 1 >= LARGE_CLASS_LINES
+    ]
+
+
+def small_files() -> list[Path]:
+    """Return the product's files under 60 lines that are neither entry points, package files nor plug-ins."""
+    return [
+        path
+        for path in product_files()
+        if path.name not in ("__init__.py", "__main__.py", "main.py", "errors.py", "settings.py")
+        and not str(path.relative_to(ROOT)).startswith(PLUG_INS)
+        and len(path.read_text().splitlines()) < SMALL_FILE_LINES
+    ]
+
+
+def comments_per_100_lines() -> float:
+    """Return comments (runs of comment lines count by line) for each 100 lines of code."""
+    comments = code = 0
+    for path in product_files():
+        source = path.read_text()
+        comments += sum(t.type == tokenize.COMMENT for t in tokenize.generate_tokens(io.StringIO(source).readline))
+        code += code_lines(source)
+    return 100 * comments / code
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that hold code: docstrings, comments and blank lines cost nothing."""
+    lines: set[int] = set()
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    documented = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - documented)
+
+
+def words_of_documents() -> int:
+    documents = [path for path in (ROOT / "docs").rglob("*.md") if "log" not in path.relative_to(ROOT).parts]
+    return sum(len(re.findall(r"\S+", path.read_text())) for path in documents)
+
+
+def figures() -> list[Figure]:
+    rows = []
+    for package, most_rooms, most_arrows, most_upward in (("services.router", 14, 60, 1), ("engine", 17, 80, 2)):
+        rooms = rooms_of(package)
+        rows += [
+            Figure(f"{package}: rooms", len(rooms.rooms), most_rooms),
+            Figure(f"{package}: floors", rooms.floors(), 9),
+            Figure(f"{package}: imports between rooms", len(rooms.arrows), most_arrows),
+            Figure(f"{package}: imports upward", len(rooms.upward()), most_upward),
+        ]
+    found = Counter(finding.form for path in product_files() for finding in findings_in(path))
+    return [
+        *rows,
+        Figure("public class names defined twice", len(duplicate_classes()), 0),
+        Figure(f"files under {SMALL_FILE_LINES} lines that are no plug-in", len(small_files()), 20),
+        Figure(f"classes of {LARGE_CLASS_LINES} lines and more", len(large_classes()), 4),
+        Figure("comments per 100 lines of code", round(comments_per_100_lines(), 1), 4, at_least=True),
+        Figure("words of docs/ without docs/log/", words_of_documents(), 25_000),
+        Figure("prose that must be read twice", found.total(), 80),
+    ]
+
+
+def main() -> None:
+    for figure in figures():
+        bound = ">=" if figure.at_least else "<="
+        print(
+            f"{figure.name:<48}{figure.value:>9,g}   {bound} {figure.target:,g}{'' if figure.is_met else '   MISSED'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
