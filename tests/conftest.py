@@ -7,10 +7,14 @@ pytest …`. The second: a full collection looks at the million objects that tor
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Baton's children ignore their working directory (`-P`): they find this checkout also where another one is installed.
+ROOT = str(Path(__file__).resolve().parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from baton_serve.contracts.device import DeviceName
-from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -257,15 +256,16 @@ def peak_bytes(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(_module(device).max_memory_allocated(device))
 
 
-def kv_cache_bytes(device: torch.device, config: EngineConfig, activation_bytes: int) -> int:
-    """How much memory the KV cache may take, once the weights are loaded."""
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
+def kv_cache_bytes(device: torch.device, *, memory_utilization: float, activation_bytes: int) -> int:
+    """Return how many bytes the KV cache may take. Call it once the weights are loaded.
+
+    `memory_utilization` is the part of the device's memory that this process may use in all, from 0 to 1.
+    """
     if device.type == "cpu":
         return min(CPU_KV_MAX_BYTES, int(memory(device).free_bytes * CPU_KV_FRACTION))
     _module(device).empty_cache()
     now = memory(device)
-    usable = int(now.total_bytes * config.gpu_memory_utilization)
+    usable = int(now.total_bytes * memory_utilization)
     return usable - (now.total_bytes - now.free_bytes) - activation_bytes
 
 

@@ -6,17 +6,17 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
 
+from baton_serve.child_command import module_command
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Verdict
 from baton_serve.kvtransfer.probing.plan import MARK, Plan, Serving, complete
 
 logger = logging.getLogger(__name__)
 
-COMMAND: Sequence[str] = (sys.executable, "-m", "baton_serve.kvtransfer.probing.process")
+COMMAND: Sequence[str] = tuple(module_command("baton_serve.kvtransfer.probing.process"))
 MAX_LINE_BYTES = 64 << 10
 REAP_S = 5.0
 REAP_POLL_S = 0.005

@@ -1,17 +1,17 @@
 """Asks `device_probe` in a throw-away process, with a deadline, and judges what it says."""
 
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 import msgspec
 
+from baton_serve.child_command import module_command
 from baton_serve.services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
 from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
 SLOW_COPY = 4e9
-PROBE = (sys.executable, "-m", "baton_serve.services.doctor.device_probe")
+PROBE = module_command("baton_serve.services.doctor.device_probe")
 
 
 def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:

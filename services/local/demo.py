@@ -15,6 +15,7 @@ from random import Random
 
 import httpx
 
+from baton_serve.child_command import module_command
 from baton_serve.services.common.errors import LocalError, RemoteError
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
@@ -66,14 +67,8 @@ class ServeProcess:
         """The router's URL, when all instances serve. Raises `NotStartedError`."""
         options = ["--port", "0", "--log-level", "warning"]
         self._process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "baton_serve.services.common.die_with_parent",
-                str(os.getpid()),
-                "baton_serve",
-                "serve",
-                *options,
+            *module_command(
+                "baton_serve.services.common.die_with_parent", str(os.getpid()), "baton_serve", "serve", *options
             ),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -5,10 +5,10 @@ In a process of its own, which loads what reads such files; this one does not.
 
 import hashlib
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton_serve.child_command import module_command
 from baton_serve.services.common.errors import ConfigurationError
 
 
@@ -22,7 +22,7 @@ def unpacked(file: Path, environ: Mapping[str, str]) -> str:
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
     folder = cache / "baton" / "gguf" / digest
-    command = [sys.executable, "-m", "baton_serve", "unpack", str(file), str(folder)]
+    command = module_command("baton_serve", "unpack", str(file), str(folder))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]

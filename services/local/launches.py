@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
+from baton_serve.child_command import module_command
 from baton_serve.services.local.plan import Process
 
 PRELOAD = "baton_serve.services.local.preload"
@@ -54,14 +55,9 @@ class Programs:
         self._module = module
 
     def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
-        command = [
-            sys.executable,
-            "-m",
-            "baton_serve.services.common.die_with_parent",
-            str(os.getpid()),
-            self._module,
-            *process.argv,
-        ]
+        command = module_command(
+            "baton_serve.services.common.die_with_parent", str(os.getpid()), self._module, *process.argv
+        )
         # In a group of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours; in its
         # session, because kernels that share time out among sessions first heed niceness (--engine-nice) within one.
         variables = {**environ, **process.variables}

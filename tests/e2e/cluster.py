@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_serve.bench.ports import free_port
+from baton_serve.child_command import module_command
 from baton_serve.services.local.launches import Launch
 from baton_serve.services.local.plan import Process
 from tests.devices import DEVICE
@@ -39,7 +39,7 @@ def wait_until(fact: Callable[[], bool], *, timeout_s: float, what: str) -> None
 
 
 def baton(*args: str) -> list[str]:
-    return [sys.executable, "-m", "baton_serve", *args]
+    return module_command("baton_serve", *args)
 
 
 def environment() -> dict[str, str]:

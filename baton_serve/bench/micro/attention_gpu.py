@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton_serve.bench.micro.attention_checks import check_all
+from baton_serve.child_command import module_command
 from baton_serve.engine.kernels import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.attention import TritonAttention
@@ -319,7 +320,7 @@ def run(arguments: Sequence[str]) -> None:
         sharded = len(group) > 1
         running = [
             subprocess.Popen(
-                [sys.executable, "-m", "baton_serve.bench.micro.attention_gpu", "--part", part]
+                module_command("baton_serve.bench.micro.attention_gpu", "--part", part)
                 + ([f"--shard={shard}"] if sharded else [])
             )
             for part in group

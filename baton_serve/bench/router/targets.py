@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from baton_serve.bench.router.fake_instances import FakeInstance
 from baton_serve.bench.router.fake_servers import FakeServer
 from baton_serve.bench.router.http_load import Connection, HttpError, post
 from baton_serve.bench.serving.listening import num_listening
+from baton_serve.child_command import module_command
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.messages import Work
 
@@ -68,7 +68,7 @@ async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> 
     port = free_port()
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("ab") as log:
         registry = f"memory://{folder}/registry"
-        command = [sys.executable, "-m", "baton_serve", "router", "--model", str(MODEL), "--port", str(port)]
+        command = module_command("baton_serve", "router", "--model", str(MODEL), "--port", str(port))
         command += ["--served-model-name", MODEL_NAME, "--registry", registry, "--log-level", log_level]
         command += ["--workers", str(workers)]
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=log)
@@ -117,7 +117,7 @@ async def others(peers: list[str]) -> AsyncIterator[list[Target]]:
 async def _server_apart() -> AsyncIterator[int]:
     """Its port."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "baton_serve.bench.router.fake_servers", MODEL_NAME]
+    command = module_command("baton_serve.bench.router.fake_servers", MODEL_NAME)
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
     try:
         assert process.stdout is not None

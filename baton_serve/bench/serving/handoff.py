@@ -12,7 +12,6 @@ router was told.
 import argparse
 import asyncio
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -21,6 +20,7 @@ from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.peers import Server, running
 from baton_serve.bench.serving.serve import Outcome, drive
 from baton_serve.bench.serving.workload import random_requests
+from baton_serve.child_command import module_command
 
 TARGET_MS = 2.0
 WARM_UP = 5
@@ -52,7 +52,7 @@ def exposed_s(metrics: str) -> float:
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     for transport in options.transports:
-        serve = [sys.executable, "-m", "baton_serve", "serve", *([options.model] if options.model else [])]
+        serve = module_command("baton_serve", "serve", *([options.model] if options.model else []))
         flags = ["--port", "{port}", "--device", "cpu", "--disaggregation-min-tokens", "0", "--kv-transport", transport]
         with running(Server(transport, [*serve, *flags])) as url:
             outcomes = _send(url, options)

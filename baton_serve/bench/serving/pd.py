@@ -44,6 +44,7 @@ from baton_serve.bench.serving.peers import Server, running, wait_complete
 from baton_serve.bench.serving.servable_shape import write_servable_shape
 from baton_serve.bench.serving.traces import TraceError, load_trace
 from baton_serve.bench.serving.workload import trace_requests
+from baton_serve.child_command import module_command
 
 
 class Promise(NamedTuple):
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
         if setup_begun - begun + longest_s > options.budget_s:
             sys.stderr.write(f"{setup.name}: left out, --budget-s {options.budget_s:g} would not hold it\n")
             continue
-        serve = [sys.executable, "-m", "baton_serve", "serve", model, "--port", "{port}"]
+        serve = module_command("baton_serve", "serve", model, "--port", "{port}")
         flags = ["--max-num-batched-tokens", str(setup.chunk), *setup.flags, *options.baton_args]
         try:
             with running(Server(setup.name, [*serve, *flags])) as url:

@@ -22,6 +22,7 @@ from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.peers import FIRST_TOKEN, LAST_TOKEN, START_S, Server, running
 from baton_serve.bench.serving.serve import drive, percentile
 from baton_serve.bench.serving.workload import Request
+from baton_serve.child_command import module_command
 
 WARM_UP = 2
 
@@ -53,7 +54,7 @@ def setups(options: argparse.Namespace) -> list[Setup]:
 
 
 def measure(setup: Setup, options: argparse.Namespace, *, seed: int) -> Values:
-    serve = [sys.executable, "-m", "baton_serve", "serve", options.model, "--port", "{port}"]
+    serve = module_command("baton_serve", "serve", options.model, "--port", "{port}")
     draw = random.Random(seed)
 
     def requests(count: int) -> list[Request]:

@@ -30,6 +30,7 @@ import httpx
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.serve import Outcome, drive
 from baton_serve.bench.serving.workload import Request
+from baton_serve.child_command import module_command
 
 START_S, COMPLETE_S, STOP_S = 300.0, 120.0, 15.0
 OPENVINO_SERVER = Path(__file__).with_name("openvino_server.py")
@@ -51,7 +52,7 @@ class Server:
 def servers(options: argparse.Namespace) -> list[Server]:
     """Baton first; then what was given, or found on the PATH."""
     model, length = options.model, str(options.max_model_len)
-    baton = [sys.executable, "-m", "baton_serve", "serve", model, "--unified", "1", "--prefill", "0", "--decode", "0"]
+    baton = module_command("baton_serve", "serve", model, "--unified", "1", "--prefill", "0", "--decode", "0")
     found = [Server("Baton", [*baton, "--port", "{port}", "--max-model-len", length, *options.baton_args])]
     if vllm := options.vllm or shutil.which("vllm"):
         serve = [vllm, "serve", model, "--port", "{port}", "--dtype", "bfloat16", "--max-model-len", length]

@@ -25,6 +25,7 @@ import httpx
 
 from baton_serve.bench.ports import free_port
 from baton_serve.bench.report import Row, show
+from baton_serve.child_command import module_command
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.services.local.settings import DEMO_MODEL
 
@@ -68,7 +69,7 @@ def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
 
 def one_turn(options: argparse.Namespace) -> Turn:
     port = free_port()
-    command = [sys.executable, "-m", "baton_serve", "serve", *filter(None, [options.model]), "--port", str(port)]
+    command = module_command("baton_serve", "serve", *filter(None, [options.model]), "--port", str(port))
     for role in ("prefill", "decode", "unified"):
         command += [f"--{role}", str(getattr(options, role))]
     command += ["--log-level", "debug", "--log-format", "json", *options.baton_args]

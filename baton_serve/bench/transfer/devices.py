@@ -27,6 +27,7 @@ import torch
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.transfer.cases import MIB, layout_of, tickets_to
 from baton_serve.bench.transfer.devices_producer import LARGE, DeviceMemory, Order, node_of, places_of
+from baton_serve.child_command import module_command
 from baton_serve.contracts.identity import BlockName
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import TransferError, TransferNode, TransferSettings
@@ -64,7 +65,7 @@ async def pair_of(options: argparse.Namespace, num_blocks: int, settings: Transf
     layout, (source, target) = layout_of(options.block_kib << 10), options.devices
     arguments = [msgspec.json.encode(value).decode() for value in (layout, settings)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton_serve.bench.transfer.devices_producer", source, str(num_blocks), *arguments),
+        *module_command("baton_serve.bench.transfer.devices_producer", source, str(num_blocks), *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=16 * MIB,

@@ -35,6 +35,7 @@ from baton_serve.bench.transfer.cases import MIB, block_name, clear, is_filled, 
 from baton_serve.bench.transfer.hosts_producer import Order
 from baton_serve.bench.transfer.peers import NAMES, Peer, PeerError, Reading, chosen, readings
 from baton_serve.bench.transfer.results import Point
+from baton_serve.child_command import module_command
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import FetchResult, HostMemory, TransferNode, TransferSettings
@@ -70,10 +71,7 @@ async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings)
     layout = layout_of(block_bytes)
     arguments = [msgspec.json.encode(layout).decode(), msgspec.json.encode(settings).decode(), str(num_blocks)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "baton_serve.bench.transfer.hosts_producer",
-        *arguments,
+        *module_command("baton_serve.bench.transfer.hosts_producer", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

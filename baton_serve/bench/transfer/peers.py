@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Self
 
+from baton_serve.child_command import module_command
+
 START_S = 60.0
 READ_S = 120.0
 
@@ -91,17 +93,10 @@ class Reading:
         self._log.close()
 
     async def _spawn(self, end: str, num_blocks: int, block_bytes: int) -> asyncio.subprocess.Process:
-        arguments = [
-            "-m",
-            "baton_serve.bench.transfer.peer_process",
-            self.peer.engine,
-            end,
-            str(num_blocks),
-            str(block_bytes),
-        ]
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *arguments,
+            *module_command(
+                "baton_serve.bench.transfer.peer_process", self.peer.engine, end, str(num_blocks), str(block_bytes)
+            ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._log,

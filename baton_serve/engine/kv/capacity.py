@@ -2,10 +2,26 @@
 
 import logging
 
+import torch
+
 from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine import device as devices
+from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError
 
 logger = logging.getLogger(__name__)
+
+
+def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
+    """Return how many bytes the KV cache may take on `device`: what the settings state, or else what is left of memory.
+
+    `activation_bytes` is what the largest step needs beside the weights. Call it once the weights are loaded.
+    """
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    return devices.kv_cache_bytes(
+        device, memory_utilization=config.gpu_memory_utilization, activation_bytes=activation_bytes
+    )
 
 
 def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -> int:

@@ -10,7 +10,6 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from baton_serve.child_command import module_command
 from baton_serve.engine.collectives.backends import Alone, Collectives, Group
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.config import EngineConfig
@@ -180,6 +180,6 @@ class Ranks:
 def _start(number: int) -> _Rank:
     ours, its = socket.socketpair()
     with its:
-        command = [sys.executable, "-m", "baton_serve.engine.parallel.tp_worker", str(its.fileno()), str(os.getpid())]
+        command = module_command("baton_serve.engine.parallel.tp_worker", str(its.fileno()), str(os.getpid()))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
     return _Rank(number, process, Channel(ours, Answer, send_timeout_s=SEND_TIMEOUT_S))

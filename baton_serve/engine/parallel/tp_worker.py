@@ -22,6 +22,7 @@ from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.setup import Setup
+from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.parallel.channel import Channel, ChannelError
@@ -120,7 +121,7 @@ class Follower:
                 self._blocks.close()
                 del self._executor
                 activation = used * command.work_factor + command.extra_bytes
-                self._answer(devices.kv_cache_bytes(self._device, self._config, activation))
+                self._answer(cache_bytes(self._config, self._device, activation))
             case Capture():
                 self._executor.capture_graphs(lambda: devices.Capturing(self._device))
                 self._answer(int(self._executor.has_graphs))

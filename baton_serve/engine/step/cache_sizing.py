@@ -44,7 +44,7 @@ class CacheMaker:
         if override is not None:
             return capacity.count_blocks(self._layout, 0, override)
         if devices.is_host(self._device):  # one memory holds all ranks' blocks
-            available = devices.kv_cache_bytes(self._device, config, 0)
+            available = capacity.cache_bytes(config, self._device, 0)
             memory = devices.memory(self._device)
             capacity.check_host(available, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes)
         elif config.kv_cache_bytes is not None:
@@ -93,4 +93,4 @@ class CacheMaker:
             extra_bytes=SAMPLER_COPIES * 4 * self._limits.max_num_seqs * self._vocab_size,
         )
         activation = used * measure.work_factor + measure.extra_bytes
-        return self._ranks.available_bytes(devices.kv_cache_bytes(self._device, self._config, activation), measure)
+        return self._ranks.available_bytes(capacity.cache_bytes(self._config, self._device, activation), measure)

@@ -19,8 +19,8 @@ from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.requests.lifecycle import Flight
 from baton_serve.services.router.requests.prompt_request import Arrival, Job
 from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.requests.token_sequence import NewTokens
 from baton_serve.services.router.text.text_output import Piece, SequenceWriter
+from baton_serve.services.router.text.token_sequence import NewTokens
 
 
 class Launch(Protocol):

@@ -11,8 +11,8 @@ from baton_serve.services.router.protocol.openai_responses import CachedTokens, 
 from baton_serve.services.router.requests.lifecycle import Flight
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.requests.token_sequence import New
 from baton_serve.services.router.text.text_output import Piece, SequenceWriter
+from baton_serve.services.router.text.token_sequence import New
 
 
 class Follower(Protocol):

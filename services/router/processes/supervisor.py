@@ -8,13 +8,13 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from math import ceil
 
 import msgspec
 import zmq
 
+from baton_serve.child_command import module_command
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listening import bind_tcp
@@ -27,7 +27,7 @@ from baton_serve.services.router.settings import RouterSettings
 logger = logging.getLogger(__name__)
 
 READY = b"ready\n"
-_MODULE = "baton_serve.services.router.child_main"
+_MODULE = "baton_serve.services.router.processes.process"
 _CLOSING_S = 5.0
 
 
@@ -141,7 +141,7 @@ class Supervisor:
     async def _spawn(self, worker: Worker) -> asyncio.subprocess.Process:
         # In a session of its own, so that Ctrl-C reaches this process alone and a worker hears of it once.
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton_serve.services.common.die_with_parent", str(os.getpid()), _MODULE),
+            *module_command("baton_serve.services.common.die_with_parent", str(os.getpid()), _MODULE),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

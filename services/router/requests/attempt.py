@@ -11,7 +11,7 @@ from baton_serve.contracts.messages import Answer, Cancel, Decode, Generate, Pre
 from baton_serve.services.router.cluster.worker_state import Lease, Member, Sending, Share
 from baton_serve.services.router.placement.policy import Candidate, Placement
 from baton_serve.services.router.requests.prompt_request import PromptNames
-from baton_serve.services.router.requests.token_sequence import TokenSequence
+from baton_serve.services.router.text.token_sequence import TokenSequence
 
 PULL_PATIENCE = 4.0
 PULL_TIMEOUT_S = 1.0

@@ -16,7 +16,7 @@ from baton_serve.services.router.requests.attempt import Attempt
 from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules
 from baton_serve.services.router.requests.timeline import Timeline
 from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.requests.token_sequence import New, TokenSequence
+from baton_serve.services.router.text.token_sequence import New, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from baton_serve.services.router.requests.placement_retry import Patience
 from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules, Job, PromptNames
 from baton_serve.services.router.requests.timeline import Timeline
 from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.requests.token_sequence import TokenSequence
+from baton_serve.services.router.text.token_sequence import TokenSequence
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.placement.policy import NoCapacity
-from baton_serve.services.router.requests.token_sequence import TokenSequence
+from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
 class Patience:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from baton_serve.services.router.requests.token_sequence import New
+from baton_serve.services.router.text.token_sequence import New
 
 AtOnce = Callable[[int, New, float], bool]
 """Takes new tokens of a choice in the call that brings them, with the moment when they came; False: not these."""

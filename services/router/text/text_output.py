@@ -3,10 +3,10 @@
 import msgspec
 
 from baton_serve.contracts.messages import FinishReason, TokenLogprobs
-from baton_serve.services.router.requests.token_sequence import New
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.sampling_params import TextRules
 from baton_serve.services.router.text.stop_strings import StopStrings
+from baton_serve.services.router.text.token_sequence import New
 
 
 class Piece(msgspec.Struct):

@@ -20,7 +20,7 @@ from baton_serve.services.router.requests.first_token_pacer import Delivery
 from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules
 from baton_serve.services.router.requests.timeline import Timeline
 from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.requests.token_sequence import TokenSequence
+from baton_serve.services.router.text.token_sequence import TokenSequence
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.fakes import FakeFlight, record
 from tests.unit.router.test_flight import Asked

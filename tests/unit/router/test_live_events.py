@@ -10,7 +10,7 @@ import pytest
 from baton_serve.contracts.messages import Tokens, Work
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
 from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.requests.token_sequence import New, NewTokens
+from baton_serve.services.router.text.token_sequence import New, NewTokens
 from tests.recorded_connection import RecordedConnection
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.test_message_reader import CALL, HERMES, TOOLS, writes

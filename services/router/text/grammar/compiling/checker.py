@@ -11,13 +11,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from baton_serve.child_command import module_command
 from baton_serve.services.common.restart_policy import Restarts
 from baton_serve.services.router.protocol.errors import RateLimitError, UnavailableError
 from baton_serve.services.router.text.grammar.compiling.process import ENDED, VERDICT, CompileLimits
@@ -237,15 +237,9 @@ class GrammarChecker:
             limits = json.dumps(asdict(replace(self._limits, eos=eos)))
             fds = (theirs.fileno(), file)
             child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "baton_serve.services.common.die_with_parent",
-                    str(os.getpid()),
-                    _MODULE,
-                    *map(str, fds),
-                    limits,
-                ],
+                module_command(
+                    "baton_serve.services.common.die_with_parent", str(os.getpid()), _MODULE, *map(str, fds), limits
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,
