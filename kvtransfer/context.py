@@ -11,13 +11,13 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.consumer.ladders import Ladders
 from baton_serve.kvtransfer.consumer.pages import Pages
-from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.frames import Host
 from baton_serve.kvtransfer.ladder import ProbeOutcome
 from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.session.steps import SessionLimits
 from baton_serve.kvtransfer.settings import TransferSettings
-from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
 from baton_serve.kvtransfer.transports.port import Transport
 from baton_serve.kvtransfer.workers import Workers
 
@@ -69,8 +69,8 @@ class NodeContext:
     zmq: "zmq.Context[zmq.Socket[bytes]]"
     loop: asyncio.AbstractEventLoop
     workers: Workers
-    landings: Landings
-    sums: KeptSums
+    staging_buffers: StagingBuffers
+    sums: ChecksumCache
     pages: Pages
     probe_command: Sequence[str]
 

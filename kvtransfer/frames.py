@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.wire import Decoder
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
@@ -25,7 +25,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 TicketField = Annotated[TicketId, Meta(min_length=1, max_length=256)]
 InstanceField = Annotated[InstanceId, Meta(min_length=1, max_length=256)]
 GenerationField = Annotated[Generation, Meta(ge=0, le=2**53)]
-Name = Annotated[BlockName, Meta(min_length=16, max_length=16)]
+Name = Annotated[BlockHash, Meta(min_length=16, max_length=16)]
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Checksum = Annotated[int, Meta(ge=0)]
 PartCount = Annotated[int, Meta(ge=1, le=4096)]

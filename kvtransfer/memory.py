@@ -67,7 +67,7 @@ def _counts_versions(kind: Any) -> bool:
     return issubclass(kind, Versioned)
 
 
-class Parts:
+class PartitionedMemory:
     """Each block as `count` neighbours, which can travel one by one: part `p` of block `b` is number `b * count + p`.
 
     `DeviceMemory` if `memory` is; nobody counts versions where `memory` does not.
@@ -102,7 +102,7 @@ class Parts:
 
 
 def parts_of(memory: BlockMemory, count: int) -> BlockMemory:
-    return memory if count == 1 else Parts(memory, count)
+    return memory if count == 1 else PartitionedMemory(memory, count)
 
 
 class HostMemory:

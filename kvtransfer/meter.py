@@ -1,11 +1,11 @@
 """How fast a connection delivers: bytes over the time in which any were outstanding, not that spent on prefill."""
 
-SMOOTHING = 0.3
-LEAST_BYTES = 1 << 20
+EMA_WEIGHT = 0.3
+MIN_SAMPLE_BYTES = 1 << 20
 """Less than this tells of latency, not of speed; it counts only until something larger came."""
 
 
-class Meter:
+class ThroughputMeter:
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         self._outstanding = 0
@@ -23,9 +23,9 @@ class Meter:
         self._delivered += num_bytes
         self._outstanding -= num_bytes
         seconds = now - self._busy_since
-        if self._outstanding > 0 or seconds <= 0 or self._delivered < min(self._best_sample, LEAST_BYTES):
+        if self._outstanding > 0 or seconds <= 0 or self._delivered < min(self._best_sample, MIN_SAMPLE_BYTES):
             return
         rate = self._delivered / seconds
-        is_first_of_size = self._best_sample < LEAST_BYTES
-        self.bytes_per_second += (rate - self.bytes_per_second) * (1.0 if is_first_of_size else SMOOTHING)
+        is_first_of_size = self._best_sample < MIN_SAMPLE_BYTES
+        self.bytes_per_second += (rate - self.bytes_per_second) * (1.0 if is_first_of_size else EMA_WEIGHT)
         self._best_sample = max(self._best_sample, self._delivered)

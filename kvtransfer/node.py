@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
@@ -21,7 +21,7 @@ from baton_serve.kvtransfer.consumer.ladders import Ladders
 from baton_serve.kvtransfer.consumer.pages import Pages
 from baton_serve.kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
 from baton_serve.kvtransfer.conversion.plan import Translation
-from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.errors import LocalTransferError, NodeClosed
 from baton_serve.kvtransfer.liveness import this_host
 from baton_serve.kvtransfer.memory import BlockMemory
@@ -31,7 +31,7 @@ from baton_serve.kvtransfer.producer.producer import FetchHandler, ProducerSide
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports import build
-from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
 from baton_serve.kvtransfer.transports.memory import InProcess
 from baton_serve.kvtransfer.transports.port import NodeFacts, Transport
 from baton_serve.kvtransfer.workers import Workers
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 DEVICE_THREADS = 4
-MAX_REASON = 1024
+MAX_REASON_CHARS = 1024
 """Characters: it travels with each report to the router."""
 
 TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dict[str, Transport]]
@@ -109,8 +109,8 @@ class TransferNode:
             zmq=zmq.Context(max(settings.io_threads, settings.zeromq_connections)),
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
-            landings=Landings(self._layout),
-            sums=KeptSums(),
+            staging_buffers=StagingBuffers(self._layout),
+            sums=ChecksumCache(),
             pages=Pages(self._memory),
             probe_command=self._ports.probe_command,
         )
@@ -146,11 +146,11 @@ class TransferNode:
         """Fetches for this ticket are now served; those that came earlier were waiting for it."""
         self._producing.open(ticket)
 
-    def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
+    def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
         """These blocks are computed and will not move or change until `released` returns."""
         self._producing.publish(ticket, blocks)
 
-    def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None:
+    def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
         """As `publish`, for these of the `settings.parts` of each block; the block is whole with `publish` alone."""
         if not 0 <= parts.start < parts.stop <= self._settings.parts:
             raise LocalTransferError(f"parts {parts.start} to {parts.stop - 1} are not all of {self._settings.parts}")
@@ -171,7 +171,7 @@ class TransferNode:
     async def fetch(
         self,
         ticket: Ticket,
-        wanted: Sequence[tuple[BlockName, int]],
+        wanted: Sequence[tuple[BlockHash, int]],
         *,
         on_blocks: OnBlocks | None = None,
         on_end: OnEnd | None = None,
@@ -210,7 +210,7 @@ class TransferNode:
                 bytes_per_second=link.meter.bytes_per_second,
                 probed_bytes_per_second=link.ladder.speed(),
                 choice=link.ladder.choice(),
-                reason="; ".join(link.ladder.why())[:MAX_REASON],
+                reason="; ".join(link.ladder.why())[:MAX_REASON_CHARS],
             )
             for link in self._consuming.connections.current()
             if link.is_ready() and link.transport is not None and link.ladder is not None

@@ -27,7 +27,7 @@ CONNECTION_EVENTS = (
 )
 """Each says that a connecting socket will never be of use again."""
 
-FAREWELL_MS = 100
+LINGER_MS = 100
 """For the last words of a node that closes."""
 
 CURVE_BYTES = 1024
@@ -62,7 +62,7 @@ def encrypt(socket: "zmq.Socket[bytes]", settings: TransferSettings, *, listens:
         socket.setsockopt(zmq.CURVE_SERVERKEY, settings.curve_public_key)
 
 
-class LoopSocket:
+class MonitoredSocket:
     """`on_message` gets the frames of each message, `on_down` the value of each monitored event.
 
     With EVENT_DISCONNECTED alone, that is the file descriptor of the connection.

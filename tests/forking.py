@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 
 from baton_serve.services import cli
-from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.supervisor import MODULE
 
 PEER = "tests.contract.transports_peer"
@@ -25,10 +25,10 @@ PRELOADED = [
 
 
 @cache
-def forks() -> Forks:
+def forks() -> ForkLauncher:
     is_first = stdlib._forkserver._forkserver_pid is None  # type: ignore[attr-defined]
     assert is_first, "a fork server runs that has not imported what this one is for"
-    made = Forks(__name__, Programs(MODULE), PRELOADED)
+    made = ForkLauncher(__name__, ProgramLauncher(MODULE), PRELOADED)
     made.prepare()
     return made
 

@@ -24,7 +24,7 @@ with atheris.instrument_imports(
     import msgspec
 
     from baton_serve.contracts.events import BlocksRemoved, BlocksStored, EventBatch
-    from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+    from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
     from baton_serve.contracts.instance import InstanceRecord, Load
     from baton_serve.contracts.messages import (
         Batch,
@@ -49,7 +49,7 @@ with atheris.instrument_imports(
     from baton_serve.contracts.sampling import SamplingParams
     from baton_serve.contracts.wire import Decoder, WireError, encode
     from baton_serve.kvtransfer.frames import ToConsumer, ToProducer
-    from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, command, framed, handshake
+    from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, command, frame_message, handshake
     from tests.unit.router.fakes import record
 
 MAX_BYTES = 1 << 16
@@ -73,7 +73,7 @@ ZMTP = len(DECODERS)
 
 def seeds() -> list[bytes]:
     """Real frames, each behind the number of its decoder."""
-    name, instance, generation = BlockName(b"n" * 16), InstanceId("prefill-0"), Generation(7)
+    name, instance, generation = BlockHash(b"n" * 16), InstanceId("prefill-0"), Generation(7)
     work = Work(
         request_id=RequestId("r-1"),
         token_ids=[1, 2, 70_000],
@@ -111,7 +111,7 @@ def seeds() -> list[bytes]:
     events = EventBatch(instance, generation, 4, [BlocksStored([name]), BlocksRemoved([name])])
     found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, made_up), (5, events)]
     frames = [bytes([number]) + encode(message) for number, message in found]
-    said = handshake(b"DEALER") + framed(encode(Heartbeat())) + b"\x01\x03abc" + framed(b"m" * 300)
+    said = handshake(b"DEALER") + frame_message(encode(Heartbeat())) + b"\x01\x03abc" + frame_message(b"m" * 300)
     return [*frames, bytes([ZMTP]) + said, bytes([ZMTP]) + handshake(b"ROUTER") + command(b"\x05ERROR\x02no")]
 
 

@@ -23,7 +23,7 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
 from baton_serve.engine.loading.quantization.loading import round_loaded
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
-from baton_serve.engine.model.quantized.online import Plan
+from baton_serve.engine.model.quantized.online import QuantizationPlan
 from tools.demo_model.corpus import ANSWER, conversation, encode
 from tools.demo_model.tokenization import WordEncoder
 
@@ -73,7 +73,7 @@ def rounded(folder: Path, name: Quantization, group: int) -> nn.Module:
     """The model with the numbers that its codes stand for, an embedding that shares the head's among them."""
     made = round_loaded(
         _load(folder),
-        Plan(scheme(name, fp8_dtype="e4m3", group_size=group)),
+        QuantizationPlan(scheme(name, fp8_dtype="e4m3", group_size=group)),
         torch.device("cpu"),
         torch.float32,
     )

@@ -9,7 +9,7 @@ from math import ceil
 from baton_serve.bench.cards import (
     CARDS,
     MODELS,
-    Load,
+    TargetLoad,
     batch_size,
     kv_tokens,
     num_decode,
@@ -18,7 +18,7 @@ from baton_serve.bench.cards import (
     step_s,
 )
 
-EXAMPLE = Load(requests_per_s=2.0, prompt_tokens=2000, answer_tokens=300, inter_token_s=0.1)
+EXAMPLE = TargetLoad(requests_per_s=2.0, prompt_tokens=2000, answer_tokens=300, inter_token_s=0.1)
 
 
 def one_card_table() -> str:
@@ -39,7 +39,7 @@ def one_card_table() -> str:
     return "\n".join(rows)
 
 
-def pool_table(load: Load = EXAMPLE) -> str:
+def pool_table(load: TargetLoad = EXAMPLE) -> str:
     rows = ["| card | model | prefill instances | decode instances | sequences per decode |", "|---|---|---|---|---|"]
     for card in CARDS:
         for model in MODELS:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton_serve.bench.simulation.run import Result
+from baton_serve.bench.simulation.run import SimulationResult
 from baton_serve.bench.simulation.summary import Summary
 from baton_serve.bench.transfer.results import Point
 
@@ -21,7 +21,7 @@ def check() -> None:
         raise PlotError("--plot needs matplotlib: pip install 'baton-serve[bench]'")
 
 
-def compare(path: Path, results: Sequence[Result], summaries: Sequence[Summary]) -> None:
+def compare(path: Path, results: Sequence[SimulationResult], summaries: Sequence[Summary]) -> None:
     """TTFT as a distribution; over load where there are several; pool sizes where they change."""
     scales = {summary.time_scale for summary in summaries}
     sizes = [result for result in results if result.sizes]
@@ -106,7 +106,7 @@ def transfers(path: Path, points: Sequence[Point]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_sizes(axis: Any, result: Result) -> None:
+def _draw_sizes(axis: Any, result: SimulationResult) -> None:
     ends = [*(sizes.at_s for sizes in result.sizes[1:]), result.duration_s]
     for role in result.sizes[0].sizes:
         values = [sizes.sizes[role] for sizes in result.sizes]

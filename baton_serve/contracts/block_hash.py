@@ -13,20 +13,20 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import MediaSpan, within
 
-NAME_BYTES = 16
+BLOCK_HASH_BYTES = 16
 
 
-def root_name(
+def root_hash(
     *,
     fingerprint: str,
     kv_dtype: str,
     block_tokens: int,
     lora: str = "",
     cache_salt: str = "",
-) -> BlockName:
+) -> BlockHash:
     """The parent of a sequence's first block.
 
     `fingerprint` identifies the weights. Every part is length-prefixed, so no two different inputs hash the same bytes.
@@ -37,18 +37,18 @@ def root_name(
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return BlockName(digest.digest()[:NAME_BYTES])
+    return BlockHash(digest.digest()[:BLOCK_HASH_BYTES])
 
 
-def block_names(
-    root: BlockName,
+def hash_blocks(
+    root: BlockHash,
     token_ids: Sequence[int],
     block_tokens: int,
     *,
-    parent: BlockName | None = None,
+    parent: BlockHash | None = None,
     media: Sequence[MediaSpan] = (),
     start: int = 0,
-) -> list[BlockName]:
+) -> list[BlockHash]:
     """Names of all blocks of `token_ids`, the last one included even when it is not full.
 
     With `parent`, `token_ids` continue after the block of that name instead of after the root: they begin at the
@@ -61,13 +61,13 @@ def block_names(
         words.byteswap()
     data = words.tobytes()
     name: bytes = root if parent is None else parent
-    names: list[BlockName] = []
+    names: list[BlockHash] = []
     step = block_tokens * 4
     for at in range(0, len(data), step):
         if media:
             name = _with_media(name, media, start + at // 4, block_tokens)
-        name = sha256(name + data[at : at + step]).digest()[:NAME_BYTES]
-        names.append(BlockName(name))
+        name = sha256(name + data[at : at + step]).digest()[:BLOCK_HASH_BYTES]
+        names.append(BlockHash(name))
     return names
 
 
@@ -79,4 +79,4 @@ def _with_media(parent: bytes, media: Sequence[MediaSpan], start: int, block_tok
     digest = sha256(b"baton-media-1" + parent)
     for span in shown:
         digest.update(span.digest + (span.start - start).to_bytes(8, "little", signed=True))
-    return digest.digest()[:NAME_BYTES]
+    return digest.digest()[:BLOCK_HASH_BYTES]

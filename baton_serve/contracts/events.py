@@ -7,18 +7,18 @@ from typing import Literal
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 
 Tier = Literal["device", "host"]
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
-    names: list[BlockName]
+    names: list[BlockHash]
     tier: Tier = "device"
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    names: list[BlockName]
+    names: list[BlockHash]
     tier: Tier = "device"
 
 

@@ -12,7 +12,7 @@ Generation = NewType("Generation", int)
 RequestId = NewType("RequestId", str)
 TicketId = NewType("TicketId", str)
 
-BlockName = NewType("BlockName", bytes)
+BlockHash = NewType("BlockHash", bytes)
 """16 bytes that name a block's content (see `contracts.block_hash`)."""
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from baton_serve.contracts.events import Tier
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import Images, Spans
@@ -36,7 +36,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId = RequestId("")
     """Whose prompt it is: for log lines alone."""
     source_layout: KVLayout | None = None
-    source_root: BlockName = BlockName(b"")
+    source_root: BlockHash = BlockHash(b"")
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    root: BlockName
+    root: BlockHash
     """Parent of the first block's name."""
     sequences: list[int] = msgspec.field(default_factory=lambda: [0])
     priority: int = 0
@@ -135,7 +135,7 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
     source waits for it."""
 
     ticket: Ticket
-    names: list[BlockName]
+    names: list[BlockHash]
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True):
@@ -261,8 +261,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
     instance: InstanceId
     generation: Generation
     sequence: int
-    device: list[BlockName]
-    host: list[BlockName] = []
+    device: list[BlockHash]
+    host: list[BlockHash] = []
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
@@ -289,7 +289,7 @@ class HotBlocks(msgspec.Struct, frozen=True, tag="hot_blocks", kw_only=True):
 
     instance: InstanceId
     generation: Generation
-    names: list[BlockName]
+    names: list[BlockHash]
     timeout_s: float
 
 

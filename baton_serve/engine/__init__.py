@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.outputs import (
     CompletedBlocks,
-    CompletedPart,
+    CompletedLayerGroups,
     EngineStats,
     FailedRequest,
     FirstTokenInfo,
@@ -62,7 +62,7 @@ __all__ = [
     "BeamSearchParams",
     "CapacityError",
     "CompletedBlocks",
-    "CompletedPart",
+    "CompletedLayerGroups",
     "ConfigError",
     "Engine",
     "EngineArgs",

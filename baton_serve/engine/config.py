@@ -7,7 +7,7 @@ from typing import Literal
 from baton_serve.contracts.device import DeviceName, DtypeName
 from baton_serve.engine.errors import ConfigError
 
-Runner = Literal["auto", "generate", "pooling"]
+RunnerType = Literal["auto", "generate", "pooling"]
 Task = Literal["auto", "generate", "embed", "classify", "score"]
 LoadFormat = Literal["auto", "dummy", "gguf"]
 Quantization = Literal[
@@ -53,7 +53,7 @@ class EngineConfig:
     """Launch a step before the tokens of the one before it are known. `None`: on accelerators."""
     trust_remote_code: bool = False
     max_logprobs: int = 20
-    runner: Runner = "auto"
+    runner: RunnerType = "auto"
     task: Task = "auto"
     quantization: Quantization | None = None
     """Round the weights of linear layers to this format while they are loaded; a quantized checkpoint must be in it."""

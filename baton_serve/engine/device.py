@@ -27,7 +27,7 @@ CPU_KV_MAX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryInfo:
     free_bytes: int
     total_bytes: int
 
@@ -92,7 +92,7 @@ def defaults(device: torch.device) -> DeviceDefaults:
         block_tokens=64,
         max_num_batched_tokens=2048,
         max_num_pooled_tokens=16384,
-        tail_parts=8 if copies_beside_computing(device) else 1,
+        tail_parts=8 if has_side_streams(device) else 1,
     )
 
 
@@ -112,7 +112,7 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def copies_beside_computing(device: torch.device) -> bool:
+def has_side_streams(device: torch.device) -> bool:
     """The device has streams of its own, and events that tell how far one has come."""
     return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))
 
@@ -145,17 +145,17 @@ class Capturing:
         return graph
 
 
-class Landing:
+class HostCopyBuffers:
     """Brings small results to the host while the device goes on. Two may be on their way."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.int64)] * 2
 
-    def start(self, values: Tensor) -> "Arrival":
+    def start(self, values: Tensor) -> "HostCopy":
         """int64 [count], as it is once the work given to the device so far is done."""
         if self._device.type == "cpu":
-            return Arrival(values.clone(), None)
+            return HostCopy(values.clone(), None)
         self._buffers.reverse()
         if self._buffers[0].numel() < values.numel():
             self._buffers[0] = staging(self._device, (2 * values.numel(),), torch.int64)
@@ -163,7 +163,7 @@ class Landing:
         target.copy_(values, non_blocking=True)
         done: DeviceEvent = _module(self._device).Event()
         done.record()
-        return Arrival(target, done)
+        return HostCopy(target, done)
 
 
 def record(device: torch.device) -> DeviceEvent:
@@ -199,13 +199,13 @@ class SideStream:
         self._entered.__exit__(*error)
 
 
-def compute_after(device: torch.device, event: DeviceEvent) -> None:
+def order_after(device: torch.device, event: DeviceEvent) -> None:
     """What this thread gives the device from now on comes after `event`."""
     _module(device).current_stream(device).wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class HostCopy:
     values: Tensor
     done: DeviceEvent | None
 
@@ -236,10 +236,10 @@ def synchronize(device: torch.device) -> None:
         _module(device).synchronize(device)
 
 
-def memory(device: torch.device) -> Memory:
+def memory(device: torch.device) -> MemoryInfo:
     if device.type != "cpu":
         free, total = _module(device).mem_get_info(device)
-        return Memory(free, total)
+        return MemoryInfo(free, total)
     return _host_memory()
 
 
@@ -289,7 +289,7 @@ def _import_legacy_xpu() -> None:
         importlib.import_module(name)
 
 
-def _host_memory() -> Memory:
+def _host_memory() -> MemoryInfo:
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     free = os.sysconf("SC_AVPHYS_PAGES") * page
@@ -302,4 +302,4 @@ def _host_memory() -> Memory:
     if limit.exists() and used.exists() and (value := limit.read_text().strip()) != "max":
         total = min(total, int(value))
         free = min(free, max(0, int(value) - int(used.read_text())))
-    return Memory(free, total)
+    return MemoryInfo(free, total)

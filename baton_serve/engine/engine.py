@@ -11,13 +11,13 @@ from types import TracebackType
 
 import torch
 
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.block_pool import BlockPool
-from baton_serve.engine.core.kv_import import Imports
+from baton_serve.engine.core.kv_import import KVImports
 from baton_serve.engine.core.outputs import (
     CompletedBlocks,
     EngineStats,
@@ -26,34 +26,34 @@ from baton_serve.engine.core.outputs import (
     Reservation,
     StepResult,
 )
-from baton_serve.engine.core.request_table import Roster
+from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.sampling_rules import check_work
-from baton_serve.engine.core.scheduler import Plan, Scheduler
-from baton_serve.engine.core.sequence import Mode, State
-from baton_serve.engine.core.step_meter import Meter
+from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
+from baton_serve.engine.core.sequence import Mode, SequenceState
+from baton_serve.engine.core.step_meter import StepMeter
 from baton_serve.engine.errors import UsageError
 from baton_serve.engine.execution.executor import AfterLayer, LocalExecutor
-from baton_serve.engine.execution.runner import Runner
-from baton_serve.engine.execution.setup import Setup
+from baton_serve.engine.execution.runner import ModelRunner
+from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.loading.choice import load
-from baton_serve.engine.model.loaded_model import Progress
-from baton_serve.engine.model.lora.loaded import Adapters
+from baton_serve.engine.model.loaded_model import LoadProgress
+from baton_serve.engine.model.lora.loaded import LoadedAdapters
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels, check_images, give_images
 from baton_serve.engine.parallel.ranks import OnLost, Ranks
-from baton_serve.engine.parallel.tp_leader import lead, lead_copies
+from baton_serve.engine.parallel.tp_leader import make_block_copier, make_executor
 from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
-from baton_serve.engine.sample.token_masks import Masking
-from baton_serve.engine.step.cache_sizing import CacheMaker
-from baton_serve.engine.step.engine_stats import stats_of
-from baton_serve.engine.step.failures import Failures
-from baton_serve.engine.step.in_flight import Launched, hands_on, outlasts_a_launch
-from baton_serve.engine.step.layer_groups import Tail, Tell, plan_tail
-from baton_serve.engine.step.mirror_refs import Travel
-from baton_serve.engine.step.planner import Planner
-from baton_serve.engine.step.warm_up import compile_kernels, exercise, measure
+from baton_serve.engine.sample.token_masks import TokenMasker
+from baton_serve.engine.step.cache_sizing import KVCacheBuilder
+from baton_serve.engine.step.engine_stats import engine_stats
+from baton_serve.engine.step.failures import RequestFailures
+from baton_serve.engine.step.in_flight import InFlightStep, has_prefill_requests, runs_longer_than_launch
+from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups
+from baton_serve.engine.step.mirror_refs import MirrorRefs
+from baton_serve.engine.step.planner import StepPlanner
+from baton_serve.engine.step.warm_up import compile_kernels, measure_speed, run_warm_up_batch
 
 logger = logging.getLogger(__name__)
 
@@ -62,83 +62,93 @@ class Engine:
     """`kv` is the KV cache's memory; `layout` the shape of a block of it."""
 
     def __init__(
-        self, config: EngineConfig, *, progress: Progress | None = None, on_lost: OnLost | None = None
+        self, config: EngineConfig, *, progress: LoadProgress | None = None, on_lost: OnLost | None = None
     ) -> None:
         """Loads the model, sizes the KV cache and warms up. Raises `engine.errors`.
 
         `on_lost`: called from another thread when one of several ranks has ended; the engine can only be closed then.
         """
         config.check()
-        self._ranks = Ranks(config, on_lost or _say_no_more)
+        self._ranks = Ranks(config, on_lost or _ignore_lost_rank)
         try:
             self._load(config, progress or (lambda what, fraction: None))
         except BaseException:
             self._ranks.close()
             raise
 
-    def _load(self, config: EngineConfig, report: Progress) -> None:
+    def _load(self, config: EngineConfig, report: LoadProgress) -> None:
         self._device = device.select_device(config.device)
         model = load(config, self._device, report, self._ranks.shard)
-        self._ranks.meet(self._device)
+        self._ranks.join_group(self._device)
         self._max_logprobs, self._caching = config.max_logprobs, config.enable_prefix_caching
         self._is_async = config.runs_ahead(is_host=device.is_host(self._device))
         self.vocab_size = model.vocab_size
-        self.eos_ids = model.eos_ids
+        self.eos_token_ids = model.eos_token_ids
         self.max_model_len = model.max_model_len
         report("packing weights", 0.0)
-        setup = Setup(config, model, self._device, self._ranks.group)
+        setup = EngineSetup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
         self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
         self._start(config, setup, report)
 
-    def _start(self, config: EngineConfig, setup: Setup, report: Progress) -> None:
+    def _start(self, config: EngineConfig, setup: EngineSetup, report: LoadProgress) -> None:
         report("reading the vocabulary", 0.0)
-        grammars = Grammars(model_folder(config.model), vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        grammars = Grammars(model_folder(config.model), vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         grammars.read()
-        self._masking = Masking(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
+        self._masking = TokenMasker(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         report("sizing the KV cache", 0.0)
-        maker = CacheMaker(config, setup, self._device, self._ranks, vocab_size=self.vocab_size)
+        maker = KVCacheBuilder(config, setup, self._device, self._ranks, vocab_size=self.vocab_size)
         usable = maker.count_blocks(self._masking)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         self.kv = maker.make(num_blocks := usable + 1)
         self._host = maker.make_host_tier(self.kv)
-        self._executor = lead(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
-        self._blocks = lead_copies(self.kv, self._ranks)
-        self._runner = Runner(
-            self._executor, self.limits, self._device, self._masking, keeps_tokens=self._is_async, images=self._images
+        self._executor = make_executor(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
+        self._blocks = make_block_copier(self.kv, self._ranks)
+        self._runner = ModelRunner(
+            self._executor,
+            self.limits,
+            self._device,
+            self._masking,
+            keeps_last_tokens=self._is_async,
+            images=self._images,
         )
         report("warming up", 0.0)
-        exercise(self._runner, num_blocks, self.limits, 16)
+        run_warm_up_batch(self._runner, num_blocks, self.limits, 16)
         if not device.is_host(self._device):
             compile_kernels(self._runner, num_blocks, self.limits)
-        if maker.captures_graphs:
+        if maker.uses_graphs:
             report("capturing graphs", 0.0)
             self._executor.capture_graphs(lambda: device.Capturing(self._device))
-        measured = measure(self._runner, num_blocks, self.limits, may_be_short=device.is_host(self._device))
-        measured.pace.stretch, measured.pace.is_guess = config.max_step_stretch, True
-        self._meter = Meter(measured.pace)
+        measured = measure_speed(self._runner, num_blocks, self.limits, may_be_short=device.is_host(self._device))
+        measured.step_time_model.max_stretch, measured.step_time_model.is_warm_up_estimate = (
+            config.max_step_stretch,
+            True,
+        )
+        self._meter = StepMeter(measured.step_time_model)
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
-        self._roster = Roster(self._pool, self.limits, self.eos_ids)
-        self._scheduler = Scheduler(self._roster, self._meter.pace)
-        self._planner = Planner(self._scheduler, self._roster, self._host)
-        self.adapters = Adapters(self._store, self._roster.requests)
-        self._reservations = Reservations(self._roster)
-        self._imports = Imports(self._roster)
-        self._pins: dict[RequestId, list[BlockName]] = {}
-        self._travel = Travel(self._blocks)
-        self._tail_plan = plan_tail(config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored)
+        self._table = RequestTable(self._pool, self.limits, self.eos_token_ids)
+        self._scheduler = Scheduler(self._table, self._meter.step_time_model)
+        self._planner = StepPlanner(self._scheduler, self._table, self._host)
+        self.adapters = LoadedAdapters(self._store, self._table.requests)
+        self._reservations = Reservations(self._table)
+        self._imports = KVImports(self._table)
+        self._pins: dict[RequestId, list[BlockHash]] = {}
+        self._mirror_refs = MirrorRefs(self._blocks)
+        self._tail_plan = plan_layer_groups(
+            config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored
+        )
         self.tail_parts = self._tail_plan.parts
-        self._tail: Tail | None = None
-        self._failures = Failures(self._roster, self._scheduler, self._travel)
-        self._ahead: Launched | None = None
+        self._tail: LayerGroupReporter | None = None
+        self._failures = RequestFailures(self._table, self._scheduler, self._mirror_refs)
+        self._ahead: InFlightStep | None = None
         self._last_finish = 0.0
         report("ready", 1.0)
 
-    def on_tail(self, tell: Tell) -> None:
+    def on_layer_groups(self, tell: OnLayerGroup) -> None:
         """`tell` hears of the last blocks of `prefill` requests in `tail_parts`, from another thread too; that they are
         whole is told by `step`. Before the first step."""
         if self.tail_parts > 1:
-            self._tail = Tail(self.layout, self._tail_plan, self._device, tell)
+            self._tail = LayerGroupReporter(self.layout, self._tail_plan, self._device, tell)
 
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
         """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
@@ -146,9 +156,9 @@ class Engine:
         `image_reader` reads them. Raises `RequestError`."""
         self._check(work)
         check_images(work, self._images, pixels)
-        trunk = self._roster.enrol(work, mode, time.monotonic())
-        give_images(trunk.request, self._images, pixels)
-        self._roster.enqueue(trunk)
+        parent = self._table.add(work, mode, time.monotonic())
+        give_images(parent.request, self._images, pixels)
+        self._table.enqueue(parent)
 
     def reserve(self, work: Work) -> Reservation | None:
         """Memory for a prompt that another instance computes; None: no room now, ask again later.
@@ -164,9 +174,9 @@ class Engine:
             self.kv.mark(block for _, block in reservation.missing)
         return reservation
 
-    def mark_received(self, request_id: RequestId, names: Iterable[BlockName]) -> None:
+    def mark_received(self, request_id: RequestId, names: Iterable[BlockHash]) -> None:
         """These missing blocks hold their verified content now, where `kv` shows them to transports."""
-        self._travel.arrived(self._reservations.mark_received(request_id, names))
+        self._mirror_refs.copy_to_device(self._reservations.mark_received(request_id, names))
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
         """All blocks are there: each sequence goes on after its first token, which is not reported again."""
@@ -175,41 +185,41 @@ class Engine:
 
     def admit_locally(self, request_id: RequestId) -> None:
         """The handoff failed: compute the prompt here, from the blocks that have arrived."""
-        self._travel.give_back(self._reservations.missing_blocks(request_id))
+        self._mirror_refs.free_mirror(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
         """Frees at once, in any state. No copy may touch the request's blocks any more."""
         missing = self._reservations.missing_blocks(request_id)
-        self._roster.cancel(request_id, sequence)
-        if request_id not in self._roster.requests:
-            self._travel.give_back(missing)
-            self._travel.end(request_id)
+        self._table.cancel(request_id, sequence)
+        if request_id not in self._table.requests:
+            self._mirror_refs.free_mirror(missing)
+            self._mirror_refs.end(request_id)
 
     def release(self, request_id: RequestId) -> None:
         """The blocks of a held request have been fetched, or never will be."""
-        request = self._roster.requests.get(request_id)
+        request = self._table.requests.get(request_id)
         if request is None:
             return
-        if request.sequences[0].state is not State.HELD:
+        if request.sequences[0].state is not SequenceState.AWAITING_FETCH:
             raise UsageError(f"request {request_id} is not held")
-        self._roster.end_request(request)
-        self._travel.end(request_id)
+        self._table.finish_request(request)
+        self._mirror_refs.end(request_id)
 
-    def pin(self, pin_id: RequestId, names: Iterable[BlockName]) -> list[NamedBlock]:
+    def pin(self, pin_id: RequestId, names: Iterable[BlockHash]) -> list[NamedBlock]:
         """The longest cached prefix of `names`, where transports read it, kept in place until `unpin`."""
         pinned = self._reservations.pin(names)
         self._pins[pin_id] = [name for name, _ in pinned]
         self._host.move()
         self.kv.mark(block for _, block in pinned)
-        self._travel.publish([CompletedBlocks(pin_id, pinned)])
+        self._mirror_refs.publish([CompletedBlocks(pin_id, pinned)])
         return pinned
 
     def unpin(self, pin_id: RequestId) -> None:
         self._reservations.unpin(self._pins.pop(pin_id, []))
-        self._travel.end(pin_id)
+        self._mirror_refs.end(pin_id)
 
-    def begin_import(self, import_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]:
+    def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
         """Memory for those of `names` that are not cached here, in their order and as far as there is room; another
         instance has them. Kept until `end_import`; empty: there is nothing to bring or no room, and nothing to end."""
         if self._scheduler.is_short_of_blocks:
@@ -219,10 +229,10 @@ class Engine:
         self.kv.mark(block for _, block in missing)
         return missing
 
-    def end_import(self, import_id: RequestId, received: Iterable[BlockName]) -> None:
+    def end_import(self, import_id: RequestId, received: Iterable[BlockHash]) -> None:
         """What was received holds its verified content and is cached from now on; nothing writes to the rest."""
-        self._travel.arrived(self._imports.receive(import_id, received))
-        self._travel.give_back(self._imports.end(import_id))
+        self._mirror_refs.copy_to_device(self._imports.receive(import_id, received))
+        self._mirror_refs.free_mirror(self._imports.end(import_id))
 
     def has_work(self) -> bool:
         """Whether `step` could advance anything now."""
@@ -237,65 +247,67 @@ class Engine:
             self._finish(current, result)
             if following is not None:
                 self._ahead = self._choose(following, result)
-        self._failures.fail_unreadable(result)
+        self._failures.fail_requests_missing_images(result)
         result.events = self._pool.take_events()
         return result
 
-    def _begin(self, result: StepResult) -> Launched | None:
+    def _begin(self, result: StepResult) -> InFlightStep | None:
         """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
         now = time.monotonic()
         plan = self._planner.plan(now)
         try:
-            launched = Launched(plan, self._runner.start(plan, after_layer=self._tail_of(plan)), now)
+            launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._tail_of(plan)), now)
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
         launched.advanced = self._scheduler.advance(plan)
         return self._choose(launched, result)
 
-    def _begin_ahead(self, plan: Plan) -> Launched | None:
+    def _begin_ahead(self, plan: ScheduledBatch) -> InFlightStep | None:
         """Launches what follows `plan` up to its logits, where that can be known."""
         if not self._is_async:
             return None
         # A mirror of several ranks' blocks is filled by the device in between.
-        if hands_on(plan) and (self.kv.is_mirrored or not outlasts_a_launch(plan, self.limits)):
+        if has_prefill_requests(plan) and (self.kv.is_mirrored or not runs_longer_than_launch(plan, self.limits)):
             return None
         following = self._planner.plan_ahead(time.monotonic())
         if following is None:
             return None
         try:
             started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
-            launched = Launched(following, started, None)
+            launched = InFlightStep(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again, alone
         launched.advanced = self._scheduler.advance(following)
         return launched
 
-    def _tail_of(self, plan: Plan) -> AfterLayer | None:
-        return self._tail.follow(self._scheduler.tails(plan)) if self._tail is not None else None
+    def _tail_of(self, plan: ScheduledBatch) -> AfterLayer | None:
+        return self._tail.follow(self._scheduler.last_chunk_blocks(plan)) if self._tail is not None else None
 
-    def _choose(self, launched: Launched, result: StepResult) -> Launched | None:
+    def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
         try:
             launched.chosen = self._runner.choose(launched.started)
-            launched.over = self._host.end_of_step()
-            launched.computed = self.kv.reached() if hands_on(launched.plan) else None
+            launched.ended_event = self._host.record_step_end()
+            launched.computed = self.kv.reached() if has_prefill_requests(launched.plan) else None
         except torch.OutOfMemoryError:
             self._give_up(launched.plan, result)
             self._scheduler.abandon(launched.plan)
             return None
         return launched
 
-    def _finish(self, launched: Launched, result: StepResult) -> None:
+    def _finish(self, launched: InFlightStep, result: StepResult) -> None:
         """Waits for the step's tokens and takes them into the state."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
-        self._host.step_is_over(launched.over)
+        self._host.on_step_end(launched.ended_event)
         now = time.monotonic()
-        started = self._last_finish if launched.begun is None else launched.begun
+        started = self._last_finish if launched.started_at is None else launched.started_at
         self._last_finish = now
         rows = launched.plan.rows  # some may have ended since the step was launched
         failed = [
-            (rows[row], why) for row, why in sampled.failed.items() if rows[row].sequence.state is not State.ENDED
+            (rows[row], why)
+            for row, why in sampled.failed.items()
+            if rows[row].sequence.state is not SequenceState.FINISHED
         ]
         applied = self._scheduler.apply(launched.plan, sampled, now, advanced=launched.advanced)
         result.tokens, result.first = applied.tokens, applied.first
@@ -305,26 +317,26 @@ class Engine:
         self._copy_blocks()
         done = (block for completed in result.completed for _, block in completed.blocks)
         self.kv.mark(done, after=launched.computed)
-        self._travel.publish(result.completed)
+        self._mirror_refs.publish(result.completed)
         self._meter.record(launched.plan, now - started, len(result.tokens))
 
-    def cached_names(self) -> list[BlockName]:
-        return self._pool.cached_names()
+    def cached_block_hashes(self) -> list[BlockHash]:
+        return self._pool.cached_block_hashes()
 
-    def hot_names(self, limit: int) -> list[BlockName]:
+    def hot_block_hashes(self, limit: int) -> list[BlockHash]:
         """Of the device tier, the most wanted first."""
-        return self._pool.hot_names(limit)
+        return self._pool.hot_block_hashes(limit)
 
-    def host_names(self) -> list[BlockName]:
+    def host_block_hashes(self) -> list[BlockHash]:
         """What the host tier keeps."""
         return self._host.tier.names() if self._host.tier is not None else []
 
     def stats(self) -> EngineStats:
-        return stats_of(self._roster, self._scheduler, self._meter)
+        return engine_stats(self._table, self._scheduler, self._meter)
 
     def check_invariants(self) -> None:
-        self._roster.check_invariants()
-        self._travel.check_invariants()
+        self._table.check_invariants()
+        self._mirror_refs.check_invariants()
 
     def close(self) -> None:
         if self._tail is not None:
@@ -343,12 +355,12 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _give_up(self, plan: Plan, result: StepResult) -> None:
+    def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
         """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`.
         Part of the step may be running, in blocks that are free now: steps come after it in the device's order,
         transfers by the marks of `reserve` and `begin_import`, the host tier by its own."""
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
-        self._host.step_is_over(self._host.end_of_step())
+        self._host.on_step_end(self._host.record_step_end())
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._failures.end(request)
             message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
@@ -362,12 +374,12 @@ class Engine:
 
     def _copy_blocks(self) -> None:
         """At once: a block that is freed before its copy was made could be filled by another request."""
-        copies = self._roster.take_copies()
+        copies = self._table.take_copies()
         self._host.move()
         if copies:
             self._host.before(block for copy in copies for block in copy)
             self._blocks.copy_blocks([c.source for c in copies], [c.target for c in copies])
 
 
-def _say_no_more(why: str) -> None:
+def _ignore_lost_rank(why: str) -> None:
     """The log has it."""

@@ -15,7 +15,7 @@ from baton_serve.kvtransfer.errors import PeerLost, Refused, TransportUnavailabl
 from baton_serve.kvtransfer.frames import ToConsumer
 from baton_serve.kvtransfer.ladder import Rung
 from baton_serve.kvtransfer.probing.consumer import Prober
-from baton_serve.kvtransfer.sockets import FAREWELL_MS
+from baton_serve.kvtransfer.sockets import LINGER_MS
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Connections:
     def tick(self, now: float, in_use: Collection[ConsumerLink]) -> None:
         for link in [link for link in self._outgrown if link not in in_use]:
             self._outgrown.remove(link)
-            link.lose("outgrown", linger_ms=FAREWELL_MS)
+            link.lose("outgrown", linger_ms=LINGER_MS)
         self._prober.tick(now, self.current())
 
     def ready(self, address: str, generation: Generation) -> ConsumerLink | None:

@@ -8,11 +8,18 @@ from functools import partial
 
 import zmq
 
-from baton_serve.contracts.identity import BlockName, TicketId
+from baton_serve.contracts.identity import BlockHash, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
 from baton_serve.kvtransfer.consumer.connections import Connections
-from baton_serve.kvtransfer.consumer.copying import Assembly, CopyJob, CopyResult, Receipt, StopFlag, StreamLanding
+from baton_serve.kvtransfer.consumer.copying import (
+    BufferedParcel,
+    CopyJob,
+    CopyResult,
+    ParcelAssembly,
+    StopFlag,
+    StreamedParcel,
+)
 from baton_serve.kvtransfer.consumer.fetching import Fetching, FetchOptions, FetchResult
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.consumer.renewals import Renewals
@@ -22,11 +29,11 @@ from baton_serve.kvtransfer.session.consumer import ConsumerSession
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
+    BlockPlacement,
     ConsumerStep,
     Copy,
     Fault,
     Give,
-    Placement,
     Relink,
     StopCopies,
     Succeed,
@@ -44,7 +51,7 @@ class ConsumerSide:
         self.connections = Connections(context, on_message=self._receive, on_lost=self._lost, on_broken=self._broken)
 
     async def fetch(
-        self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions
+        self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]], options: FetchOptions
     ) -> FetchResult:
         self._check(ticket, wanted)
         fetching = self._begin(ticket, wanted, options)
@@ -60,7 +67,7 @@ class ConsumerSide:
         finally:
             del self._fetches[ticket.ticket]
             if fetching.landing is not None:
-                context.landings.end(fetching.landing)
+                context.staging_buffers.end(fetching.landing)
             if fetching.connecting is not None:
                 fetching.connecting.cancel()
 
@@ -96,7 +103,7 @@ class ConsumerSide:
         for fetching in self._fetches.values():
             fetching.session.check_invariants()
 
-    def _check(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]]) -> None:
+    def _check(self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]]) -> None:
         context = self._context
         if (ticket.sink, ticket.sink_generation) != (context.instance, context.generation):
             raise errors.UnknownTicket(f"ticket {ticket.ticket} is for {ticket.sink}, not for this instance")
@@ -110,12 +117,12 @@ class ConsumerSide:
         if bad:
             raise errors.LocalTransferError(f"block {bad[0]} is not one of {context.memory.num_blocks}")
 
-    def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockName, int]], options: FetchOptions) -> Fetching:
+    def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]], options: FetchOptions) -> Fetching:
         context, translation = self._context, options.translation
         now, layout, landing = context.clock(), context.layout, None
         context.pages.make(block for _, block in wanted)
         if translation is not None and translation.layout != layout:
-            layout, landing = translation.layout, context.landings.begin(translation, wanted)
+            layout, landing = translation.layout, context.staging_buffers.begin(translation, wanted)
             wanted = landing.wanted
         session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
         future: asyncio.Future[FetchResult] = context.loop.create_future()
@@ -153,7 +160,7 @@ class ConsumerSide:
             reason = f"layouts differ: producer {link.layout}, the fetch is for one of {fetching.layout}"
             self._apply(fetching, fetching.session.link_failed(Fault.REFUSED, reason))
             return
-        fetching.link, fetching.inlet, fetching.is_buffered = link, link.inlet, transport.buffers
+        fetching.link, fetching.receiver, fetching.is_buffered = link, link.receiver, transport.buffers
         fetching.block_bytes = link.block_bytes
         fetching.stop = StopFlag()
         steps = fetching.session.linked(
@@ -246,34 +253,34 @@ class ConsumerSide:
         if fetching.link is not None:
             for receipt in fetching.link.receipts.values():
                 if receipt.stop is fetching.stop:
-                    receipt.kick()
+                    receipt.schedule_run()
 
     def _copy(
-        self, fetching: Fetching, placements: Sequence[Placement], message: Blocks, frames: Sequence[zmq.Frame]
+        self, fetching: Fetching, placements: Sequence[BlockPlacement], message: Blocks, frames: Sequence[zmq.Frame]
     ) -> None:
         """Inline if it is little, else in a thread, or as the bytes come in."""
-        context, link, inlet = self._context, fetching.link, fetching.inlet
-        assert link is not None and inlet is not None
+        context, link, receiver = self._context, fetching.link, fetching.receiver
+        assert link is not None and receiver is not None
         size = fetching.block_bytes // message.parts
         num_bytes = len(message.pieces) * size
         link.meter.announced(len(placements) * size, context.clock())
         report = partial(self._reported, fetching, link, size)
         if message.epoch:
-            assembly = Assembly(inlet, placements, size)
-            landing = StreamLanding(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
+            assembly = ParcelAssembly(receiver, placements, size)
+            landing = StreamedParcel(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
             self._expect(link, message, landing)
             return
         if fetching.is_buffered and not frames:
-            assembly = Assembly(inlet, placements, size)
-            link.receipts[message.parcel] = Receipt(
+            assembly = ParcelAssembly(receiver, placements, size)
+            link.receipts[message.parcel] = BufferedParcel(
                 assembly, num_bytes=num_bytes, stop=fetching.stop, workers=context.workers, report=report
             )
             return
         each = len(frames) // len(message.pieces)
         buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
-        job = CopyJob(inlet, placements, buffers, fetching.stop)
-        credit, parcel = sum(len(frame) for frame in frames), message.parcel if inlet.stages else 0
-        if len(placements) * size <= context.settings.inline_bytes and not inlet.stages:
+        job = CopyJob(receiver, placements, buffers, fetching.stop)
+        credit, parcel = sum(len(frame) for frame in frames), message.parcel if receiver.stages else 0
+        if len(placements) * size <= context.settings.inline_bytes and not receiver.stages:
             report(job.run(), credit)
             return
 
@@ -282,7 +289,7 @@ class ConsumerSide:
 
         context.workers.submit(run)
 
-    def _expect(self, link: ConsumerLink, message: Blocks, landing: StreamLanding) -> None:
+    def _expect(self, link: ConsumerLink, message: Blocks, landing: StreamedParcel) -> None:
         stream = link.stream(message.epoch)
         if stream is None:
             landing.abandon("the pair was given up")
@@ -294,14 +301,14 @@ class ConsumerSide:
         link.credit(sum(len(frame) for frame in frames))
         if not message.epoch and not frames:
             link.send(Got(0, message.parcel))
-        if message.epoch and (inlet := link.inlet) is not None:
+        if message.epoch and (receiver := link.receiver) is not None:
             size, parts = link.block_bytes // message.parts, message.parts
             assembly, num_bytes, report = (
-                Assembly(inlet, [], size),
+                ParcelAssembly(receiver, [], size),
                 len(message.pieces) * size,
                 lambda _, credit: link.credit(credit),
             )
-            landing = StreamLanding(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
+            landing = StreamedParcel(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
             self._expect(link, message, landing)
 
     def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.session.steps import Placement
-from baton_serve.kvtransfer.transports.port import Buffer, Inlet, Intake
+from baton_serve.kvtransfer.session.steps import BlockPlacement
+from baton_serve.kvtransfer.transports.port import Buffer, Intake, Receiver
 from baton_serve.kvtransfer.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-REPORT_BYTES = 2 << 20
+MIN_REPORT_BYTES = 2 << 20
 """What arrived is told, and credit returned, at least this often."""
 
 
@@ -40,27 +40,27 @@ Report = Callable[[CopyResult, int], None]
 
 
 @runtime_checkable
-class Gathers(Protocol):
+class ReceivesAll(Protocol):
     """An inlet that places all blocks of a message at once more cheaply than one after another."""
 
-    def receive_all(self, placements: Sequence[Placement]) -> list[bool]:
-        """As `Inlet.receive`, for each."""
+    def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
+        """As `Receiver.receive`, for each."""
         ...
 
 
 @runtime_checkable
-class TakesWhole(Protocol):
+class ReceivesWholeBlocks(Protocol):
     """An inlet that places blocks which lie whole in a frame more cheaply at once than one after another."""
 
-    def take_whole(self, placements: Sequence[Placement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
-        """As `Inlet.receive`, for each: its bytes begin at its offset in the frame."""
+    def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
+        """As `Receiver.receive`, for each: its bytes begin at its offset in the frame."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    inlet: Inlet
-    placements: Sequence[Placement]
+    receiver: Receiver
+    placements: Sequence[BlockPlacement]
     frames: Sequence[Sequence[Buffer]]
     """Of each placement."""
     stop: StopFlag
@@ -68,15 +68,15 @@ class CopyJob:
     def run(self) -> CopyResult:
         """Never raises: the session must hear of every placement."""
         result = CopyResult()
-        if isinstance(self.inlet, Gathers) and not self.stop.is_set:
-            self._receive_all(self.inlet, result)
+        if isinstance(self.receiver, ReceivesAll) and not self.stop.is_set:
+            self._receive_all(self.receiver, result)
             return result
         for placement, frames in zip(self.placements, self.frames, strict=True):
             if self.stop.is_set or result.error:
                 result.abandoned.append(placement.index)
                 continue
             try:
-                matches = self.inlet.receive(placement, frames)
+                matches = self.receiver.receive(placement, frames)
             except TransportUnavailable as exc:
                 result.error = str(exc)
                 result.abandoned.append(placement.index)
@@ -88,9 +88,9 @@ class CopyJob:
                 (result.copied if matches else result.damaged).append(placement.index)
         return result
 
-    def _receive_all(self, inlet: Gathers, result: CopyResult) -> None:
+    def _receive_all(self, receiver: ReceivesAll, result: CopyResult) -> None:
         try:
-            right = inlet.receive_all(self.placements)
+            right = receiver.receive_all(self.placements)
         except Exception as exc:
             if not isinstance(exc, TransportUnavailable):
                 logger.exception("a copy failed")
@@ -101,14 +101,14 @@ class CopyJob:
             (result.copied if matches else result.damaged).append(placement.index)
 
 
-class Assembly:
+class ParcelAssembly:
     """Blocks of one parcel from bytes that come in order, cut anywhere. Knows no thread; never raises."""
 
-    def __init__(self, inlet: Inlet, placements: Sequence[Placement], block_bytes: int) -> None:
+    def __init__(self, receiver: Receiver, placements: Sequence[BlockPlacement], block_bytes: int) -> None:
         self.open = {placement.position: placement for placement in placements}
         self.num_taken = 0
         """Bytes, wanted or not."""
-        self._inlet = inlet
+        self._receiver = receiver
         self._block_bytes = block_bytes
         self._position = 0
         self._intake: Intake | None = None
@@ -128,8 +128,12 @@ class Assembly:
         """A frame may end one block and begin the next."""
         rest = memoryview(frame)
         try:
-            if self._in_block == 0 and len(rest) >= self._block_bytes and isinstance(self._inlet, TakesWhole):
-                rest = self._take_whole(self._inlet, rest)
+            if (
+                self._in_block == 0
+                and len(rest) >= self._block_bytes
+                and isinstance(self._receiver, ReceivesWholeBlocks)
+            ):
+                rest = self._take_whole(self._receiver, rest)
             while len(rest):
                 step = min(self._block_bytes - self._in_block, len(rest))
                 self._take_of_block(rest[:step])
@@ -141,7 +145,7 @@ class Assembly:
             self.abandon(f"{type(exc).__name__}: {exc}")
         self.num_taken += len(frame)
 
-    def placed(self, placement: Placement, *, matches: bool) -> None:
+    def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
         """The transport has placed this block itself."""
         if self.open.pop(placement.position, None) is not None:
             (self._result.copied if matches else self._result.damaged).append(placement.index)
@@ -152,13 +156,13 @@ class Assembly:
         self.open.clear()
         self._intake = None
 
-    def _take_whole(self, inlet: TakesWhole, frame: memoryview) -> memoryview:
+    def _take_whole(self, receiver: ReceivesWholeBlocks, frame: memoryview) -> memoryview:
         """Returns what follows the frame's last whole block."""
         size, first = self._block_bytes, self._position
         count = len(frame) // size
         wanted = [self.open[position] for position in range(first, first + count) if position in self.open]
         if wanted:
-            right = inlet.take_whole(wanted, [(p.position - first) * size for p in wanted], frame)
+            right = receiver.take_whole(wanted, [(p.position - first) * size for p in wanted], frame)
             for placement, matches in zip(wanted, right, strict=True):
                 self.placed(placement, matches=matches)
         self._position += count
@@ -169,7 +173,7 @@ class Assembly:
         placement = self.open.get(self._position)
         if placement is not None:
             if self._in_block == 0:
-                self._intake = self._inlet.intake(placement)
+                self._intake = self._receiver.intake(placement)
             if self._intake is not None:
                 self._intake.take(part)
         self._in_block += len(part)
@@ -180,11 +184,11 @@ class Assembly:
         self._position, self._in_block, self._intake = self._position + 1, 0, None
 
 
-class StreamLanding:
+class StreamedParcel:
     """`transports.port.Landing`: a parcel that a transport's own thread takes out of its stream."""
 
     def __init__(
-        self, assembly: Assembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report, *, parts: int
+        self, assembly: ParcelAssembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report, *, parts: int
     ) -> None:
         self.parts = parts
         self._assembly = assembly
@@ -194,7 +198,7 @@ class StreamLanding:
         self._report = report
 
     @property
-    def placements(self) -> Sequence[Placement]:
+    def placements(self) -> Sequence[BlockPlacement]:
         self._heed()
         return list(self._assembly.open.values())
 
@@ -202,7 +206,7 @@ class StreamLanding:
         self._heed()
         self._assembly.take(frame)
 
-    def placed(self, placement: Placement, *, matches: bool) -> None:
+    def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
         self._assembly.placed(placement, matches=matches)
 
     def end(self) -> None:
@@ -220,10 +224,12 @@ class StreamLanding:
             self._assembly.abandon("")
 
 
-class Receipt:
+class BufferedParcel:
     """A parcel whose bytes come in several messages: copied as they come, by one thread at a time."""
 
-    def __init__(self, assembly: Assembly, *, num_bytes: int, stop: StopFlag, workers: Workers, report: Report) -> None:
+    def __init__(
+        self, assembly: ParcelAssembly, *, num_bytes: int, stop: StopFlag, workers: Workers, report: Report
+    ) -> None:
         self.stop = stop
         self._assembly = assembly
         self._num_bytes = self._missing = num_bytes
@@ -239,10 +245,10 @@ class Receipt:
         self._missing -= sum(len(frame) for frame in frames)
         with self._lock:
             self._frames.extend(frames)
-        self.kick()
+        self.schedule_run()
         return self._missing <= 0
 
-    def kick(self) -> None:
+    def schedule_run(self) -> None:
         """Let a thread look at what is here, and whether to stop."""
         with self._lock:
             if self._is_scheduled:
@@ -267,7 +273,7 @@ class Receipt:
     def _is_news(self) -> bool:
         """Trouble, the parcel's end, or enough to be worth waking the loop."""
         is_whole = self._assembly.num_taken >= self._num_bytes
-        return self._assembly.has_trouble or self._credit >= REPORT_BYTES or (is_whole and self._credit > 0)
+        return self._assembly.has_trouble or self._credit >= MIN_REPORT_BYTES or (is_whole and self._credit > 0)
 
     def _is_left_alone(self) -> bool:
         """The last thing this thread does here: from then on another may run."""

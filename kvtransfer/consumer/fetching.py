@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
 from baton_serve.kvtransfer.consumer.copying import StopFlag
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.conversion.plan import Translation
-from baton_serve.kvtransfer.conversion.staging_buffers import Landing
+from baton_serve.kvtransfer.conversion.staging_buffers import StagedFetch
 from baton_serve.kvtransfer.session.consumer import ConsumerSession
 from baton_serve.kvtransfer.session.steps import Arrived, Fault, Succeed
-from baton_serve.kvtransfer.transports.port import Inlet
+from baton_serve.kvtransfer.transports.port import Receiver
 
 logger = logging.getLogger(__name__)
 
-OnBlocks = Callable[[list[BlockName]], None]
+OnBlocks = Callable[[list[BlockHash]], None]
 OnEnd = Callable[["FetchResult"], None]
 
 ERROR_OF: dict[Fault, type[errors.TransferError]] = {
@@ -48,7 +48,7 @@ class FetchResult:
     exposed_s: float
     num_bytes: int
     num_blocks: int
-    names: Sequence[BlockName]
+    names: Sequence[BlockHash]
     ended_at: float
 
 
@@ -73,7 +73,7 @@ class Fetching:
         began: float,
         *,
         layout: KVLayout,
-        landing: Landing | None,
+        landing: StagedFetch | None,
     ) -> None:
         self.session = session
         self.future = future
@@ -83,7 +83,7 @@ class Fetching:
         self._on_end = options.on_end
         self.began = began
         self.link: ConsumerLink | None = None
-        self.inlet: Inlet | None = None
+        self.receiver: Receiver | None = None
         """Of this attempt: the connection may have changed to another transport since."""
         self.is_buffered = False
         self.block_bytes = 0
@@ -130,7 +130,7 @@ class Fetching:
         self.future.set_exception(self._error or ERROR_OF[fault](reason))
 
     @property
-    def received(self) -> Sequence[BlockName]:
+    def received(self) -> Sequence[BlockHash]:
         """Blocks of this node that are here and verified."""
         return self.session.received if self.landing is None else self.landing.received
 

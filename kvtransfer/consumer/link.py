@@ -12,7 +12,7 @@ import zmq
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.wire import WireError, encode
-from baton_serve.kvtransfer.consumer.copying import Receipt
+from baton_serve.kvtransfer.consumer.copying import BufferedParcel
 from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.conversion.plan import wire_layout
 from baton_serve.kvtransfer.errors import PeerLost, Refused, TransportUnavailable
@@ -37,19 +37,19 @@ from baton_serve.kvtransfer.frames import (
 )
 from baton_serve.kvtransfer.ladder import Ladder, Rung
 from baton_serve.kvtransfer.liveness import ProcessWatch, watch_process
-from baton_serve.kvtransfer.meter import Meter
-from baton_serve.kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
-from baton_serve.kvtransfer.transports.port import Converter, Inlet, Stream, Target, Transport
+from baton_serve.kvtransfer.meter import ThroughputMeter
+from baton_serve.kvtransfer.sockets import LINGER_MS, MonitoredSocket, configure, encrypt
+from baton_serve.kvtransfer.transports.port import Converter, Receiver, ReceiveTarget, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LAST_WORDS_S = 0.25
+DEATH_DETECTION_S = 0.25
 """A dying peer's own connections may break before the system says that it is dead."""
 
 
 class ConsumerLink:
-    """`open()` it once; then `inlet` is the best transport that works, or `only`."""
+    """`open()` it once; then `receiver` is the best transport that works, or `only`."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class ConsumerLink:
         self.block_bytes = 0
         """Of a whole block as it travels by `transport`."""
         self.transport: Transport | None = None
-        self.inlet: Inlet | None = None
+        self.receiver: Receiver | None = None
         self.ladder: Ladder | None = None
         """Known once the producer has answered."""
         self.is_up = True
-        self.receipts: dict[int, Receipt] = {}
-        self.meter = Meter()
+        self.receipts: dict[int, BufferedParcel] = {}
+        self.meter = ThroughputMeter()
         self._context = context
         self._on_message = on_message
         self._on_lost = on_lost
@@ -90,7 +90,7 @@ class ConsumerLink:
         self._gone: asyncio.Future[None] = context.loop.create_future()
         self._watch: ProcessWatch | None = None
         self._socket = self._connected()
-        self._joined: list[LoopSocket] = []
+        self._joined: list[MonitoredSocket] = []
         """Further connections, for bytes alone. One that breaks is the link's end."""
 
     async def open(self, timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class ConsumerLink:
         return self._attaching is not None
 
     def is_ready(self) -> bool:
-        return self.is_up and self.inlet is not None and self._attaching is None
+        return self.is_up and self.receiver is not None and self._attaching is None
 
     async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
         """The producer's answer once its process serves. Raises `PeerLost` or TimeoutError."""
@@ -143,7 +143,7 @@ class ConsumerLink:
 
     async def attach(self) -> None:
         """Wait for the best transport that is left. Raises `TransportUnavailable` or `PeerLost`."""
-        if self.inlet is None and self._attaching is None:
+        if self.receiver is None and self._attaching is None:
             self._attaching = self._context.loop.create_task(self._climb())
         if self._attaching is not None:
             await asyncio.shield(self._attaching)
@@ -157,15 +157,15 @@ class ConsumerLink:
             self.ladder.demoted(self._rung, reason, self._context.clock())
         self._context.observer.switched(peer=self.name, transport=name, change="demoted")
         self._only = None
-        inlet, self.inlet, self.transport = self.inlet, None, None
-        if inlet is not None:
-            inlet.close()
+        receiver, self.receiver, self.transport = self.receiver, None, None
+        if receiver is not None:
+            receiver.close()
         self.send(Detach(name, self._epoch))
         return True
 
     def stream(self, epoch: int) -> Stream | None:
         """Where the bytes of this epoch's announcements are to be taken from; None: it was given up."""
-        return self.inlet.stream if self.inlet is not None and epoch == self._epoch else None
+        return self.receiver.stream if self.receiver is not None and epoch == self._epoch else None
 
     def is_same_host(self) -> bool:
         return self._welcome.done() and self._welcome.result().host.boot_id == self._context.host.boot_id
@@ -200,8 +200,8 @@ class ConsumerLink:
         dead = dead or self.is_dead()
         if self._watch is not None:
             self._watch.close()
-        if self.inlet is not None:
-            self.inlet.close()
+        if self.receiver is not None:
+            self.receiver.close()
         waiting: list[asyncio.Future[Any]] = [self._welcome, *self._answers.values()]
         for answer in waiting:
             if not answer.done():
@@ -210,7 +210,7 @@ class ConsumerLink:
         self._on_lost(self, reason, dead)
 
     async def close(self) -> None:
-        self.lose("closed", linger_ms=FAREWELL_MS)
+        self.lose("closed", linger_ms=LINGER_MS)
         if self._attaching is not None:
             self._attaching.cancel()
             with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):
@@ -222,29 +222,29 @@ class ConsumerLink:
         try:
             for rung in ladder.order(context.clock()) if self._only is None else [self._only]:
                 try:
-                    inlet = await self._unless_lost(self._attach_by(rung, welcome))
+                    receiver = await self._unless_lost(self._attach_by(rung, welcome))
                 except TransportUnavailable as exc:
                     ladder.missing(rung, str(exc), context.clock())
                     self.send(Detach(rung.transport, self._epoch))
                     continue
-                self.inlet, self.transport, self._rung = inlet, context.transports[rung.transport], rung
+                self.receiver, self.transport, self._rung = receiver, context.transports[rung.transport], rung
                 if self.transport.buffers:
                     self._widen(welcome)
                 ladder.attached(rung, context.clock(), self._difference())
                 why = "; ".join(ladder.why())
                 logger.info("peer=%s transport=%s chosen by %s (%s)", self.name, rung, ladder.choice(), why)
                 return
-            await self._unless_lost(asyncio.sleep(LAST_WORDS_S))
+            await self._unless_lost(asyncio.sleep(DEATH_DETECTION_S))
             raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(ladder.why())}")
         finally:
             self._attaching = None
 
-    def _connected(self) -> LoopSocket:
+    def _connected(self) -> MonitoredSocket:
         socket, settings = self._context.zmq.socket(zmq.DEALER), self._context.settings
         configure(socket, settings)
         encrypt(socket, settings, listens=False)
         socket.connect(self.address)
-        return LoopSocket(socket, on_message=self._receive, on_down=self._on_down)
+        return MonitoredSocket(socket, on_message=self._receive, on_down=self._on_down)
 
     def _widen(self, welcome: Welcome) -> None:
         """Make the connections that both ends allow; the producer uses each once it has joined."""
@@ -268,28 +268,28 @@ class ConsumerLink:
             raise PeerLost(f"{self.address}: connection lost")
         return task.result()
 
-    async def _attach_by(self, rung: Rung, welcome: Welcome) -> Inlet:
+    async def _attach_by(self, rung: Rung, welcome: Welcome) -> Receiver:
         context, transport = self._context, self._context.transports[rung.transport]
         wire = wire_layout(self.layout, context.layout, narrows=transport.narrows)
         offer = await self._ask_for(rung)
         try:
-            inlet = await transport.attach(welcome, offer, self._target(wire))
+            receiver = await transport.attach(welcome, offer, self._target(wire))
         except TransportUnavailable:
             raise
         except Exception as exc:
             logger.exception("transport %s cannot be attached", transport.name)
             raise TransportUnavailable(f"{type(exc).__name__}: {exc}") from exc
         if not self.is_up:
-            inlet.close()
+            receiver.close()
             raise PeerLost(f"{self.address}: connection lost")
         self.block_bytes = wire.block_bytes
-        return inlet
+        return receiver
 
-    def _target(self, wire: KVLayout) -> Target:
+    def _target(self, wire: KVLayout) -> ReceiveTarget:
         context = self._context
         if self.layout != context.layout:
-            return Target(context.memory, _converter(context, wire))
-        return Target(context.memory)
+            return ReceiveTarget(context.memory, _converter(context, wire))
+        return ReceiveTarget(context.memory)
 
     def _give_credit(self) -> None:
         num_bytes, self._credit = self._credit, 0
@@ -360,7 +360,7 @@ class ConsumerLink:
 def _converter(context: NodeContext, wire: KVLayout) -> Converter:
     """Loads torch, which every process that has a model has loaded."""
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
-    converter: Converter = module.Converter(context.landings, wire, context.layout, context.memory)
+    converter: Converter = module.LayoutConverter(context.staging_buffers, wire, context.layout, context.memory)
     return converter
 
 

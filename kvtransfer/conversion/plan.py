@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenRun:
     """`count` tokens of block `source` from `source_token` on, to block `sink` from `sink_token` on.
 
     Blocks are counted along the sequence of tokens, at each end in its own size.
@@ -32,20 +32,20 @@ class Translation:
     """
 
     layout: KVLayout
-    names: Sequence[BlockName]
+    names: Sequence[BlockHash]
     first_block: int
     num_tokens: int
 
 
-def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int) -> list[Piece]:
+def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int) -> list[TokenRun]:
     """All of the sink's blocks from `first_block` on, in the order of their tokens; each piece within one of both."""
-    pieces: list[Piece] = []
+    pieces: list[TokenRun] = []
     token = first_block * sink.block_tokens
     while token < num_tokens:
         ends = [(token // size + 1) * size for size in (source.block_tokens, sink.block_tokens)]
         end = min(*ends, num_tokens)
         pieces.append(
-            Piece(
+            TokenRun(
                 source=token // source.block_tokens,
                 sink=token // sink.block_tokens,
                 source_token=token % source.block_tokens,

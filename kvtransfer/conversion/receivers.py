@@ -1,6 +1,7 @@
 """Blocks of another layout, verified as they travelled and then placed token by token in this node's own blocks.
 
-A placement's destination is a place of `Landings`. Host memory and memory of a device are written alike, as tensors.
+A placement's destination is a place of `StagingBuffers`. Host memory and memory of a device are written alike, as
+tensors.
 """
 
 import ctypes
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.conversion.tensors import place
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.memory import BlockMemory, DeviceMemory, address_of
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
 from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
 from baton_serve.kvtransfer.transports.port import Buffer, Intake
@@ -51,12 +52,12 @@ def as_tensor(view: memoryview) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address_of(view)), dtype=torch.uint8)
 
 
-class Converter:
+class LayoutConverter:
     """Places bytes of the `wire` layout in a node's memory. From any thread."""
 
-    def __init__(self, landings: Landings, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:
+    def __init__(self, staging_buffers: StagingBuffers, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:
         self.wire = wire
-        self._landings = landings
+        self._staging_buffers = staging_buffers
         self._layout = layout
         self._blocks = as_tensors(memory)
         self.waits = memory.host_view is None
@@ -64,7 +65,7 @@ class Converter:
 
     def place(self, destination: int, block: memoryview) -> None:
         """`block` is a whole one of the producer's, verified."""
-        targets = self._landings.targets(destination)
+        targets = self._staging_buffers.targets(destination)
         blocks = [target.block for target in targets]
         self._blocks.check(blocks)
         with self._blocks.on_stream():
@@ -73,17 +74,17 @@ class Converter:
         self._blocks.wait()
 
 
-class MappedInlet:
+class MappedReceiver:
     """Reads blocks where a producer shows them to this process: its memory, or slots of its ring."""
 
     stream = None
 
-    def __init__(self, source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> None:
+    def __init__(self, source: HostBlocks, converter: LayoutConverter, *, is_ring: bool = False) -> None:
         self.stages = is_ring or converter.waits
         self._source: HostBlocks | None = source
         self._converter = converter
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         source = self._source
         if source is None:
             raise TransportUnavailable("the connection was closed")
@@ -92,29 +93,29 @@ class MappedInlet:
         self._converter.place(placement.destination, source.view(placement.source))
         return True
 
-    def intake(self, placement: Placement) -> Intake:
+    def intake(self, placement: BlockPlacement) -> Intake:
         raise TransportUnavailable("this transport sends no bytes")
 
     def close(self) -> None:
         self._source = None
 
 
-class FrameInlet:
+class ConvertingFrameReceiver:
     """Gathers a block's frames, and converts it when it is whole."""
 
     stream = None
 
-    def __init__(self, converter: Converter) -> None:
+    def __init__(self, converter: LayoutConverter) -> None:
         self.stages = converter.waits
         self._converter = converter
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         intake = self.intake(placement)
         for frame in frames:
             intake.take(frame)
         return intake.is_right()
 
-    def intake(self, placement: Placement) -> "GatheredIntake":
+    def intake(self, placement: BlockPlacement) -> "GatheredIntake":
         return GatheredIntake(self._converter, placement)
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class FrameInlet:
 
 
 class GatheredIntake:
-    def __init__(self, converter: Converter, placement: Placement) -> None:
+    def __init__(self, converter: LayoutConverter, placement: BlockPlacement) -> None:
         size = converter.wire.block_bytes
         self._view = memoryview(bytearray(size))
         self._intake = BlockIntake(HostBlocks(self._view, 1, size), 0, placement.checksum)

@@ -7,11 +7,11 @@ from baton_serve.kvtransfer.frames import Offer
 from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import HostArea
-from baton_serve.kvtransfer.transports.port import Chosen, Prepared
+from baton_serve.kvtransfer.transports.port import ParcelContent, Prepared
 from baton_serve.kvtransfer.transports.staged import StagedFrames, hashed, pinned
 
 
-class NarrowingOutlet(StagedFrames):
+class NarrowingSender(StagedFrames):
     def __init__(
         self, offer: Offer, memory: BlockMemory, settings: TransferSettings, *, layout: KVLayout, wire: KVLayout
     ) -> None:
@@ -19,7 +19,7 @@ class NarrowingOutlet(StagedFrames):
         self._blocks = as_tensors(memory)
         self._layout, self._wire = layout, wire
 
-    def prepare(self, chosen: Chosen) -> Prepared:
+    def prepare(self, chosen: ParcelContent) -> Prepared:
         """Blocks that are converted travel whole."""
         source, size, blocks = self._blocks, self._wire.block_bytes, chosen.blocks
         source.check(blocks)

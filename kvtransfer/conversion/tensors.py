@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.contracts.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout
-from baton_serve.kvtransfer.conversion.staging_buffers import Target
+from baton_serve.kvtransfer.conversion.staging_buffers import TokenTarget
 
 DTYPES = {
     "float32": torch.float32,
@@ -19,10 +19,10 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.int8: 127.0}
+MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.int8: 127.0}
 
 
-def place(block: Tensor, wire: KVLayout, targets: Sequence[Target], memory: Tensor, layout: KVLayout) -> None:
+def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory: Tensor, layout: KVLayout) -> None:
     """`block`, uint8 [wire.block_bytes], to its targets in `memory`, uint8 [num_blocks, layout.block_bytes]."""
     heads = block.view(_num_heads(wire), -1)
     for target in targets:
@@ -64,7 +64,7 @@ def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KV
 
 def _encoded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., head_dim] -> codes, and a scale for each row in bfloat16."""
-    wide, largest = rows.float(), LARGEST[dtype]
+    wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
     divisor = scales.float()
     inverse = torch.where(divisor > 0, 1.0 / divisor, 0.0)

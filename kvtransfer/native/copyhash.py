@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("copyhash.cpp")
 STRIPE_BYTES = 64
-LEAST_BYTES = 4096
+MIN_NATIVE_BYTES = 4096
 """XXH3 has other rules up to 240 bytes, and little is not worth a call."""
-PAST_CACHE_BYTES = 128 * 1024
+MIN_STREAMING_STORE_BYTES = 128 * 1024
 CHUNK_BYTES = 256 * 1024
 """Fits a core's L2 cache together with its source."""
 
@@ -71,21 +71,21 @@ class NativeCopyHash:
         self._plain = PlainCopyHash()
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
-        if size < LEAST_BYTES or size % STRIPE_BYTES:
+        if size < MIN_NATIVE_BYTES or size % STRIPE_BYTES:
             return self._plain.checksums(blocks, size)
         sums = _words(len(blocks))
         self._hash(sums, _words(blocks), len(blocks), size)
         return sums[:]
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
-        if size < LEAST_BYTES or size % STRIPE_BYTES:
+        if size < MIN_NATIVE_BYTES or size % STRIPE_BYTES:
             return self._plain.copy(destinations, sources, size)
         sums = _words(len(sources))
-        self._copy(sums, _words(destinations), _words(sources), len(sources), size, size >= PAST_CACHE_BYTES)
+        self._copy(sums, _words(destinations), _words(sources), len(sources), size, size >= MIN_STREAMING_STORE_BYTES)
         return sums[:]
 
     def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
-        if size < PAST_CACHE_BYTES or size % STRIPE_BYTES:
+        if size < MIN_STREAMING_STORE_BYTES or size % STRIPE_BYTES:
             self._plain.move(destinations, sources, size)
         elif destinations:
             self._move(_words(destinations), _words(sources), len(destinations), size)

@@ -15,8 +15,8 @@ from baton_serve.kvtransfer.frames import Probed
 from baton_serve.kvtransfer.ladder import Rung, Verdict
 from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.probing.memory import KNOWN_EXTENSIONS
-from baton_serve.kvtransfer.probing.plan import Plan
-from baton_serve.kvtransfer.probing.running import Runner
+from baton_serve.kvtransfer.probing.plan import ProbePlan
+from baton_serve.kvtransfer.probing.running import ProbeRunner
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Prober:
     def __init__(self, context: NodeContext, promote: Callable[[ConsumerLink, Rung], Awaitable[bool]]) -> None:
         self._context = context
         self._promote = promote
-        self._runner = Runner(context.probe_command)
+        self._runner = ProbeRunner(context.probe_command)
         self._task: asyncio.Task[None] | None = None
         self._next_look = 0.0
         self._number = 0
@@ -76,7 +76,7 @@ class Prober:
     ) -> list[Verdict]:
         context = self._context
         host, _, _ = link.address.rpartition(":")  # as it can be reached from here
-        plan = Plan(
+        plan = ProbePlan(
             rungs=list(rungs),
             settings=context.settings,
             seed=source[1],

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from baton_serve.kvtransfer.ladder import Rung, Verdict
-from baton_serve.kvtransfer.probing.plan import Plan, complete
-from baton_serve.kvtransfer.probing.running import COMMAND, ProbeFailedError, Runner
+from baton_serve.kvtransfer.probing.plan import ProbePlan, complete
+from baton_serve.kvtransfer.probing.running import COMMAND, ProbeFailedError, ProbeRunner
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.oneccl.backends import host_backends
 
@@ -16,8 +16,10 @@ async def probe_here(source: str, target: str, timeout_s: float, *, command: Seq
     """`source` and `target` are devices as torch calls them; empty: host memory. A verdict for each transport."""
     rungs = [Rung("usm"), Rung("zeromq")]
     rungs += [Rung("oneccl")] if source else [Rung("oneccl", backend.name) for backend in host_backends()]
-    plan = Plan(rungs=rungs, settings=TransferSettings(), seed=secrets.randbits(48), timeout_s=timeout_s, device=source)
-    runner = Runner(command)
+    plan = ProbePlan(
+        rungs=rungs, settings=TransferSettings(), seed=secrets.randbits(48), timeout_s=timeout_s, device=source
+    )
+    runner = ProbeRunner(command)
     try:
         process, address = await runner.serve(plan)
     except ProbeFailedError as exc:

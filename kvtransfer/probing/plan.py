@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
 from baton_serve.kvtransfer.settings import TransferSettings
 
-MARK = b"baton-probe "
+OUTPUT_PREFIX = b"baton-probe "
 """Begins each line that is an answer: libraries print what they like."""
 NUM_BLOCKS = 4
 BLOCK_BYTES = 4 << 20
@@ -27,7 +27,7 @@ LAYOUT = KVLayout(
 )
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
     """`address`: of the process that serves, for the one that fetches; empty: serve.
 
     `device`: what torch calls it, empty for host memory. `preload`: modules that make the device known to torch.
@@ -42,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
 
 
-class Serving(msgspec.Struct, frozen=True):
+class ProbeAddress(msgspec.Struct, frozen=True):
     address: str
 
 
@@ -64,11 +64,11 @@ def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: fl
     )
 
 
-def block_name(index: int) -> BlockName:
-    return BlockName(index.to_bytes(16, "big"))
+def block_name(index: int) -> BlockHash:
+    return BlockHash(index.to_bytes(16, "big"))
 
 
-def place_of(name: BlockName) -> int:
+def place_of(name: BlockHash) -> int:
     """Where a block of this name lies, at both ends."""
     return int.from_bytes(name, "big") % NUM_BLOCKS
 

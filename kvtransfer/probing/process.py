@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
@@ -26,23 +26,23 @@ from baton_serve.kvtransfer.probing.memory import ProbeMemory, content_of, memor
 from baton_serve.kvtransfer.probing.plan import (
     BLOCK_BYTES,
     LAYOUT,
-    MARK,
     NUM_BLOCKS,
+    OUTPUT_PREFIX,
     PASSES_DEVICE,
     PASSES_HOST,
     ROUNDS,
-    Plan,
-    Serving,
+    ProbeAddress,
+    ProbePlan,
     block_name,
     place_of,
     settings_of,
 )
 
-Answer = Callable[[Serving | Verdict], None]
+SendAnswer = Callable[[ProbeAddress | Verdict], None]
 """Tells the parent."""
 SOURCE, TARGET = InstanceId("probe-source"), InstanceId("probe-target")
 GENERATION = Generation(1)
-NICE = 10
+NICENESS = 10
 SHARE = 0.9
 """Of the time that the parent gives: the rest is for telling it."""
 GRACE_S = 2.0
@@ -59,38 +59,38 @@ OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=Plan)
+    plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProbePlan)
     signal.setitimer(signal.ITIMER_REAL, plan.timeout_s * (1 if plan.address else 2) + GRACE_S)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):
-        os.nice(NICE)
+        os.nice(NICENESS)
 
-    def answer(value: Serving | Verdict) -> None:
-        answers.write(MARK + msgspec.json.encode(value) + b"\n")
+    def answer(value: ProbeAddress | Verdict) -> None:
+        answers.write(OUTPUT_PREFIX + msgspec.json.encode(value) + b"\n")
         answers.flush()
 
     asyncio.run(fetch(plan, answer) if plan.address else serve(plan, answer))
     os._exit(0)
 
 
-async def serve(plan: Plan, answer: Answer) -> None:
+async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
     """Whoever fetches gets every block it names."""
     memory = memory_on(plan.device, plan.preload)
     memory.write(content_of(plan.seed))
     node = _node(SOURCE, memory, plan, plan.rungs)
 
-    def on_fetch(ticket: Ticket, names: list[BlockName]) -> None:
+    def on_fetch(ticket: Ticket, names: list[BlockHash]) -> None:
         node.open(ticket)
         node.publish(ticket.ticket, [(name, place_of(name)) for name in names])
         node.finish(ticket.ticket, b"")
 
     await node.start()
     node.on_fetch(on_fetch)
-    answer(Serving(node.address))
+    answer(ProbeAddress(node.address))
     await asyncio.Event().wait()
 
 
-async def fetch(plan: Plan, answer: Answer) -> None:
+async def fetch(plan: ProbePlan, answer: SendAnswer) -> None:
     """One rung after the other; what is sure to end comes first, and leaves its time to the others."""
     deadline = time.monotonic() + SHARE * plan.timeout_s
     memory = memory_on(plan.device, plan.preload)
@@ -103,7 +103,9 @@ async def fetch(plan: Plan, answer: Answer) -> None:
             return
 
 
-async def _try(rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np.uint8], timeout_s: float) -> Verdict:
+async def _try(
+    rung: Rung, plan: ProbePlan, memory: ProbeMemory, expected: NDArray[np.uint8], timeout_s: float
+) -> Verdict:
     node = _node(TARGET, memory, plan, [rung])
     try:
         async with asyncio.timeout(timeout_s):
@@ -119,7 +121,7 @@ async def _try(rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np
 
 
 async def _measure(
-    node: TransferNode, rung: Rung, plan: Plan, memory: ProbeMemory, expected: NDArray[np.uint8]
+    node: TransferNode, rung: Rung, plan: ProbePlan, memory: ProbeMemory, expected: NDArray[np.uint8]
 ) -> Verdict:
     """A first fetch warms up; each is checked, by content and not by checksum."""
     passes = PASSES_DEVICE if plan.device else PASSES_HOST
@@ -138,12 +140,12 @@ async def _measure(
     return Verdict(rung, "proved", best)
 
 
-def _node(instance: InstanceId, memory: BlockMemory, plan: Plan, rungs: Sequence[Rung]) -> TransferNode:
+def _node(instance: InstanceId, memory: BlockMemory, plan: ProbePlan, rungs: Sequence[Rung]) -> TransferNode:
     settings = settings_of(plan.settings, rungs, plan.timeout_s)
     return TransferNode(instance=instance, generation=GENERATION, layout=LAYOUT, memory=memory, settings=settings)
 
 
-def _ticket(name: str, plan: Plan) -> Ticket:
+def _ticket(name: str, plan: ProbePlan) -> Ticket:
     return Ticket(
         ticket=TicketId(name),
         source=SOURCE,

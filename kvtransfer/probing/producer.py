@@ -8,8 +8,8 @@ from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.frames import Hello, Probe, Probed, Probing
 from baton_serve.kvtransfer.ladder import Rung
 from baton_serve.kvtransfer.probing.consumer import device_of, extensions
-from baton_serve.kvtransfer.probing.plan import Plan
-from baton_serve.kvtransfer.probing.running import REAP_S, ProbeFailedError, Runner
+from baton_serve.kvtransfer.probing.plan import ProbePlan
+from baton_serve.kvtransfer.probing.running import REAP_S, ProbeFailedError, ProbeRunner
 from baton_serve.kvtransfer.producer.link import ProducerLink
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class ProbeHost:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
-        self._runner = Runner(context.probe_command)
+        self._runner = ProbeRunner(context.probe_command)
         self._task: asyncio.Task[None] | None = None
         self._for: tuple[int, int] = (0, 0)
         """Link and number of the probe that is served."""
@@ -54,7 +54,7 @@ class ProbeHost:
             link.send(Probing(number=message.number, outcome="unavailable", reason="none of it can be had here"))
             return
         seed = secrets.randbits(48)
-        plan = Plan(
+        plan = ProbePlan(
             rungs=rungs,
             settings=context.settings,
             seed=seed,

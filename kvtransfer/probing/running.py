@@ -12,7 +12,7 @@ import msgspec
 
 from baton_serve.child_command import module_command
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Verdict
-from baton_serve.kvtransfer.probing.plan import MARK, Plan, Serving, complete
+from baton_serve.kvtransfer.probing.plan import OUTPUT_PREFIX, ProbeAddress, ProbePlan, complete
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class ProbeProcess:
         self._process = process
         self._reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         self._transport: asyncio.ReadTransport | None = None
-        self._last_words = b""
+        self._error_output = b""
 
     @classmethod
-    async def start(cls, command: Sequence[str], plan: Plan) -> "ProbeProcess":
+    async def start(cls, command: Sequence[str], plan: ProbePlan) -> "ProbeProcess":
         """Raises `ProbeFailedError`. A thread does it: to fork takes a while where much memory is mapped."""
         spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, command, plan))
         try:
@@ -75,10 +75,10 @@ class ProbeProcess:
             if not line:
                 await self._wait(LAST_MOMENT_S)
                 return None
-            position = line.find(MARK)
+            position = line.find(OUTPUT_PREFIX)
             if position >= 0:
-                return line[position + len(MARK) :]
-            self._last_words = line.strip() or self._last_words
+                return line[position + len(OUTPUT_PREFIX) :]
+            self._error_output = line.strip() or self._error_output
 
     async def end(self) -> bool:
         """Kill it with all that it started. False: the system could not; it is not waited for any longer."""
@@ -98,7 +98,7 @@ class ProbeProcess:
     def fate(self) -> str:
         """How it ended, after `end`."""
         status = self._process.poll()
-        said = self._last_words.decode(errors="replace")[-200:]
+        said = self._error_output.decode(errors="replace")[-200:]
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return f"{how}{said and f': {said}'}"
 
@@ -110,7 +110,7 @@ class ProbeProcess:
         return self.is_gone
 
 
-class Runner:
+class ProbeRunner:
     """Runs processes of one half of the probes of a node, and remembers those that would not die."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -124,14 +124,14 @@ class Runner:
         self._stuck = [process for process in self._stuck if not process.is_gone]
         return bool(self._stuck)
 
-    async def serve(self, plan: Plan) -> tuple[ProbeProcess, str]:
+    async def serve(self, plan: ProbePlan) -> tuple[ProbeProcess, str]:
         """The process that serves, to be given to `end`, and where. Raises `ProbeFailedError`."""
         process = await ProbeProcess.start(self._command, plan)
         try:
             async with asyncio.timeout(plan.timeout_s):
                 line = await process.answer()
             if line is not None:
-                return process, msgspec.json.decode(line, type=Serving).address
+                return process, msgspec.json.decode(line, type=ProbeAddress).address
             await self.end(process)
             raise ProbeFailedError("crashed", f"the process ended with {process.fate()}")
         except TimeoutError as exc:
@@ -144,7 +144,7 @@ class Runner:
             await self.end(process)
             raise
 
-    async def fetch(self, plan: Plan) -> list[Verdict]:
+    async def fetch(self, plan: ProbePlan) -> list[Verdict]:
         """One verdict for each rung of the plan, whatever the process does."""
         verdicts: list[Verdict] = []
         outcome: ProbeOutcome = "crashed"
@@ -182,7 +182,7 @@ class Runner:
             self._stuck.append(process)
 
 
-def _spawn(command: Sequence[str], plan: Plan) -> "subprocess.Popen[bytes]":
+def _spawn(command: Sequence[str], plan: ProbePlan) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

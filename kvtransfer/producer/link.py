@@ -33,32 +33,32 @@ from baton_serve.kvtransfer.frames import (
     peer_of,
 )
 from baton_serve.kvtransfer.liveness import watch_process
-from baton_serve.kvtransfer.producer.send_queue import Parcel, SendQueue, is_checked
-from baton_serve.kvtransfer.sockets import LoopSocket
-from baton_serve.kvtransfer.transports.port import Buffer, Chosen, Outlet, Prepared, Wish
+from baton_serve.kvtransfer.producer.send_queue import SendBatch, SendQueue, is_checked
+from baton_serve.kvtransfer.sockets import MonitoredSocket
+from baton_serve.kvtransfer.transports.port import AttachRequest, Buffer, ParcelContent, Prepared, Sender
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 16
 
 
-class Way:
+class AttachedTransport:
     """A transport that the consumer has attached, with what is queued for it."""
 
-    def __init__(self, epoch: int, outlet: Outlet, block_bytes: int, *, is_stream: bool) -> None:
+    def __init__(self, epoch: int, sender: Sender, block_bytes: int, *, is_stream: bool) -> None:
         self.epoch = epoch
-        self.outlet = outlet
+        self.sender = sender
         self.block_bytes = block_bytes
         """Of a whole block as it travels."""
         self.queue = SendQueue(
             block_bytes=block_bytes,
-            batch_bytes=outlet.batch_bytes,
-            window_bytes=outlet.window_bytes,
-            taper_bytes=outlet.taper_bytes,
-            in_blocks=outlet.stages,
+            batch_bytes=sender.batch_bytes,
+            window_bytes=sender.window_bytes,
+            taper_bytes=sender.taper_bytes,
+            in_blocks=sender.stages,
         )
         self.is_stream = is_stream
-        self.parcels: dict[int, Prepared] = {}
+        self.batches: dict[int, Prepared] = {}
         """Announced, and not yet taken."""
 
 
@@ -66,7 +66,7 @@ class ProducerLink:
     def __init__(
         self,
         context: NodeContext,
-        socket: LoopSocket,
+        socket: MonitoredSocket,
         *,
         identity: bytes,
         number: int,
@@ -87,9 +87,9 @@ class ProducerLink:
         self._socket = socket
         self._on_lost = on_lost
         self.hello = hello
-        self._ways: dict[str, Way] = {}
+        self._attached_transports: dict[str, AttachedTransport] = {}
         self._attaching: dict[str, asyncio.Task[None]] = {}
-        self._flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
+        self._in_flight: deque[tuple[TicketId, zmq.MessageTracker]] = deque()
         self._num_parcels = 0
         self._turn = 0
         self._hashing: Counter[TicketId] = Counter()
@@ -114,17 +114,17 @@ class ProducerLink:
 
     def detach(self, transport: str, epoch: int | None = None) -> None:
         """Free what is held for it; with `epoch` only if it is still that one."""
-        way = self._ways.get(transport)
+        way = self._attached_transports.get(transport)
         if way is not None and epoch in (None, way.epoch):
-            del self._ways[transport]
-            way.outlet.close()
+            del self._attached_transports[transport]
+            way.sender.close()
         task = self._attaching.pop(transport, None)
         if task is not None:
             task.cancel()
 
-    def serve(self, transport: str, parcel: Parcel) -> int:
+    def serve(self, transport: str, parcel: SendBatch) -> int:
         """Queue blocks; they leave as the window allows. Returns their bytes."""
-        way = self._ways.get(transport)
+        way = self._attached_transports.get(transport)
         if way is None:  # it broke, and the consumer has been told
             return 0
         way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks, parcel.parts)
@@ -132,28 +132,28 @@ class ProducerLink:
         return len(parcel.blocks) * way.block_bytes // parcel.parts
 
     def drop(self, ticket: TicketId) -> None:
-        for way in self._ways.values():
+        for way in self._attached_transports.values():
             way.queue.drop(ticket)
 
     def credit(self, message: Got) -> None:
-        while self._flight and self._flight[0][1].done:
-            self._flight.popleft()
-        for name, way in list(self._ways.items()):
+        while self._in_flight and self._in_flight[0][1].done:
+            self._in_flight.popleft()
+        for name, way in list(self._attached_transports.items()):
             num_bytes = message.num_bytes
-            prepared = way.parcels.pop(message.parcel, None)
+            prepared = way.batches.pop(message.parcel, None)
             if prepared is not None:
-                way.outlet.taken(prepared)
-                num_bytes = way.queue.room_of(len(prepared.sources), prepared.parts)
+                way.sender.taken(prepared)
+                num_bytes = way.queue.window_bytes_of(len(prepared.sources), prepared.parts)
             if way.queue.travelling_bytes and num_bytes:
                 way.queue.credit(num_bytes)
                 self._pump(name)
 
     def is_reading(self, ticket: TicketId) -> bool:
         """Does anything here still read this ticket's blocks?"""
-        return self._hashing[ticket] > 0 or any(t == ticket and not tracker.done for t, tracker in self._flight)
+        return self._hashing[ticket] > 0 or any(t == ticket and not tracker.done for t, tracker in self._in_flight)
 
     def is_idle(self) -> bool:
-        return not self._hashing.total() and all(tracker.done for _, tracker in self._flight)
+        return not self._hashing.total() and all(tracker.done for _, tracker in self._in_flight)
 
     def is_dead(self) -> bool:
         return self._watch is not None and self._watch.is_dead()
@@ -161,7 +161,7 @@ class ProducerLink:
     def lose(self) -> None:
         """The connection is gone; the process is watched until `close`."""
         self.is_up = False
-        for name in {*self._ways, *self._attaching}:
+        for name in {*self._attached_transports, *self._attaching}:
             self.detach(name)
 
     def close(self) -> None:
@@ -175,22 +175,26 @@ class ProducerLink:
         reason = f"no transport {name} here"
         if carrier is not None:
             wire = wire_layout(context.layout, self.hello.layout, narrows=carrier.narrows)
-            wish = Wish(self.hello, epoch, message.dialects, context.memory, context.layout, wire, context.sums)
+            wish = AttachRequest(
+                self.hello, epoch, message.dialects, context.memory, context.layout, wire, context.sums
+            )
             try:
-                outlet = await carrier.outlet(wish, partial(self._broke, name, epoch))
+                sender = await carrier.sender(wish, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
                 reason = str(exc)
             except Exception as exc:
                 logger.exception("transport %s cannot be offered", name)
                 reason = f"{type(exc).__name__}: {exc}"
             else:
-                self._ways[name] = Way(epoch, outlet, wire.block_bytes, is_stream=carrier.streams)
-                self.send(Attached(transport=name, epoch=epoch, offer=outlet.offer))
+                self._attached_transports[name] = AttachedTransport(
+                    epoch, sender, wire.block_bytes, is_stream=carrier.streams
+                )
+                self.send(Attached(transport=name, epoch=epoch, offer=sender.offer))
                 return
         self.send(Attached(transport=name, epoch=epoch, reason=reason))
 
     def _broke(self, transport: str, epoch: int, reason: str) -> None:
-        way = self._ways.get(transport)
+        way = self._attached_transports.get(transport)
         if way is not None and way.epoch == epoch:
             logger.warning("peer=%s transport %s broke: %s", self.peer[0], transport, reason)
             self.detach(transport)
@@ -207,23 +211,25 @@ class ProducerLink:
             return None
 
     def _pump(self, transport: str) -> None:
-        while (way := self._ways.get(transport)) is not None and (parcel := way.queue.take()) is not None:
+        while (way := self._attached_transports.get(transport)) is not None and (
+            parcel := way.queue.take()
+        ) is not None:
             self._prepare(transport, parcel)
 
-    def _prepare(self, transport: str, parcel: Parcel) -> None:
+    def _prepare(self, transport: str, parcel: SendBatch) -> None:
         """Staging and checksums first: inline when that is quicker than waking a thread."""
-        context, way, parts = self._context, self._ways[transport], parcel.parts
+        context, way, parts = self._context, self._attached_transports[transport], parcel.parts
         checked = [is_checked(context.settings.checksum, index, parts) for index, _ in parcel.blocks]
-        chosen = Chosen([block for _, block in parcel.blocks], checked, parts)
+        chosen = ParcelContent([block for _, block in parcel.blocks], checked, parts)
         num_bytes = len(parcel.blocks) * way.block_bytes // parts
-        if way.outlet.is_quick(chosen, is_little=num_bytes <= context.settings.inline_bytes):
-            self._push(way, parcel, way.outlet.prepare(chosen))
+        if way.sender.is_quick(chosen, is_little=num_bytes <= context.settings.inline_bytes):
+            self._push(way, parcel, way.sender.prepare(chosen))
             return
         self._hashing[parcel.ticket] += 1
 
         def job() -> None:
             try:
-                prepared = way.outlet.prepare(chosen)
+                prepared = way.sender.prepare(chosen)
             except Exception as exc:
                 logger.exception("peer=%s transport %s cannot be fed", self.peer[0], transport)
                 context.workers.post(partial(self._broke, transport, way.epoch, f"{type(exc).__name__}: {exc}"))
@@ -233,24 +239,24 @@ class ProducerLink:
 
         context.workers.submit(job)
 
-    def _prepared(self, way: Way, parcel: Parcel, prepared: Prepared | None) -> None:
+    def _prepared(self, way: AttachedTransport, parcel: SendBatch, prepared: Prepared | None) -> None:
         if prepared is not None:
             self._push(way, parcel, prepared)
         self._hashing[parcel.ticket] -= 1
         if not self._hashing[parcel.ticket]:
             del self._hashing[parcel.ticket]
 
-    def _push(self, way: Way, parcel: Parcel, prepared: Prepared) -> None:
-        if not self.is_up or way not in self._ways.values():
+    def _push(self, way: AttachedTransport, parcel: SendBatch, prepared: Prepared) -> None:
+        if not self.is_up or way not in self._attached_transports.values():
             return
         self._num_parcels += 1
         whole = zip(parcel.blocks, prepared.sources, prepared.checksums, strict=True)
         pieces = [Piece(index, source, checksum) for (index, _), source, checksum in whole]
         epoch = way.epoch if way.is_stream else 0
         announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch, parcel.parts)
-        if way.outlet.stages:
-            way.parcels[self._num_parcels] = prepared
-        way.outlet.send(pieces, prepared, partial(self._announce, announcement))
+        if way.sender.stages:
+            way.batches[self._num_parcels] = prepared
+        way.sender.send(pieces, prepared, partial(self._announce, announcement))
 
     def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
         """Parcels that are more than one message take the connections in turns, each with all of its bytes."""
@@ -262,7 +268,7 @@ class ProducerLink:
         for group in groups[1:]:
             tracker = self._send(identity, [encode(Bytes(announcement.parcel, offset)), *group], copy=False)
             if tracker is not None:
-                self._flight.append((announcement.ticket, tracker))
+                self._in_flight.append((announcement.ticket, tracker))
             offset += sum(len(frame) for frame in group)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import zmq
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.contracts.wire import WireError, encode
 from baton_serve.kvtransfer.context import NodeContext
@@ -37,11 +37,11 @@ from baton_serve.kvtransfer.frames import (
 )
 from baton_serve.kvtransfer.probing.producer import ProbeHost
 from baton_serve.kvtransfer.producer.link import ProducerLink, refusal, welcome
-from baton_serve.kvtransfer.producer.send_queue import Parcel
+from baton_serve.kvtransfer.producer.send_queue import SendBatch
 from baton_serve.kvtransfer.session.producer import CODE_OF, ProducerSession
 from baton_serve.kvtransfer.session.steps import Drain, ProducerStep, Released, ReleaseReason, Serve, Tell
 from baton_serve.kvtransfer.session.table import ProducerState
-from baton_serve.kvtransfer.sockets import FAREWELL_MS, LoopSocket, configure, encrypt
+from baton_serve.kvtransfer.sockets import LINGER_MS, MonitoredSocket, configure, encrypt
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ MAX_DRAIN_POLL_S = 0.05
 K = TypeVar("K")
 V = TypeVar("V")
 SinkKey = tuple[TicketId, InstanceId, Generation]
-FetchHandler = Callable[[Ticket, list[BlockName]], None]
+FetchHandler = Callable[[Ticket, list[BlockHash]], None]
 
 
 class Handoff:
@@ -85,7 +85,7 @@ class ProducerSide:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.bind(settings.bind)
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = LoopSocket(
+        self._socket = MonitoredSocket(
             socket, on_message=self._receive, on_down=self._on_down, events=zmq.EVENT_DISCONNECTED
         )
 
@@ -111,12 +111,12 @@ class ProducerSide:
         self._opened[ticket.ticket] = handoff
         self._apply(handoff, handoff.session.open(ticket, now))
 
-    def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
+    def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
         handoff = self._find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.publish(blocks))
 
-    def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None:
+    def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
         handoff = self._find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.publish_parts(blocks, parts))
@@ -166,7 +166,7 @@ class ProducerSide:
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
         await self._probes.close()
-        self._socket.close(linger_ms=FAREWELL_MS)
+        self._socket.close(linger_ms=LINGER_MS)
         for link in self._links.values():
             link.close()
         for future in self._outcomes.values():
@@ -323,7 +323,7 @@ class ProducerSide:
                         link.send(step.message)
                 case Serve():
                     if link is not None and link.is_up:
-                        parcel = Parcel(ticket, step.attempt, list(step.blocks), step.parts)
+                        parcel = SendBatch(ticket, step.attempt, list(step.blocks), step.parts)
                         handoff.served_bytes += link.serve(handoff.transport, parcel)
                 case Drain():
                     for other in self._links.values():

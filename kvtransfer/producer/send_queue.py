@@ -13,7 +13,7 @@ SAMPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class SendBatch:
     """Blocks of one ticket that travel in one message, or one of `parts` of each: (index among the wanted, block)."""
 
     ticket: TicketId
@@ -59,27 +59,27 @@ class SendQueue:
         self._tickets.pop(ticket, None)
         del self._gone[ticket]
 
-    def room_of(self, count: int, parts: int) -> int:
+    def window_bytes_of(self, count: int, parts: int) -> int:
         """Bytes of the window that so many blocks, or parts of blocks, take."""
         return (-(-count // parts) * parts if self._in_blocks else count) * self._block_bytes // parts
 
     def credit(self, num_bytes: int) -> None:
         self._travelling = max(self._travelling - num_bytes, 0)
 
-    def take(self) -> Parcel | None:
+    def take(self) -> SendBatch | None:
         """The next parcel if the window has room. Tickets take turns."""
         if not self._tickets:
             return None
         ticket, queue = next(iter(self._tickets.items()))
         attempt, parts = queue[0][:2]
-        room = self._room(len(queue), parts, self._gone[ticket])
+        room = self._num_sendable(len(queue), parts, self._gone[ticket])
         if not room:
             return None
         blocks: list[tuple[int, int]] = []
         while queue and queue[0][:2] == (attempt, parts) and len(blocks) < room:
             _, _, index, block = queue.popleft()
             blocks.append((index, block))
-        num_bytes = self.room_of(len(blocks), parts)
+        num_bytes = self.window_bytes_of(len(blocks), parts)
         if queue:
             self._tickets.move_to_end(ticket)
             self._gone[ticket] += num_bytes
@@ -87,9 +87,9 @@ class SendQueue:
             self.drop(ticket)
         if self._window is not None:
             self._travelling += num_bytes
-        return Parcel(ticket, attempt, blocks, parts)
+        return SendBatch(ticket, attempt, blocks, parts)
 
-    def _room(self, waiting: int, parts: int, gone: int) -> int:
+    def _num_sendable(self, waiting: int, parts: int, gone: int) -> int:
         """Blocks, or parts of blocks, of the next parcel: few while nothing travels (without a window: at first), then
         no more than half of what waits. 0: a small parcel now would cost as much as a full one a moment later."""
         size, window = self._block_bytes // parts, self._window

@@ -7,18 +7,18 @@ counts; an end is final only when no copy into the destination runs.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
 from baton_serve.kvtransfer.session.progress import Progress
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
+    BlockPlacement,
     ConsumerStep,
     Copy,
     Fault,
     Give,
-    Placement,
     Relink,
     SessionLimits,
     StopCopies,
@@ -60,7 +60,7 @@ class ConsumerSession:
     def __init__(
         self,
         ticket: Ticket,
-        wanted: Sequence[tuple[BlockName, int]],
+        wanted: Sequence[tuple[BlockHash, int]],
         *,
         now: float,
         limits: SessionLimits,
@@ -70,7 +70,7 @@ class ConsumerSession:
         self.state = State.LINKING
         self.attempt = 0
         self.transport = ""
-        self.received: list[BlockName] = []
+        self.received: list[BlockHash] = []
         self._wanted = wanted
         self._limits = limits
         self._partial = partial
@@ -246,7 +246,7 @@ class ConsumerSession:
         ]
 
     def _place(self, message: Blocks) -> list[ConsumerStep]:
-        parts, of_each, placements = message.parts, self._progress.parts, list[Placement]()
+        parts, of_each, placements = message.parts, self._progress.parts, list[BlockPlacement]()
         if parts not in (1, of_each):
             return self._fail(Fault.SOURCE_FAILED, f"it sends {parts} parts of a block, not {of_each}")
         each = of_each // parts
@@ -259,7 +259,7 @@ class ConsumerSession:
                 self._copying[first] = Copying(self.attempt, each)
                 self._under_way.update(range(first, first + each))
                 place = self._wanted[self._requested[number]][1] * parts + part
-                placements.append(Placement(first, position, piece.source, place, piece.checksum, parts))
+                placements.append(BlockPlacement(first, position, piece.source, place, piece.checksum, parts))
         return [Copy(self.attempt, placements)] if placements else []
 
     def _is_free(self, first: int, count: int) -> bool:

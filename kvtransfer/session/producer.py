@@ -7,7 +7,7 @@ has not waited: leases last longer by that.
 
 from collections.abc import Sequence
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.frames import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
 from baton_serve.kvtransfer.session.steps import (
@@ -58,10 +58,10 @@ class ProducerSession:
         """PARKED: who is to open the ticket was told of it when the consumer was, or never will be."""
         self._lease_until = now + limits.lease_s
         self._ticked_at = now
-        self._published: dict[BlockName, int] = {}
-        self._begun: dict[tuple[BlockName, int], int] = {}
+        self._published: dict[BlockHash, int] = {}
+        self._begun: dict[tuple[BlockHash, int], int] = {}
         """Parts of blocks that are not whole yet."""
-        self._index: dict[BlockName, int] = {}
+        self._index: dict[BlockHash, int] = {}
         self._parts = 1
         self._served: set[int] = set()
         self._payload: bytes | None = None
@@ -98,11 +98,11 @@ class ProducerSession:
         self._move(Trigger.FETCHED)
         return [ready, *self._serve_all()]
 
-    def publish(self, blocks: Sequence[tuple[BlockName, int]]) -> list[ProducerStep]:
+    def publish(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
         self._published.update(blocks)
         return self._serve(blocks)
 
-    def publish_parts(self, blocks: Sequence[tuple[BlockName, int]], parts: range) -> list[ProducerStep]:
+    def publish_parts(self, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> list[ProducerStep]:
         """These parts of each block are there. The others follow, or `publish` says that all are."""
         begun = [(name, block, part) for name, block in blocks for part in parts]
         self._begun.update(((name, part), block) for name, block, part in begun)
@@ -202,13 +202,13 @@ class ProducerSession:
         begun = [(name, block, part) for (name, part), block in self._begun.items()]
         return [*self._serve(list(self._published.items())), *self._serve_parts(begun), *self._done()]
 
-    def _serve(self, blocks: Sequence[tuple[BlockName, int]]) -> list[ProducerStep]:
+    def _serve(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
         """Whole, but for those of which parts have left."""
         if self.state is not State.STREAMING:
             return []
         count, served = self._parts, self._served
         whole: list[tuple[int, int]] = []
-        rest: list[tuple[BlockName, int, int]] = []
+        rest: list[tuple[BlockHash, int, int]] = []
         for name, block in blocks:
             position = self._index.get(name)
             if position is None:
@@ -221,7 +221,7 @@ class ProducerSession:
                 rest += [(name, block, part) for part in range(count)]
         return [*([Serve(self.attempt, whole)] if whole else []), *self._serve_parts(rest)]
 
-    def _serve_parts(self, blocks: Sequence[tuple[BlockName, int, int]]) -> list[ProducerStep]:
+    def _serve_parts(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> list[ProducerStep]:
         """Parts that have not been served yet: (name, block, part)."""
         if self.state is not State.STREAMING or self._parts == 1:
             return []

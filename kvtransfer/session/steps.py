@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
 
 ReleaseReason = Literal["received", "cancelled", "expired", "lost", "failed", "closed"]
@@ -52,7 +52,7 @@ class Tell:
     message: Ready | Done | Fail
 
 
-class Placement(msgspec.Struct, frozen=True, gc=False):
+class BlockPlacement(msgspec.Struct, frozen=True, gc=False):
     """Copy the producer's block `source` to block `destination` here, or a part: one of `parts` of each block.
 
     `index` counts the ticket's wanted blocks by the connection's parts, `position` the pieces of the `Blocks` message.
@@ -71,14 +71,14 @@ class Copy:
     """Answered once by `copied`, `damaged` or `abandoned` for each placement."""
 
     attempt: int
-    placements: Sequence[Placement]
+    placements: Sequence[BlockPlacement]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """These blocks are here and verified."""
 
-    names: Sequence[BlockName]
+    names: Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.memory import DeviceMemory, Parts, address_of
+from baton_serve.kvtransfer.memory import DeviceMemory, PartitionedMemory, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DeviceBlocks:
         if count == 1:
             return self
         if count not in self._parts:
-            made = DeviceBlocks(Parts(self._memory, count))
+            made = DeviceBlocks(PartitionedMemory(self._memory, count))
             made._local = self._local
             self._parts[count] = made
         return self._parts[count]

@@ -8,9 +8,9 @@ from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Offer
 from baton_serve.kvtransfer.memory import BlockMemory, address_of, copy_bytes, parts_of
 from baton_serve.kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
-from baton_serve.kvtransfer.transports.port import Chosen, Prepared, Wish
+from baton_serve.kvtransfer.transports.port import AttachRequest, ParcelContent, Prepared
 
 TAPER = 4
 """The first and the last parcels of a prompt are so much smaller than others: one end waits for them."""
@@ -58,14 +58,16 @@ def host_blocks(memory: BlockMemory) -> HostBlocks:
     return HostBlocks(view.cast("B"), memory.num_blocks, memory.block_bytes)
 
 
-class HostOutlet:
+class HostSender:
     """What outlets of blocks in host memory share: they are read where they lie."""
 
     stages = False
     taper_bytes: int | None
     window_bytes: int | None = None
 
-    def __init__(self, offer: Offer, wish: Wish, settings: TransferSettings, *, has_window: bool = False) -> None:
+    def __init__(
+        self, offer: Offer, wish: AttachRequest, settings: TransferSettings, *, has_window: bool = False
+    ) -> None:
         self.offer = offer
         self.batch_bytes = settings.batch_bytes
         self.taper_bytes = max(settings.batch_bytes // TAPER, 1)
@@ -77,11 +79,11 @@ class HostOutlet:
         self._memory = wish.memory
         self._sums = wish.sums
 
-    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+    def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
         """Also where nothing is to be read."""
         return is_little or self._sums.knows(parts_of(self._memory, chosen.parts), chosen.to_sum())
 
-    def prepare(self, chosen: Chosen) -> Prepared:
+    def prepare(self, chosen: ParcelContent) -> Prepared:
         blocks, to_sum = self.blocks.in_parts(chosen.parts), chosen.to_sum()
         memory = parts_of(self._memory, chosen.parts)
         sums = iter(self._sums.of(memory, to_sum, [blocks.address(block) for block in to_sum]))
@@ -95,14 +97,14 @@ class HostOutlet:
         return
 
 
-def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
+def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
     """For each: False when what was copied does not match the checksum. Checked ones go first, in one call. All are
     blocks, or parts of one size."""
     source = source.in_parts(placements[0].parts)
     return copy_from([source.address(placement.source) for placement in placements], target, placements)
 
 
-def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[Placement]) -> list[bool]:
+def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
     """As `copy_blocks`, from addresses: one for each placement."""
     target = target.in_parts(placements[0].parts)
     size, sums = target.block_bytes, dict[int, int]()

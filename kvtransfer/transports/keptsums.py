@@ -9,7 +9,7 @@ from baton_serve.kvtransfer.memory import BlockMemory, version_of
 from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 
-class KeptSums:
+class ChecksumCache:
     """Of one node, for all its links; used from several threads. A sum found twice is the same."""
 
     def __init__(self) -> None:

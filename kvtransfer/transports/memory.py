@@ -7,19 +7,19 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Hello, Offer, Piece, Welcome
 from baton_serve.kvtransfer.memory import BlockMemory
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
-from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, HostOutlet, copy_blocks, host_blocks
+from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, HostSender, copy_blocks, host_blocks
 from baton_serve.kvtransfer.transports.port import (
     Announce,
+    AttachRequest,
     Buffer,
     Converter,
-    Inlet,
     Intake,
     NodeFacts,
     Prepared,
-    Target,
-    Wish,
+    Receiver,
+    ReceiveTarget,
 )
 
 
@@ -30,14 +30,14 @@ class InProcess:
         self.memories: dict[tuple[InstanceId, Generation], BlockMemory] = {}
 
 
-class AnnounceOnly(HostOutlet):
+class AnnounceOnly(HostSender):
     """An outlet for transports whose consumer takes the bytes itself."""
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
 
 
-class HostInlet:
+class HostReceiver:
     """Copies out of a producer's memory that this process can address."""
 
     stream = None
@@ -47,27 +47,27 @@ class HostInlet:
         self._source: HostBlocks | None = source
         self._target = target
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         return self.receive_all([placement])[0]
 
-    def receive_all(self, placements: Sequence[Placement]) -> list[bool]:
+    def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
         source = self._source
         if source is None:
             raise TransportUnavailable("the connection was closed")
         return copy_blocks(source, self._target, placements)
 
-    def intake(self, placement: Placement) -> Intake:
+    def intake(self, placement: BlockPlacement) -> Intake:
         raise TransportUnavailable("this transport sends no bytes")
 
     def close(self) -> None:
         self._source = None
 
 
-def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Inlet:
+def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Receiver:
     """For a consumer whose layout differs. Loads torch."""
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
-    inlet: Inlet = module.MappedInlet(source, converter, is_ring=is_ring)
-    return inlet
+    receiver: Receiver = module.MappedReceiver(source, converter, is_ring=is_ring)
+    return receiver
 
 
 class MemoryTransport:
@@ -90,10 +90,10 @@ class MemoryTransport:
     def serves(self, hello: Hello) -> bool:
         return (hello.instance, hello.generation) in self._shared.memories
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> AnnounceOnly:
+    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> AnnounceOnly:
         return AnnounceOnly(Offer(self.name), wish, self._settings)
 
-    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))
         if memory is None:
             raise TransportUnavailable("the producer is not in this process")
@@ -101,7 +101,7 @@ class MemoryTransport:
         source = HostBlocks(whole.view(0, whole.num_blocks), welcome.num_blocks, target.block_bytes)
         if target.converter is not None:
             return converting(source, target.converter)
-        return HostInlet(source, host_blocks(target.memory))
+        return HostReceiver(source, host_blocks(target.memory))
 
     async def close(self) -> None:
         self._shared.memories.pop(self._key, None)

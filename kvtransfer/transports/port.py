@@ -1,8 +1,8 @@
 """What a transport must do. Sessions, credits, checksums' bookkeeping and liveness are not its business.
 
-A consumer attaches: the producer makes an `Outlet` for it, which announces blocks once their bytes can be had, and the
-consumer an `Inlet`, which places them. A transport that `pulls` has the consumer's copies read the producer's memory,
-so the producer holds blocks for the lease.
+A consumer attaches: the producer makes an `Sender` for it, which announces blocks once their bytes can be had, and the
+consumer an `Receiver`, which places them. A transport that `pulls` has the consumer's copies read the producer's
+memory, so the producer holds blocks for the lease.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
 from baton_serve.kvtransfer.memory import BlockMemory
-from baton_serve.kvtransfer.session.steps import Placement
-from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.session.steps import BlockPlacement
+from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
 
 Buffer = bytes | memoryview
 Announce = Callable[[Sequence[Sequence[Buffer]]], None]
@@ -31,7 +31,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AttachRequest:
     """A consumer that attaches: who it is, and the dialects it knows."""
 
     hello: Hello
@@ -42,7 +42,7 @@ class Wish:
     layout: KVLayout
     wire: KVLayout
     """As they travel to this consumer."""
-    sums: KeptSums
+    sums: ChecksumCache
     """Of this node's blocks."""
 
 
@@ -60,7 +60,7 @@ class Converter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReceiveTarget:
     """Where a consumer wants blocks: in `memory`, or through `converter`."""
 
     memory: BlockMemory
@@ -84,7 +84,7 @@ class Intake(Protocol):
         ...
 
 
-class Landing(Protocol):
+class IncomingParcel(Protocol):
     """One announced parcel on its way through a `Stream`. Called by one thread at a time, except `abandon`."""
 
     @property
@@ -93,7 +93,7 @@ class Landing(Protocol):
         ...
 
     @property
-    def placements(self) -> Sequence[Placement]:
+    def placements(self) -> Sequence[BlockPlacement]:
         """Of the parcel's blocks, those that are still wanted."""
         ...
 
@@ -101,7 +101,7 @@ class Landing(Protocol):
         """The parcel's next bytes: placed, verified, or skipped where nobody wants them."""
         ...
 
-    def placed(self, placement: Placement, *, matches: bool) -> None:
+    def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
         """Instead of `take`: the transport has placed this block itself."""
         ...
 
@@ -117,12 +117,12 @@ class Landing(Protocol):
 class Stream(Protocol):
     """Bytes that come in the order of their announcements, whichever transfer they are for."""
 
-    def expect(self, pieces: Sequence[Piece], landing: Landing) -> None:
+    def expect(self, pieces: Sequence[Piece], landing: IncomingParcel) -> None:
         """Called on the event loop, in the order of the announcements. Never blocks; answers through `landing`."""
         ...
 
 
-class Inlet(Protocol):
+class Receiver(Protocol):
     @property
     def stream(self) -> Stream | None:
         """Where a transport has one, `receive` is not called."""
@@ -133,14 +133,14 @@ class Inlet(Protocol):
         """The producer staged the bytes: it must hear when a parcel is read no more. `receive` waits for a device."""
         ...
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         """Place one block; may run in any thread, several at once. False: the bytes do not match the checksum.
 
         `frames` are the block's own frames of the message. Raises `TransportUnavailable` when it cannot serve.
         """
         ...
 
-    def intake(self, placement: Placement) -> Intake:
+    def intake(self, placement: BlockPlacement) -> Intake:
         """As `receive`, for a block that comes piecemeal. Only transports with `buffers` need it."""
         ...
 
@@ -148,7 +148,7 @@ class Inlet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ParcelContent:
     """What a parcel will carry: blocks, or one of `parts` of each, and which of them carry a checksum."""
 
     blocks: Sequence[int]
@@ -169,7 +169,7 @@ class Prepared:
     parts: int = 1
 
 
-class Outlet(Protocol):
+class Sender(Protocol):
     @property
     def offer(self) -> Offer:
         """What the consumer needs to attach."""
@@ -195,11 +195,11 @@ class Outlet(Protocol):
         """What `prepare` staged stays until `taken`, in places for whole blocks."""
         ...
 
-    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+    def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
         """`prepare` waits for no device, and is quicker than waking a thread. `is_little`: by the number of bytes."""
         ...
 
-    def prepare(self, chosen: Chosen) -> Prepared:
+    def prepare(self, chosen: ParcelContent) -> Prepared:
         """In a worker thread, or on the loop if that is quicker. Raises `TransportUnavailable`."""
         ...
 
@@ -227,7 +227,7 @@ class Transport(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Bytes come over a channel of the pair's own, in the order of the announcements, through `Inlet.stream`."""
+        """Bytes come over a channel of the pair's own, in the order of the announcements, through `Receiver.stream`."""
         ...
 
     @property
@@ -246,11 +246,11 @@ class Transport(Protocol):
         """Could this consumer be served this way?"""
         ...
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
         """For one connection. Raises `TransportUnavailable`. `on_failed`: it broke later; call it on the loop, once."""
         ...
 
-    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         """Raises `TransportUnavailable` with the reason."""
         ...
 

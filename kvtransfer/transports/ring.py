@@ -14,11 +14,11 @@ from xxhash import xxh3_64_intdigest
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Offer, Piece
 from baton_serve.kvtransfer.memory import DeviceMemory, seal_size
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from baton_serve.kvtransfer.transports.hostcopy import HostBlocks
-from baton_serve.kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Prepared
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, Intake, ParcelContent, Prepared
 
 BATCHES = 16
 """At least so many parcels fill a ring: copies in and out then overlap."""
@@ -88,7 +88,7 @@ class Ring:
             self._area.close()
 
 
-class RingOutlet:
+class RingSender:
     stages = True
 
     def __init__(self, offer: Offer, ring: Ring, settings: TransferSettings, *, on_close: Callable[[], object]) -> None:
@@ -99,10 +99,10 @@ class RingOutlet:
         self.batch_bytes = min(settings.device_batch_bytes, self.window_bytes // BATCHES)
         self.taper_bytes: int | None = self.batch_bytes // 4
 
-    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+    def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
         return False
 
-    def prepare(self, chosen: Chosen) -> Prepared:
+    def prepare(self, chosen: ParcelContent) -> Prepared:
         parts, places = chosen.parts, self.ring.stage(chosen.blocks, chosen.parts)
         checked = zip(places, chosen.checked, strict=True)
         sums = [
@@ -121,7 +121,7 @@ class RingOutlet:
         self.ring.close()
 
 
-class DeviceInlet:
+class DeviceReceiver:
     """Copies from mapped host memory of the producer, a ring or its whole cache, to blocks of a device."""
 
     stream = None
@@ -137,10 +137,10 @@ class DeviceInlet:
         self._num_copying = 0
         self._is_closed = False
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         return self.receive_all([placement])[0]
 
-    def receive_all(self, placements: Sequence[Placement]) -> list[bool]:
+    def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
         """`kvtransfer.consumer.copying.Gathers`: the host waits once."""
         with self._lock:
             if self._is_closed:
@@ -160,7 +160,7 @@ class DeviceInlet:
             if is_last:
                 self._area.close()
 
-    def intake(self, placement: Placement) -> Intake:
+    def intake(self, placement: BlockPlacement) -> Intake:
         raise TransportUnavailable("this transport sends no bytes")
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ from xxhash import xxh3_64_intdigest
 
 from baton_serve.kvtransfer.frames import Offer, Piece
 from baton_serve.kvtransfer.memory import DeviceMemory
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
-from baton_serve.kvtransfer.transports.port import Announce, Buffer, Chosen, Prepared
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, ParcelContent, Prepared
 from baton_serve.kvtransfer.transports.zeromq import frame_step
 
 
@@ -30,7 +30,7 @@ class StagedFrames:
         self._inline_bytes = settings.inline_bytes
         self._block_bytes = block_bytes
 
-    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+    def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
         return False
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
@@ -50,12 +50,12 @@ class StagedFrames:
         return
 
 
-class StagedFrameOutlet(StagedFrames):
+class StagedFrameSender(StagedFrames):
     def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
         super().__init__(offer, settings, memory.block_bytes)
         self._blocks = DeviceBlocks(memory)
 
-    def prepare(self, chosen: Chosen) -> Prepared:
+    def prepare(self, chosen: ParcelContent) -> Prepared:
         blocks, count = self._blocks.in_parts(chosen.parts), len(chosen.blocks)
         size = blocks.block_bytes
         view = pinned(count * size, blocks.device)
@@ -68,7 +68,7 @@ def hashed(views: Sequence[Buffer], checked: Sequence[bool]) -> list[int | None]
     return [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
 
 
-class StagedFrameInlet:
+class StagedFrameReceiver:
     stream = None
     stages = True
     """Copies to the device wait for it: never on the loop."""
@@ -76,13 +76,13 @@ class StagedFrameInlet:
     def __init__(self, memory: DeviceMemory) -> None:
         self._blocks = DeviceBlocks(memory)
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         intake = self.intake(placement)
         for frame in frames:
             intake.take(frame)
         return intake.is_right()
 
-    def intake(self, placement: Placement) -> "StagedIntake":
+    def intake(self, placement: BlockPlacement) -> "StagedIntake":
         return StagedIntake(self._blocks.in_parts(placement.parts), placement)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class StagedFrameInlet:
 class StagedIntake:
     """A block that is gathered in pinned memory, verified, and then copied to the device."""
 
-    def __init__(self, blocks: DeviceBlocks, placement: Placement) -> None:
+    def __init__(self, blocks: DeviceBlocks, placement: BlockPlacement) -> None:
         view = pinned(blocks.block_bytes, blocks.device)
         self._area = HostArea(view, blocks.block_bytes, blocks.device, is_pinned=True)
         self._intake = BlockIntake(HostBlocks(view, 1, blocks.block_bytes), 0, placement.checksum)

@@ -29,8 +29,8 @@ from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
 from baton_serve.kvtransfer.memory import seal_size
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, host_blocks
-from baton_serve.kvtransfer.transports.memory import AnnounceOnly, HostInlet, converting
-from baton_serve.kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
+from baton_serve.kvtransfer.transports.memory import AnnounceOnly, HostReceiver, converting
+from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, Receiver, ReceiveTarget, Sender
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ ANSWER_BYTES = 256
 TIMEOUT_S = 2.0
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What goes with the descriptor."""
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**40)]
@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ExportedMemory:
     """Memory that whoever knows its secret may map."""
 
     fd: int
@@ -69,7 +69,7 @@ class UsmTransport:
         self._facts = facts
         self._settings = settings
         self._refused: set[int] = set()
-        self._shown: dict[bytes, Shown] = {}
+        self._shown: dict[bytes, ExportedMemory] = {}
         self._secret = secrets.token_bytes(SECRET_BYTES)
         unique = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
         self._path = Path(settings.run_dir, unique) if settings.run_dir else None
@@ -90,7 +90,7 @@ class UsmTransport:
             if memory.shared_fd is not None:
                 seal_size(memory.shared_fd)
                 fd = os.open(f"/proc/self/fd/{memory.shared_fd}", os.O_RDONLY | os.O_CLOEXEC)
-                self._shown[self._secret] = Shown(fd, memory.num_blocks, memory.block_bytes, is_ring=False)
+                self._shown[self._secret] = ExportedMemory(fd, memory.num_blocks, memory.block_bytes, is_ring=False)
         except OSError as exc:
             listener.close()
             logger.warning("shared memory is not offered: %s: %s", self._path or "socket", exc)
@@ -101,19 +101,19 @@ class UsmTransport:
     def serves(self, hello: Hello) -> bool:
         return self._listener is not None and hello.host.boot_id == self._facts.host.boot_id
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
         if wish.memory.host_view is not None:
             return AnnounceOnly(Offer(self.name, self._address, self._secret), wish, self._settings)
         ring_module = importlib.import_module("baton_serve.kvtransfer.transports.ring")
         ring = await asyncio.to_thread(ring_module.Ring, wish.memory, self._settings.ring_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._shown[secret] = Shown(ring.fd, ring.num_slots, ring.block_bytes, is_ring=True)
+        self._shown[secret] = ExportedMemory(ring.fd, ring.num_slots, ring.block_bytes, is_ring=True)
         offer = Offer(self.name, self._address, secret)
         close = partial(self._shown.pop, secret, None)
-        outlet: Outlet = ring_module.RingOutlet(offer, ring, self._settings, on_close=close)
-        return outlet
+        sender: Sender = ring_module.RingSender(offer, ring, self._settings, on_close=close)
+        return sender
 
-    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 fd, answer = await _ask(offer)
@@ -159,7 +159,7 @@ class UsmTransport:
                     secret += more
             for known, shown in self._shown.items():
                 if secrets.compare_digest(secret, known):
-                    answer = Answer(shown.num_blocks, shown.block_bytes, shown.is_ring)
+                    answer = MappingAnswer(shown.num_blocks, shown.block_bytes, shown.is_ring)
                     socket.send_fds(connection, [msgspec.msgpack.encode(answer)], [shown.fd])
                     return
 
@@ -170,7 +170,7 @@ class UsmTransport:
             logger.warning("shared memory is refused to processes of another user (uid %d)", uid)
 
 
-def _mapped(fd: int, answer: "Answer", target: Target) -> Inlet:
+def _mapped(fd: int, answer: "MappingAnswer", target: ReceiveTarget) -> Receiver:
     size, memory, converter = answer.num_blocks * answer.block_bytes, target.memory, target.converter
     if answer.block_bytes % target.block_bytes or os.fstat(fd).st_size < size:
         raise TransportUnavailable(f"the producer's memory is not {answer.num_blocks} blocks of {target.block_bytes}")
@@ -180,14 +180,14 @@ def _mapped(fd: int, answer: "Answer", target: Target) -> Inlet:
     if converter is not None:
         return converting(source, converter, is_ring=answer.is_ring)
     if memory.host_view is not None:
-        return HostInlet(source, host_blocks(memory), stages=answer.is_ring)
+        return HostReceiver(source, host_blocks(memory), stages=answer.is_ring)
     blocks = importlib.import_module("baton_serve.kvtransfer.transports.devicecopy").DeviceBlocks(memory)
     ring_module = importlib.import_module("baton_serve.kvtransfer.transports.ring")
-    inlet: Inlet = ring_module.DeviceInlet(source, mapping, blocks, is_ring=answer.is_ring)
-    return inlet
+    receiver: Receiver = ring_module.DeviceReceiver(source, mapping, blocks, is_ring=answer.is_ring)
+    return receiver
 
 
-async def _ask(offer: Offer) -> tuple[int, "Answer"]:
+async def _ask(offer: Offer) -> tuple[int, "MappingAnswer"]:
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
@@ -200,7 +200,7 @@ async def _ask(offer: Offer) -> tuple[int, "Answer"]:
     try:
         if len(descriptors) != 1:
             raise OSError("the producer did not hand it out")
-        return descriptors[0], msgspec.msgpack.decode(answer, type=Answer)
+        return descriptors[0], msgspec.msgpack.decode(answer, type=MappingAnswer)
     except (OSError, msgspec.MsgspecError):
         for descriptor in descriptors:
             os.close(descriptor)

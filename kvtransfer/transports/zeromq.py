@@ -11,10 +11,19 @@ import msgspec
 
 from baton_serve.kvtransfer.frames import Hello, Offer, Piece, Welcome
 from baton_serve.kvtransfer.memory import address_of, keep_freed_memory
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
-from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostOutlet, copy_from, host_blocks
-from baton_serve.kvtransfer.transports.port import Announce, Buffer, Inlet, NodeFacts, Outlet, Prepared, Target, Wish
+from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostSender, copy_from, host_blocks
+from baton_serve.kvtransfer.transports.port import (
+    Announce,
+    AttachRequest,
+    Buffer,
+    NodeFacts,
+    Prepared,
+    Receiver,
+    ReceiveTarget,
+    Sender,
+)
 
 MIN_FRAME_BYTES = 1 << 20
 """Smaller ones cost more messages than they save."""
@@ -27,8 +36,8 @@ def frame_step(num_bytes: int, block_bytes: int, longest: int) -> int:
     return step - step % block_bytes if step >= block_bytes else step
 
 
-class FrameOutlet(HostOutlet):
-    def __init__(self, offer: Offer, wish: Wish, settings: TransferSettings) -> None:
+class FrameSender(HostSender):
+    def __init__(self, offer: Offer, wish: AttachRequest, settings: TransferSettings) -> None:
         super().__init__(offer, wish, settings, has_window=True)
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
@@ -53,25 +62,25 @@ class FrameOutlet(HostOutlet):
             first = last + 1
 
 
-class FrameInlet:
+class FrameReceiver:
     stream = None
     stages = False
 
     def __init__(self, target: HostBlocks) -> None:
         self._target = target
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         intake = self.intake(placement)
         for frame in frames:
             intake.take(frame)
         return intake.is_right()
 
-    def take_whole(self, placements: Sequence[Placement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
+    def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
         """`kvtransfer.consumer.copying.TakesWhole`: one call, which gives Python's lock away once."""
         start = address_of(frame)
         return copy_from([start + offset for offset in offsets], self._target, placements)
 
-    def intake(self, placement: Placement) -> BlockIntake:
+    def intake(self, placement: BlockPlacement) -> BlockIntake:
         return BlockIntake(self._target.in_parts(placement.parts), placement.destination, placement.checksum)
 
     def close(self) -> None:
@@ -95,27 +104,29 @@ class ZeromqTransport:
     def serves(self, hello: Hello) -> bool:
         return True
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
         settings = self._settings_for(wish.hello)
         if wish.wire != wish.layout:
-            narrowing: Outlet = _loaded("baton_serve.kvtransfer.conversion.senders").NarrowingOutlet(
+            narrowing: Sender = _loaded("baton_serve.kvtransfer.conversion.senders").NarrowingSender(
                 Offer(self.name), wish.memory, settings, layout=wish.layout, wire=wish.wire
             )
             return narrowing
         if wish.memory.host_view is not None:
-            return FrameOutlet(Offer(self.name), wish, settings)
+            return FrameSender(Offer(self.name), wish, settings)
         staged = _loaded("baton_serve.kvtransfer.transports.staged")
-        outlet: Outlet = staged.StagedFrameOutlet(Offer(self.name), wish.memory, settings)
-        return outlet
+        sender: Sender = staged.StagedFrameSender(Offer(self.name), wish.memory, settings)
+        return sender
 
-    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         if target.converter is not None:
-            converting: Inlet = _loaded("baton_serve.kvtransfer.conversion.receivers").FrameInlet(target.converter)
+            converting: Receiver = _loaded("baton_serve.kvtransfer.conversion.receivers").ConvertingFrameReceiver(
+                target.converter
+            )
             return converting
         if target.memory.host_view is not None:
-            return FrameInlet(host_blocks(target.memory))
-        inlet: Inlet = _loaded("baton_serve.kvtransfer.transports.staged").StagedFrameInlet(target.memory)
-        return inlet
+            return FrameReceiver(host_blocks(target.memory))
+        receiver: Receiver = _loaded("baton_serve.kvtransfer.transports.staged").StagedFrameReceiver(target.memory)
+        return receiver
 
     async def close(self) -> None:
         return

@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from baton_serve.services.common.errors import ConfigurationError
 
-SHORTEST_CHARS = 32
+MIN_KEY_CHARS = 32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,9 +46,9 @@ def read_cluster_key(path: str | None) -> ClusterKey | None:
         text = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigurationError(f"--cluster-key-file {path}: {getattr(exc, 'strerror', None) or exc}") from exc
-    if len(text) < SHORTEST_CHARS:
+    if len(text) < MIN_KEY_CHARS:
         raise ConfigurationError(
-            f"--cluster-key-file {path} holds {len(text)} characters, at least {SHORTEST_CHARS} are wanted: "
+            f"--cluster-key-file {path} holds {len(text)} characters, at least {MIN_KEY_CHARS} are wanted: "
             "make one with `openssl rand -hex 32`"
         )
     if not zmq.has("curve"):

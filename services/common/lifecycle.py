@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
 EXIT_HOPELESS = 2
-_LAST_RESORT_S = 3.0
-SAME_SIGNAL_S = 0.25
+_FORCED_EXIT_S = 3.0
+DUPLICATE_SIGNAL_S = 0.25
 """`timeout`, systemd and others signal a process and its group: what comes twice within this time was meant once."""
 
 
@@ -39,9 +39,9 @@ class Lifecycle:
     def __init__(self) -> None:
         self._phases: list[_Phase] = []
         self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._forced = asyncio.Event()
         self._signalled_at: float | None = None
-        self._last_resort: threading.Timer | None = None
+        self._exit_timer: threading.Timer | None = None
         self.error: BaseException | None = None
 
     def on_stop(self, name: str, stop: Callable[[], Awaitable[None]], *, deadline_s: float = 5.0) -> None:
@@ -58,9 +58,9 @@ class Lifecycle:
             self._stopping.set()
 
     def signalled(self, name: str, now: float) -> None:
-        """A second signal, later than `SAME_SIGNAL_S`, cuts the deadlines short. `now` in seconds."""
-        if self._signalled_at is not None and now - self._signalled_at > SAME_SIGNAL_S:
-            self._hurry.set()
+        """A second signal, later than `DUPLICATE_SIGNAL_S`, cuts the deadlines short. `now` in seconds."""
+        if self._signalled_at is not None and now - self._signalled_at > DUPLICATE_SIGNAL_S:
+            self._forced.set()
         self._signalled_at = self._signalled_at if self._signalled_at is not None else now
         self.request_stop(name)
 
@@ -76,14 +76,14 @@ class Lifecycle:
 
     def arm(self, status: int) -> None:
         """From now on a thread stuck in foreign code cannot keep the process from ending."""
-        longest_s = sum(phase.deadline_s for phase in self._phases) + _LAST_RESORT_S
-        self._last_resort = threading.Timer(longest_s, os._exit, [status or EXIT_FAILURE])
-        self._last_resort.daemon = True
-        self._last_resort.start()
+        longest_s = sum(phase.deadline_s for phase in self._phases) + _FORCED_EXIT_S
+        self._exit_timer = threading.Timer(longest_s, os._exit, [status or EXIT_FAILURE])
+        self._exit_timer.daemon = True
+        self._exit_timer.start()
 
     def disarm(self) -> None:
-        if self._last_resort is not None:
-            self._last_resort.cancel()
+        if self._exit_timer is not None:
+            self._exit_timer.cancel()
 
     async def stop_all(self) -> None:
         while self._phases:
@@ -91,11 +91,11 @@ class Lifecycle:
 
     async def _stop_one(self, phase: _Phase) -> None:
         task = asyncio.ensure_future(phase.stop())
-        hurry = asyncio.create_task(self._hurry.wait())
+        hurry = asyncio.create_task(self._forced.wait())
         await asyncio.wait({task, hurry}, timeout=phase.deadline_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not task.done():
-            how = "cut short by a second signal" if self._hurry.is_set() else f"not done in {phase.deadline_s:g} s"
+            how = "cut short by a second signal" if self._forced.is_set() else f"not done in {phase.deadline_s:g} s"
             logger.warning("stopping: %s: %s", phase.name, how)
             task.cancel()
             # Not waited for without end: what ignores its cancellation must not keep the process.
@@ -117,12 +117,12 @@ def run(
     """
     lifecycle = Lifecycle()
     try:
-        return uvloop.run(_live(start, lifecycle, program, (*expected, ConfigurationError, OSError)))
+        return uvloop.run(_run_loop(start, lifecycle, program, (*expected, ConfigurationError, OSError)))
     finally:
         lifecycle.disarm()
 
 
-async def _live(
+async def _run_loop(
     start: Callable[[Lifecycle], Awaitable[None]],
     lifecycle: Lifecycle,
     program: str,
@@ -135,7 +135,7 @@ async def _live(
     lifecycle.arm(status)
     await lifecycle.stop_all()
     if status == EXIT_HOPELESS and lifecycle.error is not None:
-        tell(program, lifecycle.error)
+        print_error(program, lifecycle.error)
     return status
 
 
@@ -167,7 +167,7 @@ async def _start_and_serve(
     return EXIT_FAILURE if lifecycle.error is not None else 0
 
 
-def tell(program: str, error: BaseException) -> None:
+def print_error(program: str, error: BaseException) -> None:
     """One line for a human on stderr."""
     sys.stderr.write(f"{program}: {' '.join(str(error).split()) or type(error).__name__}\n")
     sys.stderr.flush()

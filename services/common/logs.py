@@ -20,10 +20,10 @@ import msgspec
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-_QUIET = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
+_QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
 
 
 def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
@@ -31,7 +31,7 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     # What no line of ours shows need not be found out for each.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    handler = _TurnHandler(stream or sys.stderr)
+    handler = _BatchingHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     handler.addFilter(_add_request_id)
     root = logging.getLogger()
@@ -40,19 +40,19 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    for name in _QUIET:
+    for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 
-def log_past(logger: logging.Logger, event: str, fields: dict[str, object], *, at: float) -> None:
+def log_at(logger: logging.Logger, event: str, fields: dict[str, object], *, at: float) -> None:
     """A line with `fields` about a moment that has passed: `at`, in seconds since 1970."""
     record = logger.makeRecord(logger.name, logging.INFO, "", 0, event, (), None, extra={"fields": fields})
     record.created, record.msecs = at, at % 1.0 * 1e3
     logger.handle(record)
 
 
-class _TurnHandler(logging.StreamHandler[TextIO]):
+class _BatchingHandler(logging.StreamHandler[TextIO]):
     """Lines of one turn of the event loop leave in one write; a warning leaves at once, with those before it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -144,7 +144,11 @@ class JsonFormatter(logging.Formatter):
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     given: dict[str, object] | None = record.__dict__.get("fields")
-    return given if given is not None else {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    return (
+        given
+        if given is not None
+        else {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
+    )
 
 
 def _text_value(value: object) -> str:

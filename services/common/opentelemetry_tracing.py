@@ -40,7 +40,7 @@ class OpenTelemetryTracing(Tracing):
         # Of each request anew: the two clocks drift apart.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(name, context, trace.SpanKind.SERVER, start_time=_nanoseconds(at, epoch_ns))
-        return _Recorded(self._tracer, span, epoch_ns)
+        return _RecordedSpan(self._tracer, span, epoch_ns)
 
     async def close(self) -> None:
         """In a thread that nobody waits for at exit: a collector that does not answer must not keep the process."""
@@ -60,7 +60,7 @@ class OpenTelemetryTracing(Tracing):
         await closed
 
 
-class _Recorded(Span):
+class _RecordedSpan(Span):
     is_recording = True
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, epoch_ns: int) -> None:
@@ -74,7 +74,7 @@ class _Recorded(Span):
 
     def child(self, name: str, *, at: float | None = None) -> Span:
         span = self._tracer.start_span(name, self._context, start_time=_nanoseconds(at, self._epoch_ns))
-        return _Recorded(self._tracer, span, self._epoch_ns)
+        return _RecordedSpan(self._tracer, span, self._epoch_ns)
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(attributes)

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-_AGAIN_S = 0.1
+_CANCEL_INTERVAL_S = 0.1
 
 
-async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     """Cancels them until they have ended, however they do.
 
     Once is not enough before Python 3.12: `asyncio.wait_for`, within libraries too, forgets a cancellation that comes
@@ -17,7 +17,7 @@ async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     while running:
         for task in running:
             task.cancel()
-        ended, running = await asyncio.wait(running, timeout=_AGAIN_S)
+        ended, running = await asyncio.wait(running, timeout=_CANCEL_INTERVAL_S)
         for task in ended:
             if not task.cancelled():
                 task.exception()  # told where it happened, or nobody's concern any more

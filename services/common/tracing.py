@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from baton_serve.services.common.errors import ConfigurationError
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-_LONGEST_HEADER = 512
+_MAX_HEADER_CHARS = 512
 _DEFAULT_PATH = "/v1/traces"
 
 Attributes = Mapping[str, str | bool | int | float]
@@ -76,10 +76,10 @@ NO_SPAN = Span({})
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
     """The trace context among the headers of an HTTP request. `header` looks one up by its name in lower case."""
     found = {name: header(name) for name in TRACE_HEADERS}
-    return {name: value for name, value in found.items() if value and len(value) <= _LONGEST_HEADER}
+    return {name: value for name, value in found.items() if value and len(value) <= _MAX_HEADER_CHARS}
 
 
-def tracing_to(endpoint: str | None, *, service: str, instance: str) -> Tracing:
+def make_tracing(endpoint: str | None, *, service: str, instance: str) -> Tracing:
     """`endpoint` is the setting of that name. Raises `ConfigurationError`."""
     if not endpoint:
         return Tracing()

@@ -27,20 +27,20 @@ class _Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grants:
+class _GrantedBlocks:
     """Answers to the first of those who asked. If there are fewer than asked, `free_blocks` were not enough."""
 
     answers: list[Reservation | RequestError]
     free_blocks: int
 
 
-class Room:
+class BlockQueue:
     def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
         self._waiting: list[_Waiter] = []
-        self._num_asked = 0
-        self._is_asking = False
+        self._num_pending = 0
+        self._is_querying = False
         self._refused_at: int | None = None
 
     def __len__(self) -> int:
@@ -64,54 +64,54 @@ class Room:
         if self._refused_at is not None:
             if free_blocks > self._refused_at:
                 self._refused_at = None
-                self._ask()
+                self._query_engine()
             else:
                 self._refused_at = free_blocks
 
     async def _wait(self, work: Work) -> Reservation:
         granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(work, self._num_asked, granted)
-        self._num_asked += 1
+        waiter = _Waiter(work, self._num_pending, granted)
+        self._num_pending += 1
         bisect.insort(self._waiting, waiter, key=lambda w: w.key)
         if self._waiting[0] is waiter:
             self._refused_at = None
-        self._ask()
+        self._query_engine()
         try:
             return await granted
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
                 self._refused_at = None
-                self._ask()
+                self._query_engine()
 
-    def _ask(self) -> None:
-        if self._is_asking or not self._waiting or self._refused_at is not None:
+    def _query_engine(self) -> None:
+        if self._is_querying or not self._waiting or self._refused_at is not None:
             return
-        self._is_asking = True
+        self._is_querying = True
         asked = list(self._waiting)
         # Before any later numbers: blocks that become free after a refusal may be the last for long.
         answer = self._engine.call(
-            lambda engine: _grant(engine, [waiter.work for waiter in asked]), then=partial(self._answered, asked)
+            lambda engine: _grant(engine, [waiter.work for waiter in asked]), then=partial(self._on_grants, asked)
         )
-        answer.add_done_callback(partial(self._unanswered, asked))
+        answer.add_done_callback(partial(self._on_query_failed, asked))
 
-    def _unanswered(self, asked: list[_Waiter], done: "asyncio.Future[_Grants]") -> None:
+    def _on_query_failed(self, asked: list[_Waiter], done: "asyncio.Future[_GrantedBlocks]") -> None:
         """The engine has stopped, or could not say."""
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or error is not None:
-            self._is_asking = False
+            self._is_querying = False
             for waiter in asked:
                 self._settle(waiter, error or RequestFailed("internal", "the engine has stopped"))
-            self._ask()
+            self._query_engine()
 
-    def _answered(self, asked: list[_Waiter], grants: _Grants) -> None:
-        self._is_asking = False
+    def _on_grants(self, asked: list[_Waiter], grants: _GrantedBlocks) -> None:
+        self._is_querying = False
         for waiter, answer in zip(asked, grants.answers, strict=False):
             self._settle(waiter, answer)
         refused = asked[len(grants.answers) :]
         if refused and self._waiting and self._waiting[0] is refused[0]:
             self._refused_at = grants.free_blocks
-        self._ask()
+        self._query_engine()
 
     def _settle(self, waiter: _Waiter, answer: Reservation | BaseException) -> None:
         if waiter in self._waiting:
@@ -124,7 +124,7 @@ class Room:
             waiter.granted.set_result(answer)
 
 
-def _grant(engine: EnginePort, works: list[Work]) -> _Grants:
+def _grant(engine: EnginePort, works: list[Work]) -> _GrantedBlocks:
     """In the engine's thread: one after the other until one finds no room."""
     answers: list[Reservation | RequestError] = []
     for work in works:
@@ -136,4 +136,4 @@ def _grant(engine: EnginePort, works: list[Work]) -> _Grants:
         if answer is None:
             break
         answers.append(answer)
-    return _Grants(answers, engine.stats().free_blocks)
+    return _GrantedBlocks(answers, engine.stats().free_blocks)

@@ -5,50 +5,50 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import HandoffReport
 from baton_serve.contracts.wire import WireError
-from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.first_tokens import FirstTokens, decode_first_tokens
-from baton_serve.services.instance.ports import EnginePort, FetchResult, Reservation
+from baton_serve.services.instance.ports import CompletedFetch, EnginePort, Reservation
 
-BLOCKS_PER_WORD = 64
+MIN_BLOCKS_PER_REPORT = 64
 """Only when so many more blocks of a prompt have arrived can others find them in the cache."""
 
 
-class Arrivals:
+class ArrivedBlocks:
     """Tells the engine of blocks that have arrived: many at once, since each word to it wakes its thread."""
 
-    def __init__(self, engine: EngineCalls, request: Request) -> None:
+    def __init__(self, engine: EngineCalls, request: AttemptEntry) -> None:
         self._engine = engine
         self._request_id = request.work.request_id
-        self._names: list[BlockName] = []
+        self._names: list[BlockHash] = []
 
-    def add(self, names: list[BlockName]) -> None:
+    def add(self, names: list[BlockHash]) -> None:
         self._names += names
-        if len(self._names) >= BLOCKS_PER_WORD:
-            self.tell()
+        if len(self._names) >= MIN_BLOCKS_PER_REPORT:
+            self.flush()
 
-    def take(self) -> list[BlockName]:
+    def take(self) -> list[BlockHash]:
         """Those that the engine does not know of yet."""
         names, self._names = self._names, []
         return names
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         if names := self.take():
             self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
 
 
-class Admission:
+class HandoffAdmission:
     """The end of a fetch: the engine is told in the same turn of the loop; the request's own task hears of it later."""
 
     def __init__(
         self,
-        request: Request,
+        request: AttemptEntry,
         reservation: Reservation,
-        arrivals: Arrivals,
+        arrivals: ArrivedBlocks,
         engine: EngineCalls,
         report: Callable[[HandoffReport], None],
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +62,7 @@ class Admission:
         self._failure: RequestFailed | None = None
         self._admitted: asyncio.Future[float] | None = None
 
-    def begin(self, fetched: FetchResult) -> None:
+    def begin(self, fetched: CompletedFetch) -> None:
         """All blocks are here: the sequences that go on join the batch. The router hears of it once the engine has
         begun, which should not wait for this thread, and before any token that it writes."""
         try:
@@ -96,7 +96,7 @@ class Admission:
         if self._admitted is not None:
             await self._admitted
 
-    def _begun(self, fetched: FetchResult, first: FirstTokens, step_at: float | None) -> None:
+    def _begun(self, fetched: CompletedFetch, first: FirstTokens, step_at: float | None) -> None:
         exposed_s = min(fetched.seconds, fetched.exposed_s + first.since_end_s)
         self._report(
             HandoffReport(

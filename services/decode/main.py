@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     )
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported now, so that --help and a mistyped flag need not wait for torch.
-    from baton_serve.services.decode.block_queue import Room
+    from baton_serve.services.decode.block_queue import BlockQueue
     from baton_serve.services.decode.handler import DecodeHandler
     from baton_serve.services.instance.process import run_instance
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
             parts.puller,
             counter=parts.counter,
             fallback=settings.handoff_fallback,
-            room=Room(parts.engine, max_waiting=settings.max_waiting),
+            block_queue=BlockQueue(parts.engine, max_waiting=settings.max_waiting),
         ),
     )
     sys.exit(status)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
-INTEL = "0x8086"
-DISCRETE_BAR = 2**30
+INTEL_VENDOR_ID = "0x8086"
+MIN_DISCRETE_BAR_BYTES = 2**30
 """An integrated GPU has no local memory, and so no large window on its bus."""
-SMALL_BAR = 256 * 2**20
-MIRROR_SINCE = (26, 9)
+SMALL_BAR_BYTES = 256 * 2**20
+HOST_MIRROR_VERSION = (26, 9)
 RUNTIME_PACKAGES = ("libze-intel-gpu1", "intel-level-zero-gpu", "intel-opencl-icd")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GpuCard:
     node: str
     """`renderD128`."""
     driver: str
@@ -26,17 +26,17 @@ class Card:
     is_discrete: bool
 
 
-def intel_cards(root: Path) -> list[Card]:
+def intel_cards(root: Path) -> list[GpuCard]:
     found = []
     for render in sorted((root / "sys/class/drm").glob("renderD*")):
         device = render / "device"
-        if _text(device / "vendor") != INTEL:
+        if _text(device / "vendor") != INTEL_VENDOR_ID:
             continue
         driver = _link_name(device / "driver")
-        bar = max(_windows(_text(device / "resource")), default=0)
+        bar = max(_bar_sizes(_text(device / "resource")), default=0)
         # A discrete card without ReBAR shows a window of 256 MiB; an integrated one is always device 02 of bus 00.
-        is_discrete = bar >= DISCRETE_BAR or not device.resolve().name.startswith("0000:00:02")
-        found.append(Card(render.name, driver, bar, is_discrete))
+        is_discrete = bar >= MIN_DISCRETE_BAR_BYTES or not device.resolve().name.startswith("0000:00:02")
+        found.append(GpuCard(render.name, driver, bar, is_discrete))
     return [card for card in found if card.is_discrete]
 
 
@@ -68,7 +68,7 @@ def _no_cards(root: Path) -> Iterator[Finding]:
         )
 
 
-def _driver(card: Card) -> Finding:
+def _driver(card: GpuCard) -> Finding:
     if card.driver in ("xe", "i915"):
         return ok("driver", f"{card.node} is driven by {card.driver}")
     return problem(
@@ -78,8 +78,8 @@ def _driver(card: Card) -> Finding:
     )
 
 
-def _rebar(card: Card) -> Finding:
-    if card.bar_bytes > SMALL_BAR:
+def _rebar(card: GpuCard) -> Finding:
+    if card.bar_bytes > SMALL_BAR_BYTES:
         return ok("rebar", f"{card.node} shows {card.bar_bytes / 2**30:.0f} GiB of its memory at once")
     return problem(
         "rebar",
@@ -88,7 +88,7 @@ def _rebar(card: Card) -> Finding:
     )
 
 
-def _permission(card: Card, root: Path) -> Finding:
+def _permission(card: GpuCard, root: Path) -> Finding:
     path = root / "dev/dri" / card.node
     if not path.exists():
         return problem("permissions", f"/dev/dri/{card.node} is missing here", "pass /dev/dri into the container")
@@ -112,7 +112,7 @@ def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     if visible < 2:
         return
     version = runtime_version(root)
-    if version is not None and version < MIRROR_SINCE:
+    if version is not None and version < HOST_MIRROR_VERSION:
         yield ok("host mirror", f"compute-runtime {version[0]}.{version[1]:02d} keeps no copy of device memory")
         return
     known = "of unknown version" if version is None else f"{version[0]}.{version[1]:02d}"
@@ -137,7 +137,7 @@ def runtime_version(root: Path) -> tuple[int, int] | None:
     return None
 
 
-def _windows(text: str) -> Iterator[int]:
+def _bar_sizes(text: str) -> Iterator[int]:
     for line in text.splitlines():
         start, end, *_ = (int(word, 16) for word in line.split())
         if end:

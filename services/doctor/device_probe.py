@@ -30,7 +30,7 @@ class PeerFacts(msgspec.Struct, frozen=True):
     bytes_per_second: float
 
 
-class Facts(msgspec.Struct, frozen=True):
+class ProbeFacts(msgspec.Struct, frozen=True):
     torch: str
     kind: str
     """`xpu`, `cuda` or `cpu`."""
@@ -39,7 +39,7 @@ class Facts(msgspec.Struct, frozen=True):
     peers: list[PeerFacts]
 
 
-def probe() -> Facts:
+def probe() -> ProbeFacts:
     import torch
 
     from baton_serve.engine.device import select_device
@@ -48,13 +48,15 @@ def probe() -> Facts:
     features = {"triton": _has_module("triton"), "graphs": False, "distributed": False}
     features["distributed"] = bool(torch.distributed.is_available())
     if kind == "cpu":
-        return Facts(str(torch.__version__), kind, features, [], [])
+        return ProbeFacts(str(torch.__version__), kind, features, [], [])
     module: Any = torch.get_device_module(kind)
     features["graphs"] = hasattr(module, "graph") or hasattr(module, "XPUGraph")
     count = module.device_count()
     devices = [_device(torch, module, kind, index) for index in range(count)]
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    return Facts(str(torch.__version__), kind, features, devices, [_peer(torch, module, kind, *pair) for pair in pairs])
+    return ProbeFacts(
+        str(torch.__version__), kind, features, devices, [_peer(torch, module, kind, *pair) for pair in pairs]
+    )
 
 
 def _device(torch: Any, module: Any, kind: str, index: int) -> DeviceFacts:

@@ -7,22 +7,22 @@ from importlib import metadata
 import msgspec
 
 from baton_serve.child_command import module_command
-from baton_serve.services.doctor.device_probe import DeviceFacts, Facts, PeerFacts
+from baton_serve.services.doctor.device_probe import DeviceFacts, PeerFacts, ProbeFacts
 from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
-SLOW_COPY = 4e9
+SLOW_COPY_BYTES_PER_S = 4e9
 PROBE = module_command("baton_serve.services.doctor.device_probe")
 
 
 def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
-    facts = ask_devices(timeout_s, command)
+    facts = probe_devices(timeout_s, command)
     if isinstance(facts, Finding):
         yield facts
     else:
-        yield from judge(facts)
+        yield from device_findings(facts)
 
 
-def ask_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Facts | Finding:
+def probe_devices(timeout_s: float, command: Sequence[str] = PROBE) -> ProbeFacts | Finding:
     """What torch says, or why it says nothing."""
     if _version("torch") is None:
         return note("torch", "not installed: this machine can run a router", "instances need: pip install .[worker]")
@@ -41,10 +41,10 @@ def ask_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Facts | Fin
             f"torch cannot use this machine: {last}",
             "see `python -m baton_serve.services.doctor.device_probe`",
         )
-    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Facts)
+    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=ProbeFacts)
 
 
-def judge(facts: Facts) -> Iterator[Finding]:
+def device_findings(facts: ProbeFacts) -> Iterator[Finding]:
     features = ", ".join(name for name, is_there in facts.features.items() if is_there) or "none"
     yield ok("torch", f"{facts.torch} with device {facts.kind}; features: {features}")
     if facts.kind == "cpu":
@@ -63,7 +63,7 @@ def _copy_speed(kind: str, device: DeviceFacts) -> Finding:
         f"{kind}:{device.index} {device.pinned_to_device / 1e9:.1f} GB/s in, "
         f"{device.device_to_pinned / 1e9:.1f} GB/s out, pinned"
     )
-    if slower >= SLOW_COPY:
+    if slower >= SLOW_COPY_BYTES_PER_S:
         return ok("copies", text)
     return warning(
         "copies", text, "check the slot's width (lspci -vv: LnkSta), ReBAR, and that memory really is pinned"

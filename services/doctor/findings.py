@@ -16,7 +16,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     remedy: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     version: str
     healthy: bool
     findings: list[Finding]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from baton_serve.services.doctor.findings import Finding, note, ok, warning
 
-SHM_BYTES = 2**30
-OPEN_FILES = 4096
-MEMORY_BYTES = 8 * 2**30
+MIN_SHM_BYTES = 2**30
+MIN_OPEN_FILES = 4096
+MIN_MEMORY_BYTES = 8 * 2**30
 
-Limit = Callable[[int], tuple[int, int]]
+ReadLimit = Callable[[int], tuple[int, int]]
 
 
-def check_limits(root: Path = Path("/"), limit: Limit = resource.getrlimit) -> Iterator[Finding]:
+def check_limits(root: Path = Path("/"), limit: ReadLimit = resource.getrlimit) -> Iterator[Finding]:
     yield _shared_memory(root / "dev/shm")
     yield _locked_memory(limit(resource.RLIMIT_MEMLOCK)[0])
     yield _open_files(*limit(resource.RLIMIT_NOFILE))
@@ -30,7 +30,7 @@ def _shared_memory(path: Path) -> Finding:
     except OSError:
         return warning("shared memory", "/dev/shm is missing", "mount a tmpfs there: docker --shm-size=2g")
     size = state.f_blocks * state.f_frsize
-    if size >= SHM_BYTES:
+    if size >= MIN_SHM_BYTES:
         return ok("shared memory", f"/dev/shm has {size / 2**30:.1f} GiB")
     return warning(
         "shared memory",
@@ -50,7 +50,7 @@ def _locked_memory(limit: int) -> Finding:
 
 
 def _open_files(soft: int, hard: int) -> Finding:
-    if soft in (resource.RLIM_INFINITY, -1) or soft >= OPEN_FILES:
+    if soft in (resource.RLIM_INFINITY, -1) or soft >= MIN_OPEN_FILES:
         return ok("open files", f"{soft}")
     return warning(
         "open files",
@@ -67,7 +67,7 @@ def _host_memory(root: Path) -> Finding:
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     free = sizes.get("MemAvailable", 0)
     text = f"{free / 2**30:.1f} GiB of {sizes.get('MemTotal', 0) / 2**30:.1f} GiB free"
-    if free >= MEMORY_BYTES:
+    if free >= MIN_MEMORY_BYTES:
         return ok("host memory", text)
     return warning("host memory", text, "loading an 8B model takes about 16 GiB of host memory for a moment")
 

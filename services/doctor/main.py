@@ -10,15 +10,15 @@ import msgspec
 from baton_serve.services.common.settings.configuration import environment, load_settings
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.doctor.cards import check_cards, check_visible
-from baton_serve.services.doctor.device_probe import Facts
-from baton_serve.services.doctor.devices import ask_devices, judge
-from baton_serve.services.doctor.findings import Finding, Report
+from baton_serve.services.doctor.device_probe import ProbeFacts
+from baton_serve.services.doctor.devices import device_findings, probe_devices
+from baton_serve.services.doctor.findings import DoctorReport, Finding
 from baton_serve.services.doctor.limits import check_limits
 from baton_serve.services.doctor.network import check_network
 from baton_serve.services.doctor.settings import DoctorSettings
 from baton_serve.services.doctor.transports import check_transports
 
-MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
+STATUS_MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,29 +29,29 @@ def main(argv: Sequence[str]) -> int:
         program="baton doctor",
         description="Checks this machine: driver, cards, torch, memory, limits, registry and peers.",
     )
-    findings = asyncio.run(examine(settings, Path("/")))
-    report = Report(VERSION, all(finding.status != "problem" for finding in findings), findings)
+    findings = asyncio.run(run_checks(settings, Path("/")))
+    report = DoctorReport(VERSION, all(finding.status != "problem" for finding in findings), findings)
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if settings.json else as_text(report))
     return 0 if report.healthy else 1
 
 
-async def examine(settings: DoctorSettings, root: Path) -> list[Finding]:
+async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
     findings = [*check_cards(root), *check_visible(root, environment()), *check_limits(root)]
-    facts: Facts | Finding | None = None
+    facts: ProbeFacts | Finding | None = None
     if settings.device:
-        facts = await asyncio.to_thread(ask_devices, settings.probe_timeout_s)
-        findings += [facts] if isinstance(facts, Finding) else judge(facts)
+        facts = await asyncio.to_thread(probe_devices, settings.probe_timeout_s)
+        findings += [facts] if isinstance(facts, Finding) else device_findings(facts)
     if settings.probe:
-        found = facts if isinstance(facts, Facts) else None
+        found = facts if isinstance(facts, ProbeFacts) else None
         findings += [finding async for finding in check_transports(found, settings.probe_timeout_s)]
     findings += [finding async for finding in check_network(settings.registry, settings.peer)]
     return findings
 
 
-def as_text(report: Report) -> str:
+def as_text(report: DoctorReport) -> str:
     lines = []
     for finding in report.findings:
-        lines.append(f"{MARKS[finding.status]}  {finding.check}: {finding.message}")
+        lines.append(f"{STATUS_MARKS[finding.status]}  {finding.check}: {finding.message}")
         if finding.remedy:
             lines.append(f"{'':9}→ {finding.remedy}")
     problems = sum(finding.status == "problem" for finding in report.findings)

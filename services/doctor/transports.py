@@ -4,30 +4,30 @@ import importlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from baton_serve.services.doctor.device_probe import Facts
+from baton_serve.services.doctor.device_probe import ProbeFacts
 from baton_serve.services.doctor.findings import Finding, note, ok, problem, warning
 
 
-async def check_transports(facts: Facts | None, timeout_s: float) -> AsyncIterator[Finding]:
+async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncIterator[Finding]:
     """Between the first two devices, or one and itself; without any, between host memories."""
     try:
         kvtransfer = importlib.import_module("kvtransfer")
     except ImportError as exc:
         yield note("transports", f"cannot be tried here: {exc}", "instances need: pip install .[worker]")
         return
-    source, target = ends_of(facts)
+    source, target = probe_ends(facts)
     for verdict in await kvtransfer.probe_here(source, target, timeout_s):
-        yield judge_verdict(verdict, f"{source or 'host'} → {target or 'host'}")
+        yield transport_finding(verdict, f"{source or 'host'} → {target or 'host'}")
 
 
-def ends_of(facts: Facts | None) -> tuple[str, str]:
+def probe_ends(facts: ProbeFacts | None) -> tuple[str, str]:
     if facts is None or not facts.devices:
         return "", ""
     names = [f"{facts.kind}:{device.index}" for device in facts.devices]
     return names[0], names[min(1, len(names) - 1)]
 
 
-def judge_verdict(verdict: Any, pair: str) -> Finding:
+def transport_finding(verdict: Any, pair: str) -> Finding:
     """Of a `kvtransfer.Verdict`. What fails is never used by `--kv-transport auto`; wrong bytes are worth a repair."""
     check, why = f"transport {verdict.rung}", f"{verdict.outcome}{verdict.reason and f', {verdict.reason}'}"
     match verdict.outcome:

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton_serve.contracts.messages import AdapterChanged, AdapterRefusal, LoadAdapter, UnloadAdapter
 from baton_serve.engine import Engine, EngineError
 from baton_serve.engine.errors import AdapterError
-from baton_serve.engine.model.lora.loaded import Adapters
+from baton_serve.engine.model.lora.loaded import LoadedAdapters
 from baton_serve.services.common.zmq.rpc import RouterId
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken
@@ -20,16 +20,16 @@ from baton_serve.services.instance.ports import RouterPort
 
 logger = logging.getLogger(__name__)
 
-KEPT_S = 60.0
+UNLOADED_ADAPTER_GRACE_S = 60.0
 """Requests that routers had placed before they heard of an unloaded adapter find its weights for so long."""
 
 
-class AdapterChanges:
+class AdapterLoader:
     """`announce` tells routers and registry of the adapters that there are now."""
 
     def __init__(
         self,
-        adapters: Adapters,
+        adapters: LoadedAdapters,
         *,
         engine: EngineThread[Engine],
         router: RouterPort,
@@ -80,7 +80,9 @@ class AdapterChanges:
     async def _unload(self, message: UnloadAdapter) -> None:
         await self._engine.call(lambda engine: engine.adapters.unload(message.name))
         logger.info("adapter %s is unloaded", message.name)
-        asyncio.get_running_loop().call_later(KEPT_S, self._engine.post, lambda engine: engine.adapters.collect())
+        asyncio.get_running_loop().call_later(
+            UNLOADED_ADAPTER_GRACE_S, self._engine.post, lambda engine: engine.adapters.collect()
+        )
         await self._announce()
 
 

@@ -12,17 +12,17 @@ import msgspec
 from baton_serve.contracts.events import Tier
 from baton_serve.contracts.identity import InstanceId, RequestId
 from baton_serve.contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
-from baton_serve.engine.core.outputs import CompletedBlocks, CompletedPart, FirstTokenInfo, SequenceOutput
+from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups, FirstTokenInfo, SequenceOutput
 from baton_serve.services.common.tracing import NO_SPAN, Span
 from baton_serve.services.common.zmq.rpc import RouterId
 from baton_serve.services.instance.ports import StepResult
 
 
-class Progress(Protocol):
+class RequestObserver(Protocol):
     """What the engine reports of one request, as far as its role cares. Calls must not block."""
 
     def completed(self, blocks: CompletedBlocks) -> None: ...
-    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+    def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
         """Some groups of their layers; `completed` follows."""
 
     def token(self, output: SequenceOutput) -> None: ...
@@ -36,7 +36,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PulledPrefix:
     """Blocks of the prompt that came from another instance's cache."""
 
     source: InstanceId
@@ -45,19 +45,19 @@ class Pulled:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class AttemptEntry:
     """One attempt at a request. `work.request_id` is the id inside this process."""
 
     router: RouterId
     request_id: RequestId
     work: Work
-    progress: Progress | None = None
+    progress: RequestObserver | None = None
     live: set[int] = field(init=False)
     """Indexes of the sequences that are still to be written."""
     is_admitted: bool = False
     """The engine runs its sequences, so that one of them can be cancelled."""
     span: Span = NO_SPAN
-    pulled: Pulled | None = None
+    pulled: PulledPrefix | None = None
 
     def __post_init__(self) -> None:
         self.live = set(self.work.sequences)
@@ -69,28 +69,28 @@ class Request:
                 self.progress.ended()
 
 
-class RequestTable:
+class AttemptTable:
     def __init__(self) -> None:
-        self._by_id: dict[RequestId, Request] = {}
-        self._by_router: dict[RouterId, dict[RequestId, Request]] = {}
+        self._by_id: dict[RequestId, AttemptEntry] = {}
+        self._by_router: dict[RouterId, dict[RequestId, AttemptEntry]] = {}
         self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, router: RouterId, work: Work) -> Request:
+    def add(self, router: RouterId, work: Work) -> AttemptEntry:
         """The caller has seen to it that the router has no live attempt with this id (`find`)."""
         self._num_added += 1
-        inner = RequestId(f"{work.request_id}#{self._num_added}")
-        request = Request(router, work.request_id, msgspec.structs.replace(work, request_id=inner))
-        self._by_id[inner] = request
+        engine_request_id = RequestId(f"{work.request_id}#{self._num_added}")
+        request = AttemptEntry(router, work.request_id, msgspec.structs.replace(work, request_id=engine_request_id))
+        self._by_id[engine_request_id] = request
         self._by_router.setdefault(router, {})[work.request_id] = request
         return request
 
-    def find(self, router: RouterId, request_id: RequestId) -> Request | None:
+    def find(self, router: RouterId, request_id: RequestId) -> AttemptEntry | None:
         return self._by_router.get(router, {}).get(request_id)
 
-    def detach(self, request: Request) -> None:
+    def detach(self, request: AttemptEntry) -> None:
         """The router has given this attempt up: it hears no more of it and may use the id again."""
         attempts = self._by_router.get(request.router, {})
         if attempts.get(request.request_id) is request:
@@ -99,15 +99,15 @@ class RequestTable:
                 del self._by_router[request.router]
         request.live.clear()
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: AttemptEntry) -> None:
         """All it had is free."""
         self.detach(request)
         del self._by_id[request.work.request_id]
 
-    def of_router(self, router: RouterId) -> list[Request]:
+    def of_router(self, router: RouterId) -> list[AttemptEntry]:
         return list(self._by_router.get(router, {}).values())
 
-    def all(self) -> list[Request]:
+    def all(self) -> list[AttemptEntry]:
         return list(self._by_id.values())
 
     def apply(self, result: StepResult, at: float) -> dict[RouterId, list[Answer]]:
@@ -132,25 +132,25 @@ class RequestTable:
         self._apply_ends(result, at)
         return answers
 
-    def apply_tail(self, tail: CompletedPart) -> None:
+    def apply_layer_groups(self, tail: CompletedLayerGroups) -> None:
         """In the middle of a step."""
         for blocks in tail.blocks:
             if progress := self._progress(blocks.request_id):
-                progress.completed_parts(blocks, tail.parts)
+                progress.completed_layer_groups(blocks, tail.parts)
 
     def _apply_ends(self, result: StepResult, at: float) -> None:
-        for inner in result.held:
-            if progress := self._progress(inner):
+        for engine_request_id in result.held:
+            if progress := self._progress(engine_request_id):
                 progress.held(at)
         for output in result.tokens:
             if output.finish_reason is not None and (request := self._by_id.get(output.request_id)) is not None:
                 request.end_sequence(output.sequence)
-        for inner, message, code in result.failed:
-            if progress := self._progress(inner):
+        for engine_request_id, message, code in result.failed:
+            if progress := self._progress(engine_request_id):
                 progress.failed(code, message)
 
-    def _progress(self, inner: RequestId) -> Progress | None:
-        request = self._by_id.get(inner)
+    def _progress(self, engine_request_id: RequestId) -> RequestObserver | None:
+        request = self._by_id.get(engine_request_id)
         return None if request is None else request.progress
 
     def check_invariants(self) -> None:
@@ -169,7 +169,7 @@ def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
     compute.end(at=at)
 
 
-def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:
+def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport:
     cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
     if info.host_tokens:
         cached["host"] = info.host_tokens
@@ -185,7 +185,7 @@ def prefill_report(request: Request, info: FirstTokenInfo) -> PrefillReport:
     )
 
 
-def tokens_of(request: Request, output: SequenceOutput) -> Tokens:
+def tokens_of(request: AttemptEntry, output: SequenceOutput) -> Tokens:
     return Tokens(
         request_id=request.request_id,
         sequence=output.sequence,

@@ -11,11 +11,11 @@ from tqdm import tqdm
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import Engine, EngineConfig
-from baton_serve.engine.core.step_time_model import DECODE_STRETCH
+from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.services.common.settings.configuration import environment
-from baton_serve.services.instance.cpu_sharing.cpu_affinity import stand_back, take_seat
+from baton_serve.services.instance.cpu_sharing.cpu_affinity import pin_to_cores, renice_threads
 from baton_serve.services.instance.settings import InstanceSettings
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         quantization_skip=tuple(name.strip() for name in settings.quantization_skip.split(",") if name.strip()),
         kv_cache_dtype=settings.kv_cache_dtype,
         tail_parts=settings.kv_tail_parts,
-        max_step_stretch=DECODE_STRETCH if role == "decode" else inf,
+        max_step_stretch=DECODE_MAX_STRETCH if role == "decode" else inf,
         async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,
         max_logprobs=settings.max_logprobs,
@@ -66,9 +66,9 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
     )
 
 
-def model_kind(settings: InstanceSettings) -> Kind:
+def model_kind(settings: InstanceSettings) -> ModelKind:
     """What this instance's model is for. Raises `engine.errors.ConfigError`."""
-    return kind_of(model_folder(settings.model), runner=settings.runner, task=settings.task)
+    return detect_model_kind(model_folder(settings.model), runner=settings.runner, task=settings.task)
 
 
 def build_engine(settings: InstanceSettings, role: Role, on_lost: Callable[[str], None]) -> Engine:
@@ -77,22 +77,22 @@ def build_engine(settings: InstanceSettings, role: Role, on_lost: Callable[[str]
     _set_threads(settings)
     with ProgressBar() as progress:
         engine = Engine(engine_config(settings, role), progress=progress, on_lost=on_lost)
-    stand_back(settings)
+    renice_threads(settings)
     return engine
 
 
-def build_pooling_engine(settings: InstanceSettings, role: Role, kind: Kind) -> PoolingEngine:
+def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind) -> PoolingEngine:
     """As `build_engine`, for a model that answers with vectors."""
     _set_threads(settings)
     with ProgressBar() as progress:
         engine = PoolingEngine(engine_config(settings, role), kind, progress=progress)
-    stand_back(settings)
+    renice_threads(settings)
     return engine
 
 
 def _set_threads(settings: InstanceSettings) -> None:
     """Also for a process forked after torch had read its variables."""
-    take_seat(settings)
+    pin_to_cores(settings)
     count = str(settings.threads or environment().get("OMP_NUM_THREADS", ""))
     if count.isdecimal():
         torch.set_num_threads(int(count))

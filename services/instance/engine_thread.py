@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from baton_serve.engine.errors import EngineError
-from baton_serve.services.instance.cpu_sharing.time_slicing import CoreTurns, NoTurns
+from baton_serve.services.instance.cpu_sharing.time_slicing import NoTimeSlicing, TimeSlicer
 from baton_serve.services.instance.errors import EngineBroken
 from baton_serve.services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
 
@@ -29,7 +29,7 @@ SWITCH_INTERVAL_S = 0.0002
 """How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
 
 
-LOOK_AGAIN_S = 0.005
+POLL_INTERVAL_S = 0.005
 """How soon a step that waits for its turn notices that it need not wait any more."""
 STATS_INTERVAL_S = 0.05
 """A step that only adds tokens changes little: numbers are taken anew only so often while nothing begins or ends."""
@@ -38,7 +38,7 @@ STATS_DELAY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TimedStepResult:
     """What one round of the engine's thread left: `at` is `time.monotonic()` when the step had ended."""
 
     result: StepResult
@@ -55,7 +55,7 @@ class EngineCalls(Protocol):
     def post(self, action: Callable[[EnginePort], object]) -> None: ...
 
 
-class PoolingCalls(Protocol):
+class PoolingEngineCalls(Protocol):
     """The same for an engine that answers with vectors."""
 
     def call(self, action: Callable[[PoolingPort], T]) -> asyncio.Future[T]: ...
@@ -66,9 +66,9 @@ class PoolingCalls(Protocol):
 class EngineThread(Generic[E]):
     """`start` builds the engine; `attach` begins to run it; `call` and `post` belong to the event loop's thread."""
 
-    def __init__(self, build: Callable[[], E], turns: CoreTurns | None = None) -> None:
+    def __init__(self, build: Callable[[], E], turns: TimeSlicer | None = None) -> None:
         self._build = build
-        self._turns = turns or NoTurns()
+        self._turns = turns or NoTimeSlicing()
         self._commands: SimpleQueue[_Command[E, object] | None] = SimpleQueue()
         self._attached = threading.Event()
         self._is_broken = False
@@ -94,14 +94,14 @@ class EngineThread(Generic[E]):
     def attach(
         self,
         *,
-        on_turn: Callable[[Turn], None],
+        on_step_result: Callable[[TimedStepResult], None],
         on_stats: Callable[[EngineStats], None],
         on_broken: Callable[[EngineBroken], None],
     ) -> None:
         """From now on steps run. All callbacks are called on this event loop; after `on_broken` nothing else is.
         Numbers come after the turns that changed them."""
         self._loop = asyncio.get_running_loop()
-        self._on_turn = on_turn
+        self._on_turn = on_step_result
         self._on_stats = on_stats
         self._on_broken = on_broken
         self._attached.set()
@@ -166,7 +166,7 @@ class EngineThread(Generic[E]):
         stats, stats_at, is_due, is_idle = engine.stats(), 0.0, False, True
         while True:
             rest_s = STATS_DELAY_S if is_due else None
-            commands = self._take(rest_s if is_idle else min(self._turns.wait_s(), LOOK_AGAIN_S))
+            commands = self._take(rest_s if is_idle else min(self._turns.wait_s(), POLL_INTERVAL_S))
             if commands is None:
                 return
             if is_due:
@@ -182,13 +182,13 @@ class EngineThread(Generic[E]):
             if any(command.future is not None for command in commands):
                 self.deliver(_settle, commands)
             if must_wait:  # not for those who have just come: their first token is out already
-                must_wait = _num_writing(engine.stats()) <= _num_writing(stats)
+                must_wait = _num_decoding(engine.stats()) <= _num_decoding(stats)
             result = StepResult() if must_wait or not engine.has_work() else self._step(engine)
             at = time.monotonic()
             is_idle = not engine.has_work()
             if is_idle:
                 self._turns.rest()
-            self.deliver(self._on_turn, Turn(result, at))
+            self.deliver(self._on_turn, TimedStepResult(result, at))
             is_due = is_idle or bool(commands) or _frees_something(result) or at - stats_at > STATS_INTERVAL_S
 
     def _step(self, engine: E) -> StepResult:
@@ -259,7 +259,7 @@ def _frees_something(result: StepResult) -> bool:
     return bool(result.failed) or any(output.finish_reason is not None for output in result.tokens)
 
 
-def _num_writing(stats: EngineStats) -> int:
+def _num_decoding(stats: EngineStats) -> int:
     return stats.running + stats.waiting
 
 

@@ -23,7 +23,7 @@ from baton_serve.services.common.tcp_owner import owners
 logger = logging.getLogger(__name__)
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`links` name the transport in use with each peer and its measured speed: a silent slow path is a bug."""
 
     status: str
@@ -51,7 +51,7 @@ class Drained(msgspec.Struct, frozen=True):
 
 
 def create_app(
-    health: Callable[[], Health],
+    health: Callable[[], HealthStatus],
     metrics: CollectorRegistry,
     *,
     drain: Callable[[bool], Awaitable[None]],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
 
 
-async def pixels_of(images: Sequence[bytes], reader: ImageReader | None) -> Pixels:
+async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pixels:
     """Without a reader: none, and the engine refuses the prompt. Raises `engine.errors.RequestError`."""
     if not images or reader is None:
         return NO_PIXELS

@@ -6,14 +6,14 @@ import time
 from baton_serve.contracts.messages import ErrorCode, Generate
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
 from baton_serve.engine.model.vision.placeholders import ImageReader
-from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.image_loading import pixels_of
+from baton_serve.services.instance.image_loading import read_images
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 
 
-class Writing:
+class GenerationObserver:
     """`Progress` of a request whose answer is written here: all that matters is its end."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Writing:
     def completed(self, blocks: CompletedBlocks) -> None:
         """Nobody waits for these blocks."""
 
-    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+    def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
         """Nor parts of them."""
 
     def token(self, output: SequenceOutput) -> None:
@@ -49,14 +49,14 @@ class Writing:
 
 
 async def generate(
-    engine: EngineCalls, request: Request, puller: PullPort, message: Generate, reader: ImageReader | None = None
+    engine: EngineCalls, request: AttemptEntry, puller: PullPort, message: Generate, reader: ImageReader | None = None
 ) -> None:
     """Computes the prompt, whose images `reader` reads, and writes the answer. Raises `engine.errors.RequestError` when
     it never can."""
     work = request.work
     await puller.pull(request, message.pull)
-    pixels = await pixels_of(message.images, reader)
-    writing = Writing()
+    pixels = await read_images(message.images, reader)
+    writing = GenerationObserver()
     request.progress = writing
     request.is_admitted = True
     try:

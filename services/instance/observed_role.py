@@ -6,27 +6,27 @@ import time
 
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.common.tracing import Tracing
-from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.ports import EngineStats
-from baton_serve.services.instance.request_server import Assignment, RoleHandler
+from baton_serve.services.instance.request_server import RoleHandler, RoleMessage
 
 logger = logging.getLogger(__name__)
 
 
-class ObservedRole:
+class TracedRole:
     """`RoleHandler` around another one; changes nothing of what it does."""
 
     def __init__(self, role: RoleHandler, tracing: Tracing) -> None:
         self._role = role
         self._tracing = tracing
 
-    def can_serve(self, message: Assignment) -> bool:
+    def can_serve(self, message: RoleMessage) -> bool:
         return self._role.can_serve(message)
 
-    def refused(self, message: Assignment, reason: str) -> None:
+    def refused(self, message: RoleMessage, reason: str) -> None:
         self._role.refused(message, reason)
 
-    async def serve(self, request: Request, message: Assignment) -> None:
+    async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         kind = type(message).__name__.lower()
         began_at = time.monotonic()
         with request_logs(request.request_id):

@@ -30,15 +30,15 @@ from baton_serve.contracts.messages import (
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.common.zmq.rpc import RouterId
-from baton_serve.services.instance.drain.shutdown import Leaving
-from baton_serve.services.instance.engine_thread import PoolingCalls, Turn
+from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.instance.engine_thread import PoolingEngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort
-from baton_serve.services.instance.request_server import LONGEST_TIMEOUT_S, Identity, failure_of, load_of
+from baton_serve.services.instance.request_server import MAX_TIMEOUT_S, Identity, failure_of, load_of
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BATCH_BYTES = 4 * 1024 * 1024
+MAX_BATCH_BYTES = 4 * 1024 * 1024
 """Of vectors in one frame to a router; a single larger one goes alone."""
 
 
@@ -53,14 +53,14 @@ class _Request:
     deadline: asyncio.TimerHandle
 
 
-class PoolingServing(Leaving):
+class PoolingServer(DrainableServer):
     """`services.instance.process.Service`."""
 
     def __init__(
         self,
         identity: Identity,
         *,
-        engine: PoolingCalls,
+        engine: PoolingEngineCalls,
         stats: EngineStats,
         router: RouterPort,
         events: EventsPort,
@@ -103,7 +103,7 @@ class PoolingServing(Leaving):
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats
 
-    def on_turn(self, turn: Turn) -> None:
+    def on_step_result(self, turn: TimedStepResult) -> None:
         answers: dict[RouterId, list[Pooled]] = {}
         for output in turn.result.pooled:
             request = self._requests.get(output.request_id)
@@ -131,7 +131,7 @@ class PoolingServing(Leaving):
             self._end(previous, None)
         self._num_accepted += 1
         inner = RequestId(f"{message.request_id}#{self._num_accepted}")
-        timeout_s = min(max(message.timeout_s, 0.0), LONGEST_TIMEOUT_S)
+        timeout_s = min(max(message.timeout_s, 0.0), MAX_TIMEOUT_S)
         deadline = asyncio.get_running_loop().call_later(timeout_s, self._on_deadline, inner, timeout_s)
         request = _Request(router, message.request_id, inner, len(message.inputs), deadline)
         self._requests[inner] = request
@@ -184,11 +184,11 @@ class PoolingServing(Leaving):
 
 
 def frames(pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
-    """The answers in order, in groups of at most `LARGEST_BATCH_BYTES`."""
+    """The answers in order, in groups of at most `MAX_BATCH_BYTES`."""
     groups: list[list[Pooled]] = []
     size = 0
     for answer in pooled:
-        if not groups or size + len(answer.data) > LARGEST_BATCH_BYTES:
+        if not groups or size + len(answer.data) > MAX_BATCH_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(answer)

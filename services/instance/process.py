@@ -18,7 +18,7 @@ from baton_serve.contracts.identity import new_generation
 from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Role
 from baton_serve.contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
 from baton_serve.engine import Engine, EngineError
-from baton_serve.engine.kernels.cpu.time_slicing import give_way_to
+from baton_serve.engine.kernels.cpu.time_slicing import yield_to_processes
 from baton_serve.engine.pooling.engine import PoolingEngine
 from baton_serve.kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
 from baton_serve.services.common.cluster_key import ClusterKey, read_cluster_key
@@ -27,10 +27,10 @@ from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import check_registry_url, registry_client
 from baton_serve.services.common.settings.configuration import environment, stop
-from baton_serve.services.common.tracing import tracing_to
+from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.common.zmq.block_events import EventPublisher
 from baton_serve.services.common.zmq.rpc import InstanceServer, RouterId
-from baton_serve.services.instance.adapter_changes import AdapterChanges
+from baton_serve.services.instance.adapter_changes import AdapterLoader
 from baton_serve.services.instance.addresses import (
     advertised,
     advertised_http,
@@ -39,21 +39,21 @@ from baton_serve.services.instance.addresses import (
     shared_memory_host,
     tcp,
 )
-from baton_serve.services.instance.components import MakeHandler, Parts, Service
+from baton_serve.services.instance.components import InstanceService, MakeHandler, RoleDependencies
 from baton_serve.services.instance.cpu_sharing.time_slicing import core_turns
-from baton_serve.services.instance.drain.drain_state import Draining
-from baton_serve.services.instance.drain.handover import Handover
+from baton_serve.services.instance.drain.drain_state import DrainController
+from baton_serve.services.instance.drain.handover import DrainMigration
 from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, InstanceError, StartFailed
-from baton_serve.services.instance.health import Health, create_app
+from baton_serve.services.instance.health import HealthStatus, create_app
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.kv_sharing.serving import Sharing
+from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
-from baton_serve.services.instance.observed_role import ObservedRole
-from baton_serve.services.instance.pooling_server import PoolingServing
-from baton_serve.services.instance.registration import Membership
-from baton_serve.services.instance.request_server import Identity, Serving
+from baton_serve.services.instance.observed_role import TracedRole
+from baton_serve.services.instance.pooling_server import PoolingServer
+from baton_serve.services.instance.registration import Registration
+from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class InstanceProcess:
         self._counter = TransferMetrics(self._metrics)
         self._engine_thread = engine_thread(settings, role)
         self._transfer: TransferNode | None = None
-        self._handover: Handover | None = None
-        self._adapter_changes: AdapterChanges | None = None
+        self._handover: DrainMigration | None = None
+        self._adapter_changes: AdapterLoader | None = None
         self._renew_record: Callable[[], Awaitable[None]] = _nobody_to_tell
         self._started_at = time.monotonic()
 
@@ -105,7 +105,7 @@ class InstanceProcess:
             check_registry_url(self._settings.registry)
         self._key = read_cluster_key(self._settings.cluster_key_file)
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
-        self._tracing = tracing_to(endpoint, service=service, instance=self._identity.instance)
+        self._tracing = make_tracing(endpoint, service=service, instance=self._identity.instance)
         lifecycle.on_stop("traces", self._tracing.close)
         engine = await self._engine_thread.start()
         self._engine = engine
@@ -113,7 +113,7 @@ class InstanceProcess:
         await self._start_events(lifecycle)
         self._rpc = InstanceServer(for_routers(self._settings), key=self._key)
         if isinstance(engine, Engine):
-            self._serving: Service = await self._generation(lifecycle, engine)
+            self._serving: InstanceService = await self._generation(lifecycle, engine)
         else:
             self._serving = self._pooling(engine)
         await self._start_serving(lifecycle)
@@ -141,7 +141,7 @@ class InstanceProcess:
         await self._events.start()
         lifecycle.on_stop("events", self._events.close)
 
-    async def _generation(self, lifecycle: Lifecycle, engine: Engine) -> Serving:
+    async def _generation(self, lifecycle: Lifecycle, engine: Engine) -> RequestServer:
         settings, identity = self._settings, self._identity
         self._transfer = transfer = TransferNode(
             instance=identity.instance,
@@ -153,11 +153,11 @@ class InstanceProcess:
         )
         await transfer.start()
         thread = cast("EngineThread[Engine]", self._engine_thread)  # it is the one that has just built `engine`
-        sharing = Sharing(thread, transfer)
+        sharing = KVSharing(thread, transfer)
         lifecycle.on_stop("sharing", sharing.close)
         lifecycle.on_stop("transfer", transfer.close)
         puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=self._counter)
-        self._handover = Handover(
+        self._handover = DrainMigration(
             identity,
             engine=thread,
             router=self._rpc,
@@ -167,10 +167,10 @@ class InstanceProcess:
             max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
         )
         lifecycle.on_stop("adoptions", self._handover.close)
-        parts = Parts(thread, transfer, self._rpc, self._counter, puller, engine.image_reader)
-        serving = Serving(
+        parts = RoleDependencies(thread, transfer, self._rpc, self._counter, puller, engine.image_reader)
+        serving = RequestServer(
             identity,
-            role=ObservedRole(self._make_handler(parts), self._tracing),
+            role=TracedRole(self._make_handler(parts), self._tracing),
             engine=thread,
             stats=engine.stats(),
             router=self._rpc,
@@ -178,18 +178,16 @@ class InstanceProcess:
             links=transfer,
         )
         serving.adapters = engine.adapters.records
-        self._adapter_changes = AdapterChanges(
+        self._adapter_changes = AdapterLoader(
             engine.adapters, engine=thread, router=self._rpc, announce=self._adapters_changed
         )
         lifecycle.on_stop("adapters", self._adapter_changes.close)
-        engine.on_tail(lambda tail: thread.deliver(serving.on_tail, tail))
+        engine.on_layer_groups(lambda tail: thread.deliver(serving.on_layer_groups, tail))
         return serving
 
-    def _pooling(self, engine: PoolingEngine) -> PoolingServing:
+    def _pooling(self, engine: PoolingEngine) -> PoolingServer:
         thread = cast("EngineThread[PoolingEngine]", self._engine_thread)
-        return PoolingServing(
-            self._identity, engine=thread, stats=engine.stats(), router=self._rpc, events=self._events
-        )
+        return PoolingServer(self._identity, engine=thread, stats=engine.stats(), router=self._rpc, events=self._events)
 
     async def _start_serving(self, lifecycle: Lifecycle) -> None:
         settings, serving = self._settings, self._serving
@@ -205,16 +203,18 @@ class InstanceProcess:
             serving.fail_all(str(error))
             lifecycle.fail(error)
 
-        self._engine_thread.attach(on_turn=serving.on_turn, on_stats=serving.on_stats, on_broken=on_broken)
+        self._engine_thread.attach(
+            on_step_result=serving.on_step_result, on_stats=serving.on_stats, on_broken=on_broken
+        )
         await self._rpc.start(self._on_message, serving.on_router_lost)
         lifecycle.on_stop("rpc", self._rpc.close)
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
         match message:
             case Adopt() if self._handover is not None and not self._serving.is_draining:
-                self._handover.on_adopt(message)
+                self._handover.on_migrate_in(message)
             case Heirs() if self._handover is not None:
-                self._handover.on_heirs(message)
+                self._handover.on_migration_tickets(message)
             case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
                 self._adapter_changes.on_message(router, message)
             case LoadAdapter() | UnloadAdapter():
@@ -228,7 +228,7 @@ class InstanceProcess:
                 self._serving.on_message(router, message)
 
     async def _adapters_changed(self) -> None:
-        self._serving.tell_routers()
+        self._serving.send_load_reports()
         await self._renew_record()
 
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
@@ -239,7 +239,7 @@ class InstanceProcess:
         superseded = InstanceError(
             f"a newer process has registered as {self._record().instance}; each needs an --instance-id of its own"
         )
-        membership = Membership(
+        membership = Registration(
             registry_client(self._settings.registry, self._key),
             record=self._record,
             ttl_s=self._settings.registry_ttl_s,
@@ -252,7 +252,7 @@ class InstanceProcess:
     def _prepare_drain(self, lifecycle: Lifecycle, announce: Callable[[], Awaitable[None]]) -> None:
         """Stopping begins with what is registered last: refuse, let end, and only then leave the registry."""
         settings = self._settings
-        self._draining = draining = Draining(
+        self._draining = draining = DrainController(
             self._serving,
             announce=announce,
             request_stop=lifecycle.request_stop,
@@ -292,9 +292,9 @@ class InstanceProcess:
     def _links(self) -> Sequence[LinkStatus]:
         return self._transfer.links() if self._transfer is not None else []
 
-    def _health(self) -> Health:
+    def _health(self) -> HealthStatus:
         serving, engine = self._serving, self._engine
-        return Health(
+        return HealthStatus(
             status=self._draining.state,
             role=self._role,
             instance=self._identity.instance,
@@ -342,7 +342,7 @@ async def _nobody_to_tell() -> None:
 
 def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engine] | EngineThread[PoolingEngine]":
     """For what the model is made for. Raises `StartFailed` for a role that has nothing to do with it."""
-    kind, turns = model_kind(settings), core_turns(settings, role, give_way_to)
+    kind, turns = model_kind(settings), core_turns(settings, role, yield_to_processes)
     if kind == "generate":
         thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, role, thread.give_up), turns)
         return thread

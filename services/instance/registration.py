@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
 from baton_serve.services.common.registry import RegistryClient
-from baton_serve.services.common.tasks import end
+from baton_serve.services.common.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 
 
-class Membership:
+class Registration:
     """`record` is asked for at each renewal. `on_superseded`: a newer process has this instance's name."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Membership:
     async def leave(self) -> None:
         """Stops renewing and removes the record, if the registry answers."""
         if self._renewing is not None:
-            await end([self._renewing])
+            await cancel_all([self._renewing])
         record = self._record()
         try:
             await self._client.leave(record.instance, record.generation)

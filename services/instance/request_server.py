@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId
 from baton_serve.contracts.instance import AdapterRecord, Load
 from baton_serve.contracts.messages import (
     Batch,
@@ -29,32 +29,32 @@ from baton_serve.contracts.messages import (
     SnapshotRequest,
     ToInstance,
 )
-from baton_serve.engine.core.outputs import CompletedPart
+from baton_serve.engine.core.outputs import CompletedLayerGroups
 from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.zmq.rpc import RouterId
-from baton_serve.services.instance.attempt_table import Request, RequestTable
-from baton_serve.services.instance.drain.shutdown import Leaving
-from baton_serve.services.instance.engine_thread import EngineCalls, Turn
+from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
+from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.instance.engine_thread import EngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.ports import EngineStats, EventsPort, LinksPort, RouterPort
 
 logger = logging.getLogger(__name__)
 
-Assignment = Prefill | Decode | Generate
+RoleMessage = Prefill | Decode | Generate
 
-LONGEST_TIMEOUT_S = 86_400.0
+MAX_TIMEOUT_S = 86_400.0
 
 
 class RoleHandler(Protocol):
     """What makes a prefill, a decode or a unified instance of this process."""
 
-    def can_serve(self, message: Assignment) -> bool: ...
+    def can_serve(self, message: RoleMessage) -> bool: ...
 
-    def refused(self, message: Assignment, reason: str) -> None:
+    def refused(self, message: RoleMessage, reason: str) -> None:
         """It is not served. Peers that wait for something of it are told."""
 
-    async def serve(self, request: Request, message: Assignment) -> None:
+    async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         """The whole life of a request. Whether it returns, raises or is cancelled: when it is over, all is free."""
 
     def on_stats(self, stats: EngineStats) -> None:
@@ -78,7 +78,7 @@ class _Attempt:
     failure: Failed | None = None
 
 
-class Serving(Leaving):
+class RequestServer(DrainableServer):
     def __init__(
         self,
         identity: Identity,
@@ -96,8 +96,8 @@ class Serving(Leaving):
         self._engine = engine
         self._events = events
         self._links = links
-        self._attempts: dict[Request, _Attempt] = {}
-        self.table = RequestTable()
+        self._attempts: dict[AttemptEntry, _Attempt] = {}
+        self.table = AttemptTable()
         self.adapters: Callable[[], list[AdapterRecord]] = list
         """Those that requests may name now."""
         self.stats = stats
@@ -127,7 +127,7 @@ class Serving(Leaving):
         for request in self.table.of_router(router):
             self._abort(request, None)
 
-    def on_turn(self, turn: Turn) -> None:
+    def on_step_result(self, turn: TimedStepResult) -> None:
         for router, answers in self.table.apply(turn.result, turn.at).items():
             self._router.send(router, Batch(answers))
         self._events.publish(turn.result.events)
@@ -136,14 +136,14 @@ class Serving(Leaving):
         self.stats = stats
         self._role.on_stats(stats)
 
-    def on_tail(self, tail: CompletedPart) -> None:
-        self.table.apply_tail(tail)
+    def on_layer_groups(self, tail: CompletedLayerGroups) -> None:
+        self.table.apply_layer_groups(tail)
 
     def _end_all(self, code: ErrorCode, reason: str) -> None:
         for request in self.table.all():
             self._abort(request, Failed(request_id=request.request_id, code=code, message=reason))
 
-    def _accept(self, router: RouterId, message: Assignment) -> None:
+    def _accept(self, router: RouterId, message: RoleMessage) -> None:
         work = message.work
         refused = self._refused(work.request_id) or _misplaced(message, can_serve=self._role.can_serve(message))
         if refused is not None:
@@ -156,7 +156,7 @@ class Serving(Leaving):
         request = self.table.add(router, work)
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._role.serve(request, message), name=request.work.request_id)
-        timeout_s = min(max(work.timeout_s, 0.0), LONGEST_TIMEOUT_S)
+        timeout_s = min(max(work.timeout_s, 0.0), MAX_TIMEOUT_S)
         late = RequestFailed("timeout", f"not done within {timeout_s:g} s")
         deadline = loop.call_later(timeout_s, self._abort, request, _failed(request, late))
         self._attempts[request] = _Attempt(task, deadline)
@@ -176,7 +176,7 @@ class Serving(Leaving):
                 inner = request.work.request_id
                 self._engine.post(lambda engine: engine.cancel(inner, sequence))
 
-    def _abort(self, request: Request, failure: Failed | None) -> None:
+    def _abort(self, request: AttemptEntry, failure: Failed | None) -> None:
         """Ends a request from outside. Without `failure` its router wants to hear no more of it; one whose sequences
         have all ended has told it all, though its task may not have run since: that is no failure any more."""
         attempt = self._attempts[request]
@@ -188,7 +188,7 @@ class Serving(Leaving):
             request.live.clear()
             attempt.task.cancel()
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: AttemptEntry) -> None:
         attempt = self._attempts.pop(request)
         attempt.deadline.cancel()
         failure = attempt.failure
@@ -204,11 +204,12 @@ class Serving(Leaving):
     def _take_snapshot(self, router: RouterId) -> None:
         """Its number is that of the last batch before it: it is sent before any later step's events are published."""
         taken = self._engine.call(
-            lambda engine: (engine.cached_names(), engine.host_names()), then=partial(self._send_snapshot, router)
+            lambda engine: (engine.cached_block_hashes(), engine.host_block_hashes()),
+            then=partial(self._send_snapshot, router),
         )
         taken.add_done_callback(lambda done: done.cancelled() or done.exception())  # a broken engine has been told of
 
-    def _send_snapshot(self, router: RouterId, names: tuple[list[BlockName], list[BlockName]]) -> None:
+    def _send_snapshot(self, router: RouterId, names: tuple[list[BlockHash], list[BlockHash]]) -> None:
         identity, (device, host) = self._identity, names
         snapshot = Snapshot(
             instance=identity.instance,
@@ -230,7 +231,7 @@ class Serving(Leaving):
         )
 
 
-def _misplaced(message: Assignment, *, can_serve: bool) -> Failed | None:
+def _misplaced(message: RoleMessage, *, can_serve: bool) -> Failed | None:
     if can_serve:
         return None
     text = f"this instance's role does not serve {type(message).__name__}"
@@ -267,7 +268,7 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
     )
 
 
-async def to_the_end(cleanup: Coroutine[object, object, None]) -> None:
+async def await_uncancelled(cleanup: Coroutine[object, object, None]) -> None:
     """Awaits `cleanup` until it is over, even when cancelled meanwhile; the cancellation comes afterwards."""
     task = asyncio.ensure_future(cleanup)
     is_cancelled = False
@@ -280,5 +281,5 @@ async def to_the_end(cleanup: Coroutine[object, object, None]) -> None:
         raise asyncio.CancelledError
 
 
-def _failed(request: Request, error: BaseException) -> Failed:
+def _failed(request: AttemptEntry, error: BaseException) -> Failed:
     return failure_of(request.request_id, error)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-_INTEL = "0x8086"
-_DISCRETE_BAR = 2**30
+_INTEL_VENDOR_ID = "0x8086"
+_MIN_DISCRETE_BAR_BYTES = 2**30
 """An integrated GPU has no local memory, and so no large memory window on its bus."""
 
 
@@ -51,10 +51,10 @@ def _count_intel(root: Path) -> int:
 
 def _is_discrete_intel(device: Path) -> bool:
     try:
-        if (device / "vendor").read_text().strip() != _INTEL:
+        if (device / "vendor").read_text().strip() != _INTEL_VENDOR_ID:
             return False
         windows = [line.split() for line in (device / "resource").read_text().splitlines()]
     except OSError:
         return False
     sizes = [int(end, 16) - int(start, 16) + 1 for start, end, *_ in windows if int(end, 16)]
-    return max(sizes, default=0) >= _DISCRETE_BAR
+    return max(sizes, default=0) >= _MIN_DISCRETE_BAR_BYTES

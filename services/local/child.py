@@ -11,10 +11,10 @@ import termios
 from collections.abc import Callable, Mapping
 
 from baton_serve.services.local.console import Console, LineSplitter
-from baton_serve.services.local.launches import Launch
+from baton_serve.services.local.launches import ProcessLauncher
 from baton_serve.services.local.plan import Process
 
-TAIL_LINES = 15
+KEPT_OUTPUT_LINES = 15
 _READ_BYTES = 65536
 _READY = "ready "
 
@@ -26,13 +26,13 @@ class Child:
         self,
         process: Process,
         *,
-        launch: Launch,
+        launch: ProcessLauncher,
         console: Console,
         environ: Mapping[str, str],
         on_end: Callable[[], None],
     ) -> None:
         self.name = process.name
-        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.recent_lines: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT_LINES)
         self.is_ready = False
         """The process has said on its standard output that it serves."""
         self.ended = asyncio.Event()
@@ -59,16 +59,16 @@ class Child:
 
     def last_line(self) -> str:
         """What it said last: of a process that could not start, why."""
-        return next((line for line in reversed(self.tail) if line.strip()), "")
+        return next((line for line in reversed(self.recent_lines) if line.strip()), "")
 
-    def how_it_ended(self) -> str:
+    def end_reason(self) -> str:
         if self.status is None:
             return "still runs"
         return f"status {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
 
     def _take_line(self, line: str, is_whole: bool) -> None:
         if is_whole:
-            self.tail.append(line)
+            self.recent_lines.append(line)
             self._console.line(self.name, line)
         else:
             self._console.moving(self.name, line)

@@ -19,15 +19,15 @@ from baton_serve.child_command import module_command
 from baton_serve.services.common.errors import LocalError, RemoteError
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
-from baton_serve.services.local.demo_client import Split, Usage, read_health, stream_chat
-from baton_serve.services.local.demo_prompt import write_passage
+from baton_serve.services.local.demo_client import DemoUsage, TimeSplit, read_health, stream_chat
+from baton_serve.services.local.demo_prompt import make_demo_prompt
 
 PROGRAM = "baton demo"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 45.0
 LINK_REPORT_TIMEOUT_S = 10.0
 _URL = re.compile(r"^\s+url\s+(http://\S+)/v1\s*$")
-_LAST_OF_BANNER = "stop with"
+_BANNER_END = "stop with"
 
 
 class NotStartedError(LocalError):
@@ -44,7 +44,7 @@ def main() -> int:
         began = time.monotonic()
         url = await cluster.start()
         say(f"ready after {time.monotonic() - began:.1f} s at {url}/v1\n")
-        await converse(url)
+        await run_demo(url)
         lifecycle.request_stop("the demo is over")
 
     return run(start, program=PROGRAM, expected=(LocalError, RemoteError, httpx.HTTPError))
@@ -103,7 +103,7 @@ class ServeProcess:
             text = line.decode()
             if match := _URL.match(text):
                 url = match[1]
-            if text.strip().startswith(_LAST_OF_BANNER):
+            if text.strip().startswith(_BANNER_END):
                 return url
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
@@ -114,8 +114,8 @@ class ServeProcess:
         raise NotStartedError("baton serve did not start")
 
 
-async def converse(url: str) -> None:
-    passage = write_passage(Random(time.time_ns()))
+async def run_demo(url: str) -> None:
+    passage = make_demo_prompt(Random(time.time_ns()))
     early, late = passage.facts[3], passage.facts[-9]
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
         await ask(client, "Hello! What is 17 + 25?", expected="42")
@@ -126,7 +126,7 @@ async def converse(url: str) -> None:
 async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> None:
     shown = question if len(question) < 100 else f"{question[:60]} [...] {question[-40:].partition(' ')[2]}"
     say(f"> {shown}")
-    answer, usage, split = "", Usage(0, 0), None
+    answer, usage, split = "", DemoUsage(0, 0), None
     async for chunk in stream_chat(client, question):
         for choice in chunk.choices:
             if choice.delta.content:
@@ -135,7 +135,7 @@ async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> Non
         usage, split = chunk.usage or usage, chunk.baton or split
     say("   (right)" if expected in answer else f"   (WRONG: it is {expected})")
     if split is not None:
-        say(describe(split, usage))
+        say(time_split_text(split, usage))
         if split.transport is not None:
             say(f"    {'transport':<12} {await link_speed(client, split.transport)}")
     say()
@@ -154,7 +154,7 @@ async def link_speed(client: httpx.AsyncClient, transport: str) -> str:
             await asyncio.sleep(0.1)
 
 
-def describe(split: Split, usage: Usage) -> str:
+def time_split_text(split: TimeSplit, usage: DemoUsage) -> str:
     """The time split, one aligned line per part."""
     cached = sum(split.cached_tokens.values())
     rows = [
@@ -173,7 +173,7 @@ def describe(split: Split, usage: Usage) -> str:
     return "\n".join(f"    {name:<12} {text}" for name, text in rows)
 
 
-def _handoff(split: Split) -> str:
+def _handoff(split: TimeSplit) -> str:
     size = (split.transferred_bytes or 0) / 1e6
     return (
         f"{_ms(split.handoff_s)} over {split.transport}, block by block while prefill computes:"
@@ -181,7 +181,7 @@ def _handoff(split: Split) -> str:
     )
 
 
-def _decode(split: Split, usage: Usage) -> str:
+def _decode(split: TimeSplit, usage: DemoUsage) -> str:
     if not split.decode_s or usage.completion_tokens < 2:
         return _ms(split.decode_s)
     speed = (usage.completion_tokens - 1) / split.decode_s

@@ -14,7 +14,7 @@ class AnswerError(RemoteError):
     """The router refused, or its stream broke."""
 
 
-class Split(msgspec.Struct, frozen=True, kw_only=True):
+class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     """The `baton` field of a stream's last chunk: where the time went (seconds)."""
 
     decision: str
@@ -31,26 +31,26 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     reused_blocks: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class DemoUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChatChunkDelta(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
-    delta: Delta
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    delta: ChatChunkDelta
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    baton: Split | None = None
+class ChatChunk(msgspec.Struct, frozen=True):
+    choices: list[ChatChunkChoice] = []
+    usage: DemoUsage | None = None
+    baton: TimeSplit | None = None
 
 
-class Link(msgspec.Struct, frozen=True):
+class InstanceLinkSpeed(msgspec.Struct, frozen=True):
     peer: str
     transport: str
     gigabytes_per_second: float
@@ -58,14 +58,14 @@ class Link(msgspec.Struct, frozen=True):
 
 class Instance(msgspec.Struct, frozen=True):
     instance: str
-    links: list[Link] = []
+    links: list[InstanceLinkSpeed] = []
 
 
-class Health(msgspec.Struct, frozen=True):
+class ClusterHealth(msgspec.Struct, frozen=True):
     instances: list[Instance]
 
 
-async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator[Chunk]:
+async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator[ChatChunk]:
     """Raises `AnswerError`; a stream that ends before its `[DONE]` is one."""
     body = {
         "messages": [{"role": "user", "content": question}],
@@ -82,10 +82,10 @@ async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator
             if line == "data: [DONE]":
                 return
             if line.startswith("data: "):
-                yield msgspec.json.decode(line.removeprefix("data: "), type=Chunk)
+                yield msgspec.json.decode(line.removeprefix("data: "), type=ChatChunk)
     raise AnswerError("the stream ended before it was complete")
 
 
-async def read_health(client: httpx.AsyncClient) -> Health:
+async def read_health(client: httpx.AsyncClient) -> ClusterHealth:
     answer = await client.get("/health")
-    return msgspec.json.decode(answer.content, type=Health)
+    return msgspec.json.decode(answer.content, type=ClusterHealth)

@@ -35,13 +35,13 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class DemoPrompt:
     text: str
     facts: list[Fact]
     """In the order of the text."""
 
 
-def write_passage(random: Random) -> Passage:
+def make_demo_prompt(random: Random) -> DemoPrompt:
     things = random.sample([f"{kind} {thing}" for kind in _KINDS for thing in _THINGS], NUM_FACTS)
     codes = random.sample(range(1000, 10_000), NUM_FACTS)
     facts = [Fact(thing, str(code)) for thing, code in zip(things, codes, strict=True)]
@@ -50,4 +50,4 @@ def write_passage(random: Random) -> Passage:
         sentences.append(random.choice(_FACTS).format(thing=fact.thing, code=fact.code))
         if number % 6 == 5:
             sentences.append(random.choice(_FILLERS))
-    return Passage(" ".join(sentences), facts)
+    return DemoPrompt(" ".join(sentences), facts)

@@ -12,12 +12,12 @@ from baton_serve.child_command import module_command
 from baton_serve.services.common.errors import ConfigurationError
 
 
-def stands_alone(model: str) -> bool:
+def is_lone_gguf(model: str) -> bool:
     file = Path(model)
     return file.suffix == ".gguf" and file.is_file() and not (file.parent / "config.json").is_file()
 
 
-def unpacked(file: Path, environ: Mapping[str, str]) -> str:
+def unpack_gguf(file: Path, environ: Mapping[str, str]) -> str:
     """The MODEL to serve instead. Raises `ConfigurationError`."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]

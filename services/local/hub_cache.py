@@ -15,7 +15,7 @@ def is_hub_name(model: str) -> bool:
     return _NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
-def snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
+def find_snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of its branch `main`, if it has been downloaded."""
     folder = _cache(environ) / f"models--{name.replace('/', '--')}"
     try:

@@ -25,10 +25,10 @@ from baton_serve.child_command import module_command
 from baton_serve.services.local.plan import Process
 
 PRELOAD = "baton_serve.services.local.preload"
-_NAME_BYTES = 15
+_MAX_NAME_BYTES = 15
 
 
-class Launched(Protocol):
+class RunningProcess(Protocol):
     """A process, until `wait` has returned."""
 
     pid: int
@@ -43,18 +43,18 @@ class Launched(Protocol):
         """Nothing happens to one that has ended."""
 
 
-class Launch(Protocol):
-    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
+class ProcessLauncher(Protocol):
+    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> RunningProcess:
         """Starts it; `out` and `error`, of which it gets copies, are its standard output and error."""
 
 
-class Programs:
+class ProgramLauncher:
     """Starts `python -m MODULE ARGV`, on a leash: it does not outlive this process."""
 
     def __init__(self, module: str) -> None:
         self._module = module
 
-    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
+    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> RunningProcess:
         command = module_command(
             "baton_serve.services.common.die_with_parent", str(os.getpid()), self._module, *process.argv
         )
@@ -88,11 +88,13 @@ class _Program:
             self._popen.send_signal(number)
 
 
-class Forks:
+class ForkLauncher:
     """Forks that call `module`'s main(argv), of a server that has imported `preload` and those of `modules` that there
     are. Where it cannot be forked, what `otherwise` starts."""
 
-    def __init__(self, module: str, otherwise: Launch, modules: Sequence[str] = (), *, preload: str = PRELOAD) -> None:
+    def __init__(
+        self, module: str, otherwise: ProcessLauncher, modules: Sequence[str] = (), *, preload: str = PRELOAD
+    ) -> None:
         self._module = module
         self._otherwise = otherwise
         self._preload = preload
@@ -114,19 +116,19 @@ class Forks:
 
     def prepare(self) -> None:
         """Starts the server and waits until it has imported everything, or has failed to."""
-        probe = self._context.Process(target=_probe, args=(self._preload,), daemon=True)
+        probe = self._context.Process(target=_check_preload, args=(self._preload,), daemon=True)
         with contextlib.suppress(OSError, EOFError):
             probe.start()
             probe.join()
             self._is_fit = probe.exitcode == 0
 
-    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> Launched:
+    def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> RunningProcess:
         if not self._is_fit:
             return self._otherwise(process, environ, out, error)
         variables = {**environ, **process.variables}
         ends = [Connection(os.dup(descriptor), readable=False) for descriptor in (out, error)]
         name = f"baton {process.name}"
-        forked = self._context.Process(target=_begin, args=(self._module, process.argv, name, variables, *ends))
+        forked = self._context.Process(target=_run_forked, args=(self._module, process.argv, name, variables, *ends))
         try:
             forked.start()
         except (OSError, EOFError):  # the server is gone
@@ -166,12 +168,12 @@ class _Fork:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
-def _probe(preload: str) -> None:
+def _check_preload(preload: str) -> None:
     if not import_module(preload).is_fit_to_fork():
         sys.exit(1)
 
 
-def _begin(
+def _run_forked(
     module: str, argv: list[str], name: str, variables: Mapping[str, str], out: Connection, error: Connection
 ) -> None:
     """The forked process's life."""
@@ -184,7 +186,7 @@ def _begin(
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(OSError):  # a name for `ps`, no more
-        Path("/proc/self/comm").write_bytes(name.encode()[:_NAME_BYTES])
+        Path("/proc/self/comm").write_bytes(name.encode()[:_MAX_NAME_BYTES])
     threading.Thread(target=_end_with_parent, name="leash", daemon=True).start()
     sys.argv[:] = [module, *argv]
     sys.exit(import_module(module).main(argv))

@@ -12,10 +12,10 @@ from typing import TypedDict
 import msgspec
 
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.engine.config import Runner, Task
+from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.loading.native.config import read_folder
-from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listening import bind_tcp
@@ -26,10 +26,16 @@ from baton_serve.services.common.settings.options import Option
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.local.accelerators import can_torch_use_accelerators, device_indexes
 from baton_serve.services.local.console import Console
-from baton_serve.services.local.gguf_cache import stands_alone, unpacked
-from baton_serve.services.local.hub_cache import is_hub_name, snapshot
-from baton_serve.services.local.launches import Forks, Programs
-from baton_serve.services.local.plan import MANAGED_OF_INSTANCE, MANAGED_OF_ROUTER, Given, Machine, plan
+from baton_serve.services.local.gguf_cache import is_lone_gguf, unpack_gguf
+from baton_serve.services.local.hub_cache import find_snapshot, is_hub_name
+from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
+from baton_serve.services.local.plan import (
+    MANAGED_INSTANCE_OPTIONS,
+    MANAGED_ROUTER_OPTIONS,
+    GivenOptions,
+    Machine,
+    plan,
+)
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, Supervisor
 
@@ -37,7 +43,7 @@ PROGRAM = "baton serve"
 
 
 class _Stated(TypedDict):
-    runner: Runner
+    runner: RunnerType
     task: Task
 
 
@@ -46,8 +52,8 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
 
 def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Option]) -> int:
     """`router` and `instance` are the options of those processes. Returns the exit status."""
-    own_router = [option for option in router if option.name not in MANAGED_OF_ROUTER]
-    own_instance = [option for option in instance if option.name not in MANAGED_OF_INSTANCE]
+    own_router = [option for option in router if option.name not in MANAGED_ROUTER_OPTIONS]
+    own_instance = [option for option in instance if option.name not in MANAGED_INSTANCE_OPTIONS]
     environ = environment()
     loaded = load_with(
         ServeSettings,
@@ -58,7 +64,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
         program=PROGRAM,
         description="Serves a model on this machine: starts a router and instances and keeps them running.",
     )
-    given = Given(loaded.others, loaded.sections, own_router, own_instance)
+    given = GivenOptions(loaded.others, loaded.sections, own_router, own_instance)
     configure_logs(level="warning", format="text")
     try:
         settings = _complete(loaded.settings, given, environ)
@@ -75,7 +81,11 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     is_named = given.values.get("log_format") != "json"
     console = Console(sys.stderr, [process.name for process in processes], is_named=is_named)
 
-    forks = None if machine.device_indexes else Forks(MODULE, Programs(MODULE), _model_code(Path(settings.model)))
+    forks = (
+        None
+        if machine.device_indexes
+        else ForkLauncher(MODULE, ProgramLauncher(MODULE), _model_code(Path(settings.model)))
+    )
 
     async def start(lifecycle: Lifecycle) -> None:
         supervisor = Supervisor(processes, console=console, url=url, environ=environ, forks=forks)
@@ -97,13 +107,13 @@ def _check_transport(settings: ServeSettings, transport: str) -> None:
         )
 
 
-def _complete(settings: ServeSettings, given: Given, environ: Mapping[str, str]) -> ServeSettings:
+def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str, str]) -> ServeSettings:
     """With the model's folder, pools that suit it, and the real port. Raises `ConfigurationError`."""
     if is_hub_name(name := settings.model):
         settings = msgspec.structs.replace(settings, model=str(_downloaded(name, environ)))
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
-    if stands_alone(settings.model):
-        settings = msgspec.structs.replace(settings, model=unpacked(Path(settings.model), environ))
+    if is_lone_gguf(settings.model):
+        settings = msgspec.structs.replace(settings, model=unpack_gguf(Path(settings.model), environ))
         folder = model_folder(settings.model)
     if not (folder / "config.json").is_file():
         if not settings.model:
@@ -117,7 +127,7 @@ def _complete(settings: ServeSettings, given: Given, environ: Mapping[str, str])
 
 
 def _downloaded(name: str, environ: Mapping[str, str]) -> Path:
-    if (folder := snapshot(name, environ)) is None:
+    if (folder := find_snapshot(name, environ)) is None:
         raise ConfigurationError(
             f"MODEL {name} is no folder, and not in the cache of the Hugging Face hub either. Baton fetches no models:"
             f" `hf download {name}`, then start again"
@@ -125,7 +135,7 @@ def _downloaded(name: str, environ: Mapping[str, str]) -> Path:
     return folder
 
 
-def with_pools(settings: ServeSettings, kind: Kind) -> ServeSettings:
+def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
     """No decode instances for a model that answers with vectors. Raises `ConfigurationError` for pools that cannot
     serve."""
     if kind != "generate":
@@ -137,21 +147,21 @@ def with_pools(settings: ServeSettings, kind: Kind) -> ServeSettings:
     return settings
 
 
-def _kind(folder: Path, given: Given) -> Kind:
+def _kind(folder: Path, given: GivenOptions) -> ModelKind:
     """What the model is for. Raises `ConfigurationError`."""
     stated = {name: str(given.values.get(name, "auto")) for name in ("runner", "task")}
     try:
-        return kind_of(folder, **msgspec.convert(stated, _Stated))
+        return detect_model_kind(folder, **msgspec.convert(stated, _Stated))
     except EngineError as exc:
         raise ConfigurationError(str(exc)) from exc
 
 
-def _names(settings: ServeSettings, given: Given) -> list[str]:
+def _names(settings: ServeSettings, given: GivenOptions) -> list[str]:
     """Under which the model is served; empty leaves it to the processes."""
     chosen = given.values.get("served_model_name")
     if isinstance(chosen, list) and chosen:
         return [str(name) for name in chosen]
-    if stands_alone(settings.model) or is_hub_name(settings.model):
+    if is_lone_gguf(settings.model) or is_hub_name(settings.model):
         return [settings.model]
     return [] if settings.model else [DEMO_NAME]
 
@@ -189,7 +199,7 @@ def _reachable(host: str) -> str:
     return _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
 
 
-def _banner(settings: ServeSettings, given: Given, names: list[str], url: str) -> str:
+def _banner(settings: ServeSettings, given: GivenOptions, names: list[str], url: str) -> str:
     pools = {"prefill": settings.prefill, "decode": settings.decode, "unified": settings.unified}
     lines = {
         "url": f"{url}/v1",

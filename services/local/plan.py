@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton_serve.contracts.instance import Role
-from baton_serve.services.common.cpus.allocation import Host, Seat, seats
+from baton_serve.services.common.cpus.allocation import CpuAllocation, HostCpus, allocate_cpus
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.settings.configuration import to_argv
 from baton_serve.services.common.settings.options import Option, Value
 from baton_serve.services.local.settings import ServeSettings
 
-MANAGED_OF_INSTANCE = frozenset(
+MANAGED_INSTANCE_OPTIONS = frozenset(
     "model instance_id device_index host advertise_host rpc_port rpc_socket transfer_port events_port http_port"
     " registry registry_ttl_s threads".split()
 )
-MANAGED_OF_ROUTER = frozenset("model host port registry".split())
+MANAGED_ROUTER_OPTIONS = frozenset("model host port registry".split())
 """Options that `serve` sets itself: nobody else may."""
 
-MEMORY_FRACTION = 0.9
-SIZE = "tensor_parallel_size"
+GPU_MEMORY_UTILIZATION = 0.9
+TENSOR_PARALLEL_OPTION = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenOptions:
     """What was given for options of the router and of instances, by name; and by role in the file's sections."""
 
     values: Mapping[str, Value]
@@ -46,13 +46,15 @@ class Machine:
     """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split.
     `core_turns` names a file of shared memory, `cluster_key` one with a new secret, which only this user can read."""
 
-    host: Host
+    host: HostCpus
     device_indexes: list[int]
     core_turns: str
     cluster_key: str
 
 
-def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list[str], registry: str) -> list[Process]:
+def plan(
+    settings: ServeSettings, given: GivenOptions, machine: Machine, *, names: list[str], registry: str
+) -> list[Process]:
     """The router first. `settings.port` is the real one, `names` those under which the model is served."""
     common = {"model": settings.model, "registry": registry, "served_model_name": names}
     common |= {"cluster_key_file": machine.cluster_key}
@@ -73,44 +75,46 @@ def plan(settings: ServeSettings, given: Given, machine: Machine, *, names: list
     return processes
 
 
-def _size(given: Given, role: Role) -> int:
+def _size(given: GivenOptions, role: Role) -> int:
     """Devices of one instance."""
-    value = given.sections.get(role, {}).get(SIZE, given.values.get(SIZE, 1))
+    value = given.sections.get(role, {}).get(TENSOR_PARALLEL_OPTION, given.values.get(TENSOR_PARALLEL_OPTION, 1))
     return int(str(value))
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _MachineShare:
     values: Mapping[str, Value]
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _shares(machine: Machine, settings: ServeSettings, roles: Sequence[Role], sizes: Sequence[int]) -> list[_Share]:
+def _shares(
+    machine: Machine, settings: ServeSettings, roles: Sequence[Role], sizes: Sequence[int]
+) -> list[_MachineShare]:
     """The part of the machine that each instance gets, which takes so many devices. Raises `ConfigurationError`."""
     if not machine.device_indexes:
         if settings.threads:
-            return [_Share({"threads": settings.threads})] * len(sizes)
-        found = seats(machine.host, roles)
-        return [_seat(seat, size, machine.core_turns) for seat, size in zip(found, sizes, strict=True)]
-    groups = _groups(machine.device_indexes, sizes)
+            return [_MachineShare({"threads": settings.threads})] * len(sizes)
+        found = allocate_cpus(machine.host, roles)
+        return [_cpu_share(allocation, size, machine.core_turns) for allocation, size in zip(found, sizes, strict=True)]
+    groups = _device_groups(machine.device_indexes, sizes)
     users = Counter(device for group in groups for device in group)
     return [_share(settings, group, max(users[device] for device in group)) for group in groups]
 
 
-def _seat(seat: Seat, size: int, core_turns: str) -> _Share:
+def _cpu_share(allocation: CpuAllocation, size: int, core_turns: str) -> _MachineShare:
     """`size`: processes that share the seat."""
-    threads = max(1, seat.threads // size)
-    values: dict[str, Value] = {"engine_nice": seat.nice} if seat.nice else {}
-    if seat.takes_turns:
+    threads = max(1, allocation.threads // size)
+    values: dict[str, Value] = {"engine_nice": allocation.nice} if allocation.nice else {}
+    if allocation.shares_cores:
         values["core_turns"] = core_turns
-    if seat.cpus:
-        values["omp_threads_bind"] = ",".join(map(str, seat.cpus))
-    if not seat.cpus or size > 1:
+    if allocation.cpus:
+        values["omp_threads_bind"] = ",".join(map(str, allocation.cpus))
+    if not allocation.cpus or size > 1:
         values["threads"] = threads
-    return _Share(values, {"OMP_NUM_THREADS": str(threads)})
+    return _MachineShare(values, {"OMP_NUM_THREADS": str(threads)})
 
 
-def _groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+def _device_groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
     """In turns; from the first device again where too few are left."""
     groups: list[Sequence[int]] = []
     at = 0
@@ -127,7 +131,7 @@ def _groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]
     return groups
 
 
-def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _Share:
+def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _MachineShare:
     values: dict[str, Value] = {}
     variables: dict[str, str] = {}
     if len(devices) == 1:
@@ -138,11 +142,13 @@ def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _Sh
     if settings.threads:
         values["threads"] = settings.threads
     if sharers > 1:
-        values["gpu_memory_utilization"] = round(MEMORY_FRACTION / sharers, 4)
-    return _Share(values, variables)
+        values["gpu_memory_utilization"] = round(GPU_MEMORY_UTILIZATION / sharers, 4)
+    return _MachineShare(values, variables)
 
 
-def _process(name: str, role: str, own: Mapping[str, object], given: Given, options: Sequence[Option]) -> Process:
+def _process(
+    name: str, role: str, own: Mapping[str, object], given: GivenOptions, options: Sequence[Option]
+) -> Process:
     """What was given wins over a share of the machine, and a role's section over what was given for all."""
     known = {option.name: option for option in options}
     values = dict(own)

@@ -13,10 +13,10 @@ import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
 from baton_serve.services.common.lifecycle import EXIT_HOPELESS
-from baton_serve.services.common.restart_policy import Restarts
+from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.local.child import Child
 from baton_serve.services.local.console import Console
-from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class ProcessLostError(LocalError):
     """A process was given up."""
 
 
-class _InstanceHealth(msgspec.Struct, frozen=True):
+class _ReadyInstance(msgspec.Struct, frozen=True):
     instance: str
     total_blocks: int = 0
 
 
 class _Health(msgspec.Struct, frozen=True):
-    instances: list[_InstanceHealth]
+    instances: list[_ReadyInstance]
 
 
 class Supervisor:
@@ -55,15 +55,15 @@ class Supervisor:
         url: str,
         environ: Mapping[str, str],
         module: str = MODULE,
-        forks: Forks | None = None,
+        forks: ForkLauncher | None = None,
     ) -> None:
         self._processes = {process.name: process for process in processes}
         self._console = console
         self._url = url
-        self._programs = Programs(module)
+        self._programs = ProgramLauncher(module)
         self._forks = forks
         self.children: dict[str, Child] = {}
-        self._restarts = {name: Restarts() for name in self._processes}
+        self._restarts = {name: RestartPolicy() for name in self._processes}
         self._environ = environ
         self._has_served = False
         self._is_stopping = False
@@ -142,16 +142,16 @@ class Supervisor:
             self._fail(ConfigurationError(f"{name} cannot start: {_reason(child)}"))
             return
         loop = asyncio.get_running_loop()
-        delay_s = self._restarts[name].died(lived_s=loop.time() - child.started_at, has_served=child.is_ready)
+        delay_s = self._restarts[name].next_delay_s(lived_s=loop.time() - child.started_at, has_served=child.is_ready)
         if delay_s is None:
             self._give_up(name, child)
             return
-        self._console.line("serve", f"{name} has died ({child.how_it_ended()}); it starts again in {delay_s:g} s")
+        self._console.line("serve", f"{name} has died ({child.end_reason()}); it starts again in {delay_s:g} s")
         loop.call_later(delay_s, self._spawn, name)
 
     def _give_up(self, name: str, child: Child) -> None:
-        self._console.line("serve", f"{name} keeps failing ({child.how_it_ended()}) and is given up. Its last lines:")
-        for line in child.tail:
+        self._console.line("serve", f"{name} keeps failing ({child.end_reason()}) and is given up. Its last lines:")
+        for line in child.recent_lines:
             self._console.line("serve", f"  {line}")
         self._fail(ProcessLostError(f"{name} keeps failing: {_reason(child)}"))
 
@@ -185,4 +185,4 @@ async def _wait(children: Sequence[Child], timeout_s: float) -> None:
 
 
 def _reason(child: Child) -> str:
-    return child.last_line() or child.how_it_ended()
+    return child.last_line() or child.end_reason()

@@ -12,20 +12,20 @@ from typing import Any
 from baton_serve.contracts.messages import Prefill
 from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.kvtransfer.errors import TransferError
-from baton_serve.services.instance.attempt_table import Request
-from baton_serve.services.instance.components import Parts
+from baton_serve.services.instance.attempt_table import AttemptEntry
+from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.image_loading import pixels_of
+from baton_serve.services.instance.image_loading import read_images
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
-from baton_serve.services.instance.request_server import Assignment, to_the_end
-from baton_serve.services.prefill.prompt_progress import HandedReading, Reading
+from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
+from baton_serve.services.prefill.prompt_progress import HandoffObserver, PrefillObserver
 
 logger = logging.getLogger(__name__)
 
 
-def prefill_handler(parts: Parts) -> "PrefillHandler":
+def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
     return PrefillHandler(
         parts.engine,
         parts.transfer,
@@ -56,10 +56,10 @@ class PrefillHandler:
         self._counter = counter
         self._clock = clock
 
-    def can_serve(self, message: Assignment) -> bool:
+    def can_serve(self, message: RoleMessage) -> bool:
         return isinstance(message, Prefill)
 
-    def refused(self, message: Assignment, reason: str) -> None:
+    def refused(self, message: RoleMessage, reason: str) -> None:
         """Who was to fetch its blocks need not wait for them."""
         if isinstance(message, Prefill) and message.ticket is not None:
             try:
@@ -69,14 +69,18 @@ class PrefillHandler:
             else:
                 self._transfer.fail(message.ticket.ticket, reason)
 
-    async def serve(self, request: Request, message: Assignment) -> None:
+    async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         assert isinstance(message, Prefill)
-        reading = Reading() if message.ticket is None else HandedReading(self._transfer, message.ticket, self._clock)
-        request.progress = reading
-        if isinstance(reading, HandedReading):
-            await self._hand_off(request, message, reading)
+        observer = (
+            PrefillObserver()
+            if message.ticket is None
+            else HandoffObserver(self._transfer, message.ticket, self._clock)
+        )
+        request.progress = observer
+        if isinstance(observer, HandoffObserver):
+            await self._hand_off(request, message, observer)
         else:
-            await self._read(request, message, reading)
+            await self._prefill(request, message, observer)
 
     def on_stats(self, stats: EngineStats) -> None:
         """Nothing waits for it."""
@@ -85,31 +89,31 @@ class PrefillHandler:
         """None: what waits for room is in the engine."""
         return 0
 
-    async def _begin(self, request: Request, message: Prefill) -> None:
+    async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
         await self._puller.pull(request, message.pull)
-        pixels = await pixels_of(message.images, self._reader)
+        pixels = await read_images(message.images, self._reader)
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
 
-    async def _compute(self, request: Request, message: Prefill, reading: HandedReading) -> None:
+    async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
         await self._begin(request, message)
-        await asyncio.shield(reading.end)  # whether the engine holds the blocks is told by it to the last
+        await asyncio.shield(observer.end)  # whether the engine holds the blocks is told by it to the last
 
-    async def _read(self, request: Request, message: Prefill, reading: Reading) -> None:
+    async def _prefill(self, request: AttemptEntry, message: Prefill, observer: PrefillObserver) -> None:
         try:
             await self._begin(request, message)
-            await reading.end
+            await observer.end
         finally:
-            self._free(request, reading)
+            self._free(request, observer)
 
-    async def _hand_off(self, request: Request, message: Prefill, reading: HandedReading) -> None:
-        ticket = reading.ticket
+    async def _hand_off(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
+        ticket = observer.ticket
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
-        computing = asyncio.ensure_future(self._compute(request, message, reading))
+        computing = asyncio.ensure_future(self._compute(request, message, observer))
         try:
             ends: list[asyncio.Future[Any]] = [computing, released]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not computing.done() and not reading.end.done():
+            if not computing.done() and not observer.end.done():
                 reason = released.result()
                 if reason == "cancelled":
                     return  # the sink was told to, or has told the router why
@@ -122,33 +126,33 @@ class PrefillHandler:
             self._transfer.fail(ticket.ticket, str(exc))
             raise
         finally:
-            reading.is_open = False
+            observer.is_open = False
             computing.cancel()
-            await to_the_end(self._let_go(request, reading, released, computing))
+            await await_uncancelled(self._release(request, observer, released, computing))
 
-    async def _let_go(
+    async def _release(
         self,
-        request: Request,
-        reading: HandedReading,
+        request: AttemptEntry,
+        observer: HandoffObserver,
         released: "asyncio.Future[str]",
         computing: "asyncio.Future[None]",
     ) -> None:
-        ticket = reading.ticket
+        ticket = observer.ticket
         await asyncio.gather(computing, return_exceptions=True)
         if not released.done():
             self._transfer.cancel(ticket.ticket)
         try:
             reason = await released
         finally:
-            self._free(request, reading)
+            self._free(request, observer)
         if reason not in ("received", "cancelled"):
             self._counter.handoff_failed(reason)
             extra = {"request_id": request.request_id}
             logger.warning("handoff to %s ended: %s", ticket.sink, reason, extra=extra)
 
-    def _free(self, request: Request, reading: Reading) -> None:
+    def _free(self, request: AttemptEntry, observer: PrefillObserver) -> None:
         inner = request.work.request_id
-        if reading.is_held:
+        if observer.is_held:
             self._engine.post(lambda engine: engine.release(inner))
         else:
             self._engine.post(lambda engine: engine.cancel(inner))

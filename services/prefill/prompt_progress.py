@@ -17,7 +17,7 @@ from baton_serve.services.instance.ports import SourcePort
 logger = logging.getLogger(__name__)
 
 
-class Reading:
+class PrefillObserver:
     """`Progress` of a prompt. `end` is done when it is computed, or failed when the engine gave it up."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Reading:
     def completed(self, blocks: CompletedBlocks) -> None:
         """Without a ticket nobody wants them."""
 
-    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+    def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
         """As `completed`."""
 
     def token(self, output: SequenceOutput) -> None:
@@ -48,7 +48,7 @@ class Reading:
             self.end.set_exception(RequestFailed(code, message))
 
 
-class HandedReading(Reading):
+class HandoffObserver(PrefillObserver):
     """A prompt whose blocks go to the sink of a ticket. `is_open` ends when nothing may be handed on any more."""
 
     def __init__(self, transfer: SourcePort, ticket: Ticket, clock: Callable[[], float]) -> None:
@@ -68,7 +68,7 @@ class HandedReading(Reading):
             except LocalTransferError as exc:
                 self._given_up(exc)
 
-    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+    def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
         if self.is_open:
             try:
                 self._transfer.publish_parts(self._ticket, blocks.blocks, parts)

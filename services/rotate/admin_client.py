@@ -16,11 +16,11 @@ T = TypeVar("T")
 TIMEOUT_S = 10.0
 
 
-class AskingError(RemoteError):
+class AdminRequestError(RemoteError):
     """A router or an instance did not answer, or refused."""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An instance that the cluster knows now."""
 
     instance: str
@@ -30,7 +30,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     """Of an instance's own /health."""
 
     status: str
@@ -39,13 +39,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
-class Source(Protocol):
-    async def instances(self) -> list[Seen]:
-        """Raises `AskingError`."""
+class InstanceSource(Protocol):
+    async def instances(self) -> list[InstanceInfo]:
+        """Raises `AdminRequestError`."""
 
 
 class _RouterHealth(msgspec.Struct, frozen=True):
-    instances: list[Seen]
+    instances: list[InstanceInfo]
 
 
 class RouterSource:
@@ -55,7 +55,7 @@ class RouterSource:
         self._client = client
         self._url = url.rstrip("/")
 
-    async def instances(self) -> list[Seen]:
+    async def instances(self) -> list[InstanceInfo]:
         answer = await _request(self._client, "GET", f"{self._url}/health")
         return _decoded(answer, _RouterHealth).instances
 
@@ -66,11 +66,11 @@ class RegistrySource:
     def __init__(self, view: RegistryView) -> None:
         self._view = view
 
-    async def instances(self) -> list[Seen]:
+    async def instances(self) -> list[InstanceInfo]:
         if not self._view.is_connected():
-            raise AskingError("the registry does not answer")
+            raise AdminRequestError("the registry does not answer")
         return [
-            Seen(
+            InstanceInfo(
                 instance=record.instance,
                 generation=record.generation,
                 role=record.role,
@@ -81,7 +81,7 @@ class RegistrySource:
         ]
 
 
-class Instances:
+class InstanceAdmin:
     """Speaks to instances themselves."""
 
     def __init__(self, client: httpx.AsyncClient, key: ClusterKey | None) -> None:
@@ -89,22 +89,22 @@ class Instances:
         self._headers = {"authorization": f"Bearer {key.admin_token}"} if key is not None else {}
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None:
-        """Returns when it refuses new work. Raises `AskingError`."""
+        """Returns when it refuses new work. Raises `AdminRequestError`."""
         url = f"http://{address}/admin/drain?exit={int(exit_afterwards)}"
         answer = await _request(self._client, "POST", url, headers=self._headers)
         if answer.status_code != 202:
-            raise AskingError(f"{address} refuses to drain: {answer.status_code} {answer.text}")
+            raise AdminRequestError(f"{address} refuses to drain: {answer.status_code} {answer.text}")
 
-    async def state(self, address: str) -> State | None:
+    async def state(self, address: str) -> InstanceState | None:
         """None when nobody answers there."""
         try:
             answer = await self._client.get(f"http://{address}/health")
         except httpx.TransportError:
             return None
-        return _decoded(answer, State)
+        return _decoded(answer, InstanceState)
 
 
-def newest(seen: Sequence[Seen], role: Role) -> list[Seen]:
+def active_instances(seen: Sequence[InstanceInfo], role: Role) -> list[InstanceInfo]:
     """Those of a role that take work."""
     return [one for one in seen if one.role == role and not one.draining]
 
@@ -115,11 +115,11 @@ async def _request(
     try:
         return await client.request(method, url, headers=headers)
     except (httpx.TransportError, httpx.InvalidURL) as exc:
-        raise AskingError(f"{url} does not answer: {exc or type(exc).__name__}") from exc
+        raise AdminRequestError(f"{url} does not answer: {exc or type(exc).__name__}") from exc
 
 
 def _decoded(answer: httpx.Response, expected: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=expected)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise AskingError(f"{answer.url} is no Baton process: {exc}") from exc
+        raise AdminRequestError(f"{answer.url} is no Baton process: {exc}") from exc

@@ -10,7 +10,7 @@ import httpx
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError, RemoteError
 from baton_serve.services.common.settings.configuration import load_settings, stop
-from baton_serve.services.rotate.admin_client import TIMEOUT_S, AskingError, Instances
+from baton_serve.services.rotate.admin_client import TIMEOUT_S, AdminRequestError, InstanceAdmin
 from baton_serve.services.rotate.settings import DrainSettings
 
 PROGRAM = "baton drain"
@@ -37,12 +37,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def drain(settings: DrainSettings) -> None:
-    """Raises `AskingError`."""
+    """Raises `AdminRequestError`."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-        instances = Instances(client, read_cluster_key(settings.cluster_key_file))
+        instances = InstanceAdmin(client, read_cluster_key(settings.cluster_key_file))
         deadline = time.monotonic() + settings.timeout_s
         await instances.drain(settings.address, exit_afterwards=settings.exit)
         while (state := await instances.state(settings.address)) is not None and state.status == "draining":
             if time.monotonic() > deadline:
-                raise AskingError(f"{state.requests} requests still run there after {settings.timeout_s:g} s")
+                raise AdminRequestError(f"{state.requests} requests still run there after {settings.timeout_s:g} s")
             await asyncio.sleep(_POLL_S)

@@ -12,7 +12,13 @@ from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError, RemoteError
 from baton_serve.services.common.registry import registry_view
 from baton_serve.services.common.settings.configuration import load_settings, stop
-from baton_serve.services.rotate.admin_client import TIMEOUT_S, Instances, RegistrySource, RouterSource, Source
+from baton_serve.services.rotate.admin_client import (
+    TIMEOUT_S,
+    InstanceAdmin,
+    InstanceSource,
+    RegistrySource,
+    RouterSource,
+)
 from baton_serve.services.rotate.rotation import Rotation
 from baton_serve.services.rotate.settings import RotateSettings
 
@@ -51,11 +57,11 @@ async def rotate(settings: RotateSettings) -> int:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=TIMEOUT_S, verify=False))
         source = await _source(settings, client, stack)
-        rotation = Rotation(source, Instances(client, key), timeout_s=settings.timeout_s, say=say)
+        rotation = Rotation(source, InstanceAdmin(client, key), timeout_s=settings.timeout_s, say=say)
         return await rotation.run(roles)
 
 
-async def _source(settings: RotateSettings, client: httpx.AsyncClient, stack: AsyncExitStack) -> Source:
+async def _source(settings: RotateSettings, client: httpx.AsyncClient, stack: AsyncExitStack) -> InstanceSource:
     if not settings.registry:
         return RouterSource(client, settings.url)
     if settings.registry.startswith("memory:"):

@@ -11,7 +11,13 @@ from typing import Protocol
 
 from baton_serve.contracts.instance import Role
 from baton_serve.services.common.errors import RemoteError
-from baton_serve.services.rotate.admin_client import AskingError, Seen, Source, State, newest
+from baton_serve.services.rotate.admin_client import (
+    AdminRequestError,
+    InstanceInfo,
+    InstanceSource,
+    InstanceState,
+    active_instances,
+)
 
 POLL_S = 0.2
 
@@ -20,18 +26,18 @@ class RotationError(RemoteError):
     """An instance did not come back: the rest is left alone."""
 
 
-class Drainer(Protocol):
+class InstanceDrainer(Protocol):
     """`services.rotate.admin_client.Instances`."""
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None: ...
-    async def state(self, address: str) -> State | None: ...
+    async def state(self, address: str) -> InstanceState | None: ...
 
 
 class Rotation:
     def __init__(
         self,
-        source: Source,
-        instances: Drainer,
+        source: InstanceSource,
+        instances: InstanceDrainer,
         *,
         timeout_s: float,
         say: Callable[[str], None],
@@ -46,7 +52,8 @@ class Rotation:
         self._clock = clock
 
     async def run(self, roles: Sequence[Role]) -> int:
-        """Number of instances that were replaced. Raises `RotationError` or `AskingError` at the first that was not."""
+        """Number of instances that were replaced. Raises `RotationError` or `AdminRequestError` at the first that was
+        not."""
         targets = [one for one in await self._source.instances() if one.role in roles and not one.draining]
         for role in roles:
             if sum(one.role == role for one in targets) == 1:
@@ -55,9 +62,9 @@ class Rotation:
             await self._replace(target)
         return len(targets)
 
-    async def _replace(self, target: Seen) -> None:
+    async def _replace(self, target: InstanceInfo) -> None:
         began = self._clock()
-        wanted = len(newest(await self._source.instances(), target.role))
+        wanted = len(active_instances(await self._source.instances(), target.role))
         before = await self._instances.state(target.http_address)
         self._say(f"{target.instance} drains ({before.requests if before else '?'} requests)")
         await self._instances.drain(target.http_address, exit_afterwards=True)
@@ -70,17 +77,17 @@ class Rotation:
             await self._sleep(POLL_S)
         self._say(f"{target.instance} is replaced after {self._clock() - began:.1f} s")
 
-    async def _is_replaced(self, target: Seen, wanted: int, *, has_routers: bool) -> bool:
+    async def _is_replaced(self, target: InstanceInfo, wanted: int, *, has_routers: bool) -> bool:
         try:
             seen = await self._source.instances()
-        except AskingError:
+        except AdminRequestError:
             return False  # a router that restarts too
-        serving = newest(seen, target.role)
+        serving = active_instances(seen, target.role)
         if any(one.generation == target.generation for one in seen) or len(serving) < wanted:
             return False
         return not has_routers or await self._all_have_routers(serving)
 
-    async def _all_have_routers(self, serving: Sequence[Seen]) -> bool:
+    async def _all_have_routers(self, serving: Sequence[InstanceInfo]) -> bool:
         """A record comes before the first router has connected."""
         states = [await self._instances.state(one.http_address) for one in serving]
         return all(state is not None and state.routers > 0 for state in states)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Pool = Literal["all", "prefill", "decode", "unified"]
+PoolName = Literal["all", "prefill", "decode", "unified"]
 
 _KEY_TEXT = "file with the cluster's secret, for instances on other machines"
 
@@ -26,7 +26,7 @@ class DrainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class RotateSettings(msgspec.Struct, frozen=True, kw_only=True):
     pool: Annotated[
-        Pool,
+        PoolName,
         Meta(description="which instances are restarted, one by one", extra={"group": "rotate", "positional": True}),
     ] = "all"
     url: Annotated[str, Meta(description="a router of the cluster, which knows its instances")] = (

@@ -14,18 +14,18 @@ from baton_serve.services.router.api.chat import ChatEndpoint
 from baton_serve.services.router.api.completions import CompletionEndpoint
 from baton_serve.services.router.api.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
-from baton_serve.services.router.api.model_service import Frontend
-from baton_serve.services.router.api.pooling.routes import DOCUMENTED as POOLING_DOCUMENTED
+from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.pooling.routes import POOLING_DOCUMENTED as POOLING_DOCUMENTED
 from baton_serve.services.router.api.pooling.routes import pooling_endpoints
 from baton_serve.services.router.api.responses.endpoint import InputTokensEndpoint, ResponsesEndpoint
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.http.adapter_endpoints import adapter_endpoints
-from baton_serve.services.router.http.gateway import Shell
+from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.invocations import InvocationsEndpoint
 from baton_serve.services.router.http.model_endpoints import model_routes
 from baton_serve.services.router.http.status_endpoints import DetokenizeEndpoint, TokenizeEndpoint, system_routes
 from baton_serve.services.router.http.tokenizer_endpoints import tokenizer_routes
-from baton_serve.services.router.processes.sibling_rpc import Crew
+from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
 from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
 from baton_serve.services.router.protocol.errors import ErrorBody, ErrorDetail
 from baton_serve.services.router.protocol.openai_requests import (
@@ -43,37 +43,37 @@ _SCHEMAS = "#/components/schemas/{model}"
 
 
 def create_app(
-    frontend: Frontend, *, api_keys: ApiKeys, audit: AuditLog | None = None, crew: Crew | None = None
-) -> Shell:
-    """`crew`: the other processes behind this port."""
+    service: ModelService, *, api_keys: ApiKeys, audit: AuditLog | None = None, sibling_rpc: SiblingRpc | None = None
+) -> Gateway:
+    """`sibling_rpc`: the other processes behind this port."""
     direct: dict[str, Asgi] = {
-        "/v1/chat/completions": ChatEndpoint(frontend),
-        "/v1/completions": CompletionEndpoint(frontend),
-        "/tokenize": TokenizeEndpoint(frontend),
-        "/detokenize": DetokenizeEndpoint(frontend),
-        "/v1/responses": ResponsesEndpoint(frontend),
-        "/v1/responses/input_tokens": InputTokensEndpoint(frontend),
-        "/v1/messages": MessagesEndpoint(frontend),
-        "/v1/messages/count_tokens": CountTokensEndpoint(frontend),
-        **pooling_endpoints(frontend),
+        "/v1/chat/completions": ChatEndpoint(service),
+        "/v1/completions": CompletionEndpoint(service),
+        "/tokenize": TokenizeEndpoint(service),
+        "/detokenize": DetokenizeEndpoint(service),
+        "/v1/responses": ResponsesEndpoint(service),
+        "/v1/responses/input_tokens": InputTokensEndpoint(service),
+        "/v1/messages": MessagesEndpoint(service),
+        "/v1/messages/count_tokens": CountTokensEndpoint(service),
+        **pooling_endpoints(service),
     }
     invocable = dict(direct)
-    direct |= adapter_endpoints(frontend)
-    direct["/invocations"] = InvocationsEndpoint(frontend, invocable)
+    direct |= adapter_endpoints(service)
+    direct["/invocations"] = InvocationsEndpoint(service, invocable)
     app = _Documented(title="Baton", version=VERSION)
-    app.include_router(system_routes(frontend, crew))
-    app.include_router(model_routes(frontend))
-    app.include_router(tokenizer_routes(frontend))
+    app.include_router(system_routes(service, sibling_rpc))
+    app.include_router(model_routes(service))
+    app.include_router(tokenizer_routes(service))
     for path, endpoint in direct.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     app.add_exception_handler(HTTPException, _http_error)
-    return Shell(
+    return Gateway(
         app,
         direct,
         keys=api_keys,
-        limits=RequestLimits(frontend.settings.max_request_bytes, frontend.settings.slow_client_s),
-        metrics=frontend.metrics,
-        clock=frontend.clock,
+        limits=RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s),
+        metrics=service.metrics,
+        clock=service.clock,
         audit=audit,
     )
 

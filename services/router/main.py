@@ -20,30 +20,30 @@ from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import registry_view
 from baton_serve.services.common.settings.configuration import load_settings
-from baton_serve.services.common.tracing import tracing_to
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.common.tracing import make_tracing
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.connections import ZeromqConnector
-from baton_serve.services.router.http.gateway import Shell
+from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.hosts import with_allowed_hosts
 from baton_serve.services.router.http.middleware import with_middleware
-from baton_serve.services.router.http.status_endpoints import own_figures, own_metrics
+from baton_serve.services.router.http.status_endpoints import own_metrics, own_stats
 from baton_serve.services.router.models import Models, settings_of_models
 from baton_serve.services.router.placement.admission import AdmissionRules
 from baton_serve.services.router.placement.policy import PlacementPolicy
 from baton_serve.services.router.placement.retry_budget import RetryBudget
-from baton_serve.services.router.processes.sibling_rpc import Crew, Worker
-from baton_serve.services.router.processes.supervisor import start_workers
+from baton_serve.services.router.processes.sibling_rpc import RouterProcess, SiblingRpc
+from baton_serve.services.router.processes.supervisor import start_router_processes
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import ModelFolderError
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
 from baton_serve.services.router.quota.usage import UsageLedger
 from baton_serve.services.router.quota.usage_exchange import UsageExchange, UsageStore
-from baton_serve.services.router.requests.dispatcher import Admission
+from baton_serve.services.router.requests.dispatcher import AdmissionControl
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.prompt_request import FlightRules
+from baton_serve.services.router.requests.prompt_request import RequestPolicy
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.served_model import ModelNames
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     )
     prepare(settings)
     warn_of_removed(settings)
-    start_all = start if settings.workers == 1 else start_workers
+    start_all = start if settings.workers == 1 else start_router_processes
     return run(lambda lifecycle: start_all(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
 
 
@@ -77,31 +77,31 @@ def prepare(settings: RouterSettings) -> None:
     configure_logs(level=settings.log_level, format=settings.log_format)
 
 
-async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker | None = None) -> None:
+async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterProcess | None = None) -> None:
     """Returns when requests are accepted; `worker` where others share the port. Raises `ModelFolderError` or
     `ConfigurationError`."""
     settings_of_models(settings)  # before anything is loaded
     keys = api_keys(settings)
-    tracing = tracing_to(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
+    tracing = make_tracing(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
     lifecycle.on_stop("traces", tracing.close)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     secret = read_cluster_key(settings.cluster_key_file)
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
     view = registry_view(settings.registry, secret)
     cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))
-    admission = admission_of(settings)
+    admission = admission_control(settings)
     models = Models(
         settings,
         cluster=cluster,
-        rules=flight_rules(settings),
+        rules=request_policy(settings),
         admission=admission,
         metrics=metrics,
         tracing=tracing,
     )
     audit = AuditLog(settings.audit_log) if settings.audit_log else None
-    crew = crew_of(worker, models.frontends[0], admission.ledger)
+    sibling_rpc = sibling_rpc_of(worker, models.model_services[0], admission.ledger)
     lifecycle.on_stop("compilers of grammars", models.end_compilers)
-    app = create_app(models.frontends[0], api_keys=keys, audit=audit, crew=crew)
+    app = create_app(models.model_services[0], api_keys=keys, audit=audit, sibling_rpc=sibling_rpc)
     server = HttpServer(
         with_allowed_hosts(
             with_middleware(with_cors(app, settings), settings.middleware),
@@ -121,10 +121,10 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
         raise ConfigurationError(f"cannot host the registry at {settings.registry}: {exc.strerror}") from exc
     lifecycle.on_stop("ZeroMQ", connector.close)
     lifecycle.on_stop("connections to instances", cluster.close)
-    if crew is not None:
-        await crew.start()
-        lifecycle.on_stop("answers to other workers", crew.close)
-    if (exchange := usage_exchange(settings, admission.ledger, crew)) is not None:
+    if sibling_rpc is not None:
+        await sibling_rpc.start()
+        lifecycle.on_stop("answers to other workers", sibling_rpc.close)
+    if (exchange := usage_exchange(settings, admission.ledger, sibling_rpc)) is not None:
         exchange.start()
         lifecycle.on_stop("usage of keys", exchange.close)
     await server.start(shares_port=worker is not None)
@@ -140,7 +140,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: Worker |
     gc.set_threshold(GC_THRESHOLD)
     logger.info(
         "serving %s on http://%s:%d",
-        ", ".join(name for frontend in models.frontends for name in frontend.names()),
+        ", ".join(name for service in models.model_services for name in service.names()),
         settings.host,
         server.port,
     )
@@ -169,8 +169,8 @@ def warn_of_removed(settings: RouterSettings) -> None:
         )
 
 
-def flight_rules(settings: RouterSettings) -> FlightRules:
-    return FlightRules(
+def request_policy(settings: RouterSettings) -> RequestPolicy:
+    return RequestPolicy(
         policy=PlacementPolicy(
             disaggregation_min_tokens=settings.disaggregation_min_tokens,
             name=settings.placement_policy,
@@ -185,7 +185,7 @@ def flight_rules(settings: RouterSettings) -> FlightRules:
     )
 
 
-def with_cors(app: Shell, settings: RouterSettings) -> AsgiApp:
+def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
     if not settings.allowed_origins:
         return app
     return CORSMiddleware(
@@ -197,13 +197,13 @@ def with_cors(app: Shell, settings: RouterSettings) -> AsgiApp:
     )
 
 
-def admission_of(settings: RouterSettings) -> Admission:
-    return Admission(
+def admission_control(settings: RouterSettings) -> AdmissionControl:
+    return AdmissionControl(
         AdmissionRules(
             max_queued_tokens=settings.max_queued_tokens,
             dispatch_ahead_s=settings.dispatch_ahead_s,
         ),
-        max_flights=settings.max_concurrent_requests,
+        max_requests=settings.max_concurrent_requests,
         retries=RetryBudget(settings.retry_budget),
     )
 
@@ -219,9 +219,11 @@ def api_keys(settings: RouterSettings) -> ApiKeys:
     return ApiKeys(settings.api_key, file=settings.api_key_file, defaults=defaults, clock=time.monotonic)
 
 
-def usage_exchange(settings: RouterSettings, ledger: UsageLedger, crew: Crew | None) -> UsageExchange | None:
+def usage_exchange(
+    settings: RouterSettings, ledger: UsageLedger, sibling_rpc: SiblingRpc | None
+) -> UsageExchange | None:
     """None where no other router can share this registry."""
-    store: UsageStore | None = crew
+    store: UsageStore | None = sibling_rpc
     if not settings.registry.startswith("memory:"):
         from baton_serve.services.router.quota.usage_redis import (
             RedisUsageStore,  # a tenth of a second that only Redis should cost
@@ -231,12 +233,12 @@ def usage_exchange(settings: RouterSettings, ledger: UsageLedger, crew: Crew | N
     return None if store is None else UsageExchange(ledger, store, wall_clock=time.time)
 
 
-def crew_of(worker: Worker | None, frontend: Frontend, ledger: UsageLedger) -> Crew | None:
+def sibling_rpc_of(worker: RouterProcess | None, service: ModelService, ledger: UsageLedger) -> SiblingRpc | None:
     if worker is None:
         return None
-    return Crew(
+    return SiblingRpc(
         worker,
-        figures=lambda: own_figures(frontend),
-        metrics=lambda: own_metrics(frontend),
+        stats=lambda: own_stats(service),
+        metrics=lambda: own_metrics(service),
         usage=lambda: ledger.own(time.time()),
     )

@@ -10,12 +10,12 @@ import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.tracing import Tracing
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.requests.dispatcher import Admission, Dispatcher
+from baton_serve.services.router.requests.dispatcher import AdmissionControl, Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.pooling_calls import PoolingCalls
-from baton_serve.services.router.requests.prompt_request import FlightRules
+from baton_serve.services.router.requests.pooling_calls import PoolingDispatcher
+from baton_serve.services.router.requests.prompt_request import RequestPolicy
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from baton_serve.services.router.text.served_model import ServedModel
 
@@ -58,24 +58,24 @@ def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
 
 
 class Models:
-    """`frontends` has the default model first."""
+    """`model_services` has the default model first."""
 
     def __init__(
         self,
         settings: RouterSettings,
         *,
         cluster: Cluster,
-        rules: FlightRules,
-        admission: Admission,
+        rules: RequestPolicy,
+        admission: AdmissionControl,
         metrics: RouterMetrics,
         tracing: Tracing,
     ) -> None:
         """Raises `ModelFolderError` or `ConfigurationError`."""
-        self.frontends: list[Frontend] = []
+        self.model_services: list[ModelService] = []
         for number, own in enumerate(settings_of_models(settings)):
-            of_model = metrics if number == 0 else metrics.of_model(own.served_model_name[0])
-            self.frontends.append(
-                Frontend(
+            for_model = metrics if number == 0 else metrics.for_model(own.served_model_name[0])
+            self.model_services.append(
+                ModelService(
                     own,
                     model=ServedModel.from_settings(own),
                     cluster=cluster,
@@ -83,35 +83,35 @@ class Models:
                         cluster,
                         rules=rules,
                         admission=admission,
-                        metrics=of_model,
+                        metrics=for_model,
                         clock=time.monotonic,
                         tracing=tracing,
                     ),
-                    pooling=PoolingCalls(
+                    pooling=PoolingDispatcher(
                         cluster,
                         rules=rules,
                         admission=admission,
-                        metrics=of_model,
+                        metrics=for_model,
                         clock=time.monotonic,
                         tracing=tracing,
                     ),
-                    metrics=of_model,
+                    metrics=for_model,
                     clock=time.monotonic,
                 )
             )
-        for frontend in self.frontends:
-            frontend.siblings = self.frontends
+        for service in self.model_services:
+            service.siblings = self.model_services
 
     def start_compilers(self) -> None:
         """Start the processes that compile grammars; the first requests need not wait for them then."""
-        for frontend in self.frontends:
-            frontend.model.start_compiler()
+        for service in self.model_services:
+            service.model.start_compiler()
 
     async def end_compilers(self) -> None:
-        for frontend in self.frontends:
-            frontend.model.compiling.close()
+        for service in self.model_services:
+            service.model.compiling.close()
 
     def end_requests(self) -> None:
-        for frontend in self.frontends:
-            frontend.dispatcher.close()
-            frontend.pooling.close()
+        for service in self.model_services:
+            service.dispatcher.close()
+            service.pooling.close()

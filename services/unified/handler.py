@@ -2,12 +2,12 @@
 
 from baton_serve.contracts.messages import Generate
 from baton_serve.engine.model.vision.placeholders import ImageReader
-from baton_serve.services.instance.attempt_table import Request
+from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
 from baton_serve.services.instance.ports import EngineStats
-from baton_serve.services.instance.request_server import Assignment
+from baton_serve.services.instance.request_server import RoleMessage
 
 
 class UnifiedHandler:
@@ -18,13 +18,13 @@ class UnifiedHandler:
         self._puller = puller
         self._reader = reader
 
-    def can_serve(self, message: Assignment) -> bool:
+    def can_serve(self, message: RoleMessage) -> bool:
         return isinstance(message, Generate)
 
-    def refused(self, message: Assignment, reason: str) -> None:
+    def refused(self, message: RoleMessage, reason: str) -> None:
         """Nobody waits for it."""
 
-    async def serve(self, request: Request, message: Assignment) -> None:
+    async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         assert isinstance(message, Generate)
         await generate(self._engine, request, self._puller, message, self._reader)
 

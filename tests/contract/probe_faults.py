@@ -12,32 +12,32 @@ from collections.abc import Sequence
 
 from baton_serve.kvtransfer.frames import Offer, Welcome
 from baton_serve.kvtransfer.probing import process
-from baton_serve.kvtransfer.session.steps import Placement
-from baton_serve.kvtransfer.transports.memory import HostInlet
-from baton_serve.kvtransfer.transports.port import Inlet
+from baton_serve.kvtransfer.session.steps import BlockPlacement
+from baton_serve.kvtransfer.transports.memory import HostReceiver
+from baton_serve.kvtransfer.transports.port import Receiver
 from baton_serve.kvtransfer.transports.usm import UsmTransport
 
 FOREVER_S = 600
-receive_all = HostInlet.receive_all
+receive_all = HostReceiver.receive_all
 
 
-async def hang(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Inlet:
+async def hang(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Receiver:
     """With Python's lock held, as a driver might."""
     ctypes.PyDLL(None).sleep(FOREVER_S)
     raise AssertionError
 
 
-async def abort(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Inlet:
+async def abort(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Receiver:
     os.abort()
 
 
-async def leave(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Inlet:
+async def leave(self: UsmTransport, welcome: Welcome, offer: Offer, target: object) -> Receiver:
     sys.stderr.write("the driver says goodbye\n")
     sys.stderr.flush()
     os._exit(3)
 
 
-def corrupt(self: HostInlet, placements: Sequence[Placement]) -> list[bool]:
+def corrupt(self: HostReceiver, placements: Sequence[BlockPlacement]) -> list[bool]:
     right = receive_all(self, placements)
     for placement in placements:
         self._target.view(placement.destination)[7] ^= 1
@@ -54,7 +54,7 @@ def main(fault: str) -> None:
             struck = {"hang": hang, "abort": abort, "exit": leave}[fault]
             UsmTransport.attach = struck  # type: ignore[method-assign]
         case "corrupt":
-            HostInlet.receive_all = corrupt  # type: ignore[method-assign]
+            HostReceiver.receive_all = corrupt  # type: ignore[method-assign]
         case "mute":
             process.serve = stay_silent
         case "babble":

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout, obstacle
 from baton_serve.engine.kernels import kv_codes
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.kvtransfer import Corrupt, LocalTransferError, Refused, Translation
 from baton_serve.kvtransfer.conversion.plan import plan
-from baton_serve.kvtransfer.conversion.staging_buffers import Target
+from baton_serve.kvtransfer.conversion.staging_buffers import TokenTarget
 from baton_serve.kvtransfer.conversion.tensors import place, recoded
 from tests.contract.transports_pair import SETTINGS, Meddler, Pair, TensorMemory, name, pair_of
 
@@ -97,7 +97,7 @@ def test_converted_blocks_hold_what_the_engine_would_have_written(
 
 def move(here: Tensor, source: KVLayout, there: Tensor, sink: KVLayout, num_tokens: int) -> None:
     for piece in plan(source, sink, first_block=0, num_tokens=num_tokens):
-        target = Target(piece.sink, piece.source_token, piece.sink_token, piece.count)
+        target = TokenTarget(piece.sink, piece.source_token, piece.sink_token, piece.count)
         place(here[piece.source], source, [target], there, sink)
 
 
@@ -125,7 +125,7 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
     ticket = pair.ticket()
     names = [name(100 + index) for index in range(len(theirs.device_tensor))]
     wanted = [(name(index), 40 - index) for index in range(first_block, -(-NUM_TOKENS // sink.block_tokens))]
-    heard = list[BlockName]()
+    heard = list[BlockHash]()
     pair.producer.node.open(ticket)
     translation = Translation(source, names, first_block, NUM_TOKENS)
     fetch = asyncio.create_task(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton_serve.kvtransfer.transports.oneccl import nccl
-from baton_serve.kvtransfer.transports.oneccl.nccl import NcclChannel, UniqueId
+from baton_serve.kvtransfer.transports.oneccl.nccl import NcclChannel, NcclUniqueId
 from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
 from baton_serve.kvtransfer.transports.oneccl.torch_pair import dist
 
@@ -28,10 +28,10 @@ class Library:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def unique_id(self) -> UniqueId:
-        return UniqueId(b"pair 1\xff\x01")
+    def unique_id(self) -> NcclUniqueId:
+        return NcclUniqueId(b"pair 1\xff\x01")
 
-    def join(self, unique_id: UniqueId, rank: int) -> int:
+    def join(self, unique_id: NcclUniqueId, rank: int) -> int:
         self.joined.append((unique_id.data, rank))
         return 40 + rank
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from baton_serve.kvtransfer.ladder import Rung
-from baton_serve.kvtransfer.probing.plan import Plan
-from baton_serve.kvtransfer.probing.running import COMMAND, Runner
+from baton_serve.kvtransfer.probing.plan import ProbePlan
+from baton_serve.kvtransfer.probing.running import COMMAND, ProbeRunner
 from baton_serve.services.doctor.transports import check_transports
 from tests.contract.test_transports import handoff, run
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, Meddler, Pair, TensorMemory, pair_of
@@ -124,7 +124,7 @@ def test_a_process_whose_parent_is_gone_ends() -> None:
         read, write = os.pipe()
         process = await asyncio.create_subprocess_exec(*COMMAND, stdin=read, stdout=asyncio.subprocess.PIPE)
         os.close(read)
-        plan = Plan(rungs=[Rung("usm")], settings=SETTINGS, seed=1, timeout_s=30.0)
+        plan = ProbePlan(rungs=[Rung("usm")], settings=SETTINGS, seed=1, timeout_s=30.0)
         os.write(write, msgspec.json.encode(plan) + b"\n")
         assert process.stdout is not None
         assert (await process.stdout.readline()).startswith(b"baton-probe ")
@@ -136,8 +136,10 @@ def test_a_process_whose_parent_is_gone_ends() -> None:
 
 def test_a_process_that_cannot_be_started_is_a_verdict() -> None:
     async def test() -> None:
-        plan = Plan(rungs=[Rung("usm"), Rung("zeromq")], settings=SETTINGS, seed=1, timeout_s=5.0, address="tcp://x:1")
-        verdicts = await Runner(["/nowhere"]).fetch(plan)
+        plan = ProbePlan(
+            rungs=[Rung("usm"), Rung("zeromq")], settings=SETTINGS, seed=1, timeout_s=5.0, address="tcp://x:1"
+        )
+        verdicts = await ProbeRunner(["/nowhere"]).fetch(plan)
         assert [verdict.outcome for verdict in verdicts] == ["unavailable", "skipped"]
         assert "no process could be started" in verdicts[0].reason
 

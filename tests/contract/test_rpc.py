@@ -13,7 +13,7 @@ from baton_serve.contracts.messages import Cancel, Heartbeat, LoadReport, ToInst
 from baton_serve.contracts.wire import encode
 from baton_serve.services.common.cluster_key import ClusterKey, cluster_key
 from baton_serve.services.common.zmq.rpc import InstanceLink, InstanceServer, RouterId
-from baton_serve.services.common.zmq.zmtp import command, framed, handshake
+from baton_serve.services.common.zmq.zmtp import command, frame_message, handshake
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 
@@ -257,7 +257,7 @@ def test_messages_that_are_none_fill_no_log(caplog: pytest.LogCaptureFixture) ->
         server = InstanceServer()
         await server.start(lambda router, message: None, lambda router: None)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
-        writer.write(handshake(b"DEALER") + framed(b"") * 1000 + command(b"\x04PING\x00\x00x"))
+        writer.write(handshake(b"DEALER") + frame_message(b"") * 1000 + command(b"\x04PING\x00\x00x"))
         await reader.readuntil(b"\x04PONGx")
         writer.close()
         await server.close()

@@ -15,10 +15,10 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.restart_policy import FAILED_STARTS
+from baton_serve.services.common.restart_policy import MAX_FAILED_STARTS
 from baton_serve.services.local import supervisor as supervisor_module
 from baton_serve.services.local.console import Console
-from baton_serve.services.local.launches import Forks, Programs
+from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
 from baton_serve.services.local.supervisor import Supervisor
 
@@ -61,7 +61,7 @@ class Stage:
             url=f"http://127.0.0.1:{port}",
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
             module=PUPPET,
-            forks=Forks(PUPPET, Programs(PUPPET), preload=self.preload) if self.preload else None,
+            forks=ForkLauncher(PUPPET, ProgramLauncher(PUPPET), preload=self.preload) if self.preload else None,
         )
 
     def pid(self, name: str) -> int:
@@ -142,7 +142,7 @@ def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
 def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.restart_policy.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
     fuse.touch()
 
@@ -160,15 +160,15 @@ def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
 def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_number_of_deaths(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.restart_policy.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
     monkeypatch.setattr("baton_serve.services.common.restart_policy.LONGEST_DELAY_S", 0.01)
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
-        for _ in range(FAILED_STARTS + 3):
-            died = stage.pid(name)
-            os.kill(died, signal.SIGKILL)
-            await stage.until(lambda died=died: stage.pid(name) != died)  # type: ignore[misc]
+        for _ in range(MAX_FAILED_STARTS + 3):
+            next_delay_s = stage.pid(name)
+            os.kill(next_delay_s, signal.SIGKILL)
+            await stage.until(lambda next_delay_s=next_delay_s: stage.pid(name) != next_delay_s)  # type: ignore[misc]
         await stage.supervisor.wait_ready(20)
 
     output = run(lambda: Stage(["ready"]), body)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_serve.contracts.identity import BlockName, Generation
+from baton_serve.contracts.identity import BlockHash, Generation
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import (
     Corrupt,
@@ -26,7 +26,7 @@ from baton_serve.kvtransfer import (
     UnknownTicket,
 )
 from baton_serve.kvtransfer.consumer.fetching import FetchResult
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from tests.contract.transports_pair import LAYOUT, SETTINGS, THREE, Meddler, Pair, by_three, name, pair_of, running
 
 TRANSPORTS = ("memory", "usm", "zeromq", "oneccl")
@@ -57,7 +57,7 @@ def only(transport: str, **changes: object) -> Any:
     return msgspec.structs.replace(SETTINGS, transports=(transport,), **changes)
 
 
-def wanted(*pairs: tuple[int, int]) -> list[tuple[BlockName, int]]:
+def wanted(*pairs: tuple[int, int]) -> list[tuple[BlockHash, int]]:
     return [(name(index), place) for index, place in pairs]
 
 
@@ -134,7 +134,7 @@ def test_an_error_in_what_hears_of_the_end_is_the_fetchs(transport: str) -> None
 def test_a_chunk_travels_while_the_next_one_is_computed(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
-            ticket, arrived = pair.ticket(), asyncio.Queue[list[BlockName]]()
+            ticket, arrived = pair.ticket(), asyncio.Queue[list[BlockHash]]()
             pair.producer.node.open(ticket)
             fetch = asyncio.create_task(
                 pair.consumer.node.fetch(ticket, wanted((0, 5), (1, 6), (2, 7)), on_blocks=arrived.put_nowait)
@@ -227,7 +227,7 @@ def test_a_cancelled_fetch_returns_only_when_its_copy_has_stopped(transport: str
     async def test() -> None:
         meddler, entered, go_on = Meddler(), threading.Event(), threading.Event()
 
-        def hold(placement: Placement) -> None:
+        def hold(placement: BlockPlacement) -> None:
             entered.set()
             assert go_on.wait(5)
 
@@ -346,7 +346,7 @@ def test_a_damaged_block_is_fetched_again(transport: str) -> None:
         meddler, damaged = Meddler(), list[int]()
         async with pair_of(only(transport), meddler=meddler) as pair:
 
-            def damage_once(transport: str, placement: Placement) -> object:
+            def damage_once(transport: str, placement: BlockPlacement) -> object:
                 if placement.index == 1 and not damaged:
                     damaged.append(1)
                     pair.consumer.memory.block(placement.destination)[7] ^= 1
@@ -366,7 +366,7 @@ def test_bytes_that_change_after_their_checksum_are_noticed(transport: str) -> N
         meddler, changed = Meddler(), list[int]()
         async with pair_of(only(transport), meddler=meddler) as pair:
 
-            def change(placement: Placement) -> None:
+            def change(placement: BlockPlacement) -> None:
                 if not changed:
                     changed.append(1)
                     pair.producer.memory.block(placement.source)[0] ^= 255
@@ -560,7 +560,7 @@ def test_a_partial_fetch_takes_what_the_producer_has(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
 
-            def serve(ticket: Ticket, names: list[BlockName]) -> None:
+            def serve(ticket: Ticket, names: list[BlockHash]) -> None:
                 pair.producer.node.open(ticket)
                 pair.producer.node.publish(ticket.ticket, [(names[0], 2)])
                 pair.producer.node.finish(ticket.ticket, b"")
@@ -602,7 +602,7 @@ def test_closing_either_node_ends_what_runs(transport: str) -> None:
 
 
 def test_a_callback_that_fails_ends_its_fetch_alone(transport: str) -> None:
-    def broken(names: list[BlockName]) -> None:
+    def broken(names: list[BlockHash]) -> None:
         raise RuntimeError("bug of the caller")
 
     async def test() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.kvtransfer import Corrupt, Incomplete, LocalTransferError, RemoteTransferError, SourceFailed
 from tests.contract.test_transports import only, run, wanted
 from tests.contract.transports_pair import LAYOUT, Meddler, Node, Pair, TensorMemory, content, name, pair_of
@@ -54,7 +54,7 @@ async def until(fact: Any) -> None:
 def test_each_part_travels_while_the_next_one_is_computed(transport: str, kind: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport, parts=PARTS), memories=memories(kind)) as pair:
-            ticket, heard = pair.ticket(), list[BlockName]()
+            ticket, heard = pair.ticket(), list[BlockHash]()
             source = pair.producer.node
             source.open(ticket)
             places = [(i, 40 - i) for i in range(6)]
@@ -184,7 +184,7 @@ def test_on_the_last_transport_a_damaged_part_is_an_error(transport: str) -> Non
 def test_a_tail_that_ends_in_the_middle_is_an_error(transport: str, end: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport, parts=PARTS)) as pair:
-            ticket, heard = pair.ticket(), list[BlockName]()
+            ticket, heard = pair.ticket(), list[BlockHash]()
             node = pair.producer.node
             node.open(ticket)
             fetch = asyncio.create_task(

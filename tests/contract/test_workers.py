@@ -164,7 +164,7 @@ def test_every_worker_is_told_what_the_common_registry_is() -> None:
             await client.register(record("decode-0", "decode"), 60.0)
             await until(_knows(views[0], ["decode-0", "prefill-0"]))
             await views[1].start(lambda: None)  # one that starts later
-            relay.tell_all(1)
+            relay.send_all_records(1)
             await until(_knows(views[1], ["decode-0", "prefill-0"]))
             await client.leave(InstanceId("decode-0"), record("decode-0", "decode").generation)
             for view in views:

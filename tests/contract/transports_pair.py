@@ -9,15 +9,15 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import BlockMemory, HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
 from baton_serve.kvtransfer.ladder import ProbeOutcome
 from baton_serve.kvtransfer.probing.running import COMMAND
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.transports import build
-from baton_serve.kvtransfer.transports.port import Buffer, Inlet, Intake, NodeFacts, Transport
+from baton_serve.kvtransfer.transports.port import Buffer, Intake, NodeFacts, Receiver, Transport
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
 NUM_BLOCKS = 48
@@ -35,8 +35,8 @@ def by_three(settings: TransferSettings) -> TransferSettings:
     return msgspec.structs.replace(settings, zeromq_connections=3, batch_bytes=4 * LAYOUT.block_bytes)
 
 
-def name(index: int) -> BlockName:
-    return BlockName(index.to_bytes(16, "big"))
+def name(index: int) -> BlockHash:
+    return BlockHash(index.to_bytes(16, "big"))
 
 
 def content(seed: int, layout: KVLayout = LAYOUT) -> bytes:
@@ -75,14 +75,14 @@ class Meddler:
     """Stands between a transport and the consumer's memory: `before` and `after` each placed block."""
 
     def __init__(self) -> None:
-        self.before: Callable[[Placement], None] = lambda placement: None
-        self.after: Callable[[str, Placement], None] = lambda transport, placement: None
+        self.before: Callable[[BlockPlacement], None] = lambda placement: None
+        self.after: Callable[[str, BlockPlacement], None] = lambda transport, placement: None
 
-    def wrap(self, inlet: Inlet, transport: str, facts: NodeFacts) -> Inlet:
+    def wrap(self, receiver: Receiver, transport: str, facts: NodeFacts) -> Receiver:
         meddler = self
 
         class Watched:
-            def __init__(self, intake: Intake, placement: Placement) -> None:
+            def __init__(self, intake: Intake, placement: BlockPlacement) -> None:
                 self.take = intake.take
                 self._intake = intake
                 self._placement = placement
@@ -91,20 +91,20 @@ class Meddler:
                 return self._intake.is_right() and meddler.after(transport, self._placement) is None
 
         class Between:
-            stream = inlet.stream
-            stages = inlet.stages
+            stream = receiver.stream
+            stages = receiver.stages
 
-            def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+            def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
                 meddler.before(placement)
-                matches = inlet.receive(placement, frames)
+                matches = receiver.receive(placement, frames)
                 return matches and meddler.after(transport, placement) is None
 
-            def intake(self, placement: Placement) -> Intake:
+            def intake(self, placement: BlockPlacement) -> Intake:
                 meddler.before(placement)
-                return Watched(inlet.intake(placement), placement)
+                return Watched(receiver.intake(placement), placement)
 
             def close(self) -> None:
-                inlet.close()
+                receiver.close()
 
         return Between()
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.messages import ErrorCode, Prefill
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
-from baton_serve.services.instance.attempt_table import Progress, Request
+from baton_serve.services.instance.attempt_table import AttemptEntry, RequestObserver
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.ports import EngineStats
-from baton_serve.services.instance.request_server import Assignment, RoleHandler
+from baton_serve.services.instance.request_server import RoleHandler, RoleMessage
 
 ATTEMPTS: dict[Role, int] = {"prefill": 0, "decode": 1}
 """Which attempt at a request breaks where. The first at prefill, so that the second reaches decode."""
@@ -24,13 +24,13 @@ class Breaking:
         self._role: Role = role
         self._handler = handler
 
-    def can_serve(self, message: Assignment) -> bool:
+    def can_serve(self, message: RoleMessage) -> bool:
         return self._handler.can_serve(message)
 
-    def refused(self, message: Assignment, reason: str) -> None:
+    def refused(self, message: RoleMessage, reason: str) -> None:
         self._handler.refused(message, reason)
 
-    async def serve(self, request: Request, message: Assignment) -> None:
+    async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         attempt = int(message.work.request_id.rpartition("~")[2])
         if attempt != ATTEMPTS.get(self._role):
             await self._handler.serve(request, message)
@@ -62,9 +62,9 @@ class Breaking:
 
 
 class _Watched:
-    """`Progress` that says when it is time to break, and nothing of what comes with that."""
+    """`RequestObserver` that says when it is time to break, and nothing of what comes with that."""
 
-    def __init__(self, inner: Progress, stop: Callable[[], None], *, at_blocks: bool) -> None:
+    def __init__(self, inner: RequestObserver, stop: Callable[[], None], *, at_blocks: bool) -> None:
         self._inner = inner
         self._stop = stop
         self._at_blocks = at_blocks
@@ -75,11 +75,11 @@ class _Watched:
         else:
             self._inner.completed(blocks)
 
-    def completed_parts(self, blocks: CompletedBlocks, parts: range) -> None:
+    def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
         if self._at_blocks:
             self._stop()
         else:
-            self._inner.completed_parts(blocks, parts)
+            self._inner.completed_layer_groups(blocks, parts)
 
     def token(self, output: SequenceOutput) -> None:
         if not self._at_blocks and output.position >= POSITION:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_serve.bench.ports import free_port
 from baton_serve.child_command import module_command
-from baton_serve.services.local.launches import Launch
+from baton_serve.services.local.launches import ProcessLauncher
 from baton_serve.services.local.plan import Process
 from tests.devices import DEVICE
 from tests.forking import forks
@@ -125,7 +125,7 @@ class Cluster(Api):
         decode: int = 1,
         unified: int = 0,
         args: tuple[str, ...] = (),
-        launch: Launch | None = None,
+        launch: ProcessLauncher | None = None,
     ) -> None:
         """`launch`: how its first process starts; else it is forked from one that has imported what it needs."""
         self.port = free_port()

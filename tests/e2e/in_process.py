@@ -18,9 +18,9 @@ import torch
 from baton_serve.bench.ports import free_port
 from baton_serve.contracts.instance import Role
 from baton_serve.services.common.lifecycle import Lifecycle
-from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.handler import DecodeHandler
-from baton_serve.services.instance.components import Parts
+from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.process import InstanceProcess
 from baton_serve.services.instance.request_server import RoleHandler
 from baton_serve.services.instance.settings import InstanceSettings
@@ -36,7 +36,7 @@ BLOCK = 16
 Wrap = Callable[[Role, RoleHandler], RoleHandler]
 
 
-def _decode(parts: Parts) -> RoleHandler:
+def _decode(parts: RoleDependencies) -> RoleHandler:
     return DecodeHandler(
         parts.engine,
         parts.transfer,
@@ -44,22 +44,22 @@ def _decode(parts: Parts) -> RoleHandler:
         parts.puller,
         counter=parts.counter,
         fallback="fail",
-        room=Room(parts.engine, max_waiting=16),
+        block_queue=BlockQueue(parts.engine, max_waiting=16),
     )
 
 
-def _unified(parts: Parts) -> RoleHandler:
+def _unified(parts: RoleDependencies) -> RoleHandler:
     return UnifiedHandler(parts.engine, parts.puller, parts.image_reader)
 
 
-_HANDLERS: dict[Role, Callable[[Parts], RoleHandler]] = {
+_HANDLERS: dict[Role, Callable[[RoleDependencies], RoleHandler]] = {
     "prefill": prefill_handler,
     "decode": _decode,
     "unified": _unified,
 }
 
 
-def _handler(wrap: Wrap, role: Role, parts: Parts) -> RoleHandler:
+def _handler(wrap: Wrap, role: Role, parts: RoleDependencies) -> RoleHandler:
     return wrap(role, _HANDLERS[role](parts))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_serve.bench.ports import free_port
-from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId, new_ticket_id
 from baton_serve.contracts.instance import InstanceRecord, Load
 from baton_serve.contracts.messages import (
@@ -35,7 +35,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.services.common.registry import RegistryView, registry_view
 from baton_serve.services.common.zmq.rpc import InstanceLink
-from baton_serve.services.local.launches import Launched
+from baton_serve.services.local.launches import RunningProcess
 from baton_serve.services.local.plan import Process
 from tests.devices import flags_of
 from tests.e2e.cluster import environment
@@ -68,7 +68,7 @@ class Answer:
 class Instance:
     """One process and the link to it."""
 
-    def __init__(self, process: Launched, record: InstanceRecord) -> None:
+    def __init__(self, process: RunningProcess, record: InstanceRecord) -> None:
         self.process = process
         self.record = record
         self.load: Load | None = None
@@ -111,7 +111,7 @@ class Driver:
             loads = {name: (i.load, i.lost) for name, i in self.instances.items()}
             raise AssertionError(f"not within {timeout_s} s: {what}; {loads}; {dict(self.answers)}") from None
 
-    async def connect(self, process: Launched, record: InstanceRecord) -> Instance:
+    async def connect(self, process: RunningProcess, record: InstanceRecord) -> Instance:
         instance = Instance(process, record)
 
         def on_lost(reason: str) -> None:
@@ -138,7 +138,7 @@ class Driver:
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(**params),
-            root=root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
+            root=root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
             sequences=list(range(n)),
             timeout_s=timeout_s,
         )
@@ -263,14 +263,14 @@ async def instances(
             await view.close()
 
 
-def _any_ended(processes: Mapping[str, Launched]) -> bool:
+def _any_ended(processes: Mapping[str, RunningProcess]) -> bool:
     for name, process in processes.items():
         if select.select([process], [], [], 0)[0]:
             raise RuntimeError(f"{name} ended with status {process.wait()}")
     return False
 
 
-def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> Launched:
+def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> RunningProcess:
     """By `baton serve`'s own way."""
     argv = [name.partition("-")[0], "--model", str(model), "--instance-id", name]
     argv += ["--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from baton_serve.services.local.gguf_cache import stands_alone, unpacked
+from baton_serve.services.local.gguf_cache import is_lone_gguf, unpack_gguf
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
@@ -40,8 +40,8 @@ def test_tokens_equal_transformers(number: int, tmp_path: Path) -> None:
 def test_a_gguf_file_is_served_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
     """Alone: config and tokenizer are within it. Its codes stay codes in both instances."""
     file = write_lone_gguf(tmp_path / "model", Kind.Q4_0, DEMO_MODEL)
-    assert stands_alone(str(file))
-    served_file = Path(unpacked(file, {"XDG_CACHE_HOME": str(tmp_path / "cache")}))
+    assert is_lone_gguf(str(file))
+    served_file = Path(unpack_gguf(file, {"XDG_CACHE_HOME": str(tmp_path / "cache")}))
     model = reference_model(tmp_path / "plain")
     ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(TEXT).ids
     expected = {case: greedy(model, prompt, NEW_TOKENS) for case, prompt in {**PROMPTS, TEXT: ids}.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton_serve.services.local.launches import Programs
+from baton_serve.services.local.launches import ProgramLauncher
 from baton_serve.services.local.supervisor import MODULE
 from tests.e2e.cluster import Cluster, wait_until
 
@@ -132,7 +132,7 @@ def test_a_frozen_decode_does_not_hold_a_stream_for_ever(llama: Path) -> None:
 
 def test_ending_the_cluster_ends_every_process(llama: Path) -> None:
     """A cluster that is started by the command."""
-    with Cluster(llama, args=FLAGS, launch=Programs(MODULE)) as cluster:
+    with Cluster(llama, args=FLAGS, launch=ProgramLauncher(MODULE)) as cluster:
         pids = [cluster.pid("prefill"), cluster.pid("decode")]
         assert cluster.stop() == 0
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingParams
@@ -44,7 +44,7 @@ def make_work(
         token_ids=tokens,
         num_prompt_tokens=num_prompt_tokens or len(tokens),
         sampling=SamplingParams(**values),
-        root=root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
+        root=root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
         sequences=list(range(sequences)),
         itl_s=itl_s,
     )

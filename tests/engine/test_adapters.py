@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.messages import Work
 from baton_serve.engine import ConfigError, Engine, EngineConfig
 from baton_serve.engine.config import Quantization
@@ -31,7 +31,7 @@ def adapted(engine: Engine, name: str, tokens: list[int], adapter: str = "", *, 
         return work
     lora = lora or next(one.fingerprint for one in engine.adapters.records() if one.name == adapter)
     layout = engine.layout
-    root = root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, lora=lora)
+    root = root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, lora=lora)
     return msgspec.structs.replace(work, lora=lora, root=root)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine import Engine, StepResult
-from baton_serve.engine.core.scheduler import Plan, SampleRow
-from baton_serve.engine.sample.sampler import Choice
+from baton_serve.engine.core.scheduler import SampleRow, ScheduledBatch
+from baton_serve.engine.sample.sampler import SamplerOutput
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, outputs_of, run
 
@@ -35,10 +35,10 @@ class Ahead:
     """Counts the steps that an engine launched ahead."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans: list[Plan] = []
+        self.plans: list[ScheduledBatch] = []
         schedule = engine._scheduler.schedule_ahead
 
-        def counted(now: float) -> Plan | None:
+        def counted(now: float) -> ScheduledBatch | None:
             plan = schedule(now)
             self.plans += [] if plan is None else [plan]
             return plan
@@ -138,10 +138,10 @@ def test_prompts_for_another_instance_follow_each_other_and_their_blocks_wait_fo
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ahead_engine(reference.folder, max_num_batched_tokens=24) as source, ahead_engine(reference.folder) as sink:
-        ahead, starts, waited = Ahead(source, monkeypatch), list[Plan](), list[tuple[int, int]]()
+        ahead, starts, waited = Ahead(source, monkeypatch), list[ScheduledBatch](), list[tuple[int, int]]()
         start = source._runner.start
 
-        def count(plan: Plan, **kwargs: Any) -> Any:
+        def count(plan: ScheduledBatch, **kwargs: Any) -> Any:
             starts.append(plan)
             return start(plan, **kwargs)
 
@@ -219,7 +219,7 @@ def spoil(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third logits of `bad` are NaN."""
     choose = engine._runner._sampler.choose
 
-    def broken(logits: Tensor, rows: Sequence[SampleRow], **given: Any) -> Choice:
+    def broken(logits: Tensor, rows: Sequence[SampleRow], **given: Any) -> SamplerOutput:
         logits = logits.clone()
         for number, row in enumerate(rows):
             if row.sequence.request.work.request_id == "bad" and row.sequence.num_generated == 2:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.events import BlocksStored
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import TokenLogprobs
@@ -81,7 +81,7 @@ def test_a_lost_block_changes_the_answer(engine: Engine, reference: Reference) -
     prompt, answer = reference.prompts[3], reference.answers[3]
     engine.add(make_work(engine, "a", prompt))
     run(engine)
-    names = block_names(make_work(engine, "b", prompt).root, prompt, engine.layout.block_tokens)
+    names = hash_blocks(make_work(engine, "b", prompt).root, prompt, engine.layout.block_tokens)
     pinned = engine.pin(RequestId("pin"), names)
     engine.kv.tensor[pinned[2].block] = 0
     engine.unpin(RequestId("pin"))
@@ -188,7 +188,7 @@ def test_events_and_the_snapshot_agree(engine: Engine) -> None:
 
     engine.add(make_work(engine, "a", PROMPT))
     run(engine, see)
-    assert stored == engine.cached_names()
+    assert stored == engine.cached_block_hashes()
     assert len(stored) == (len(PROMPT) + 11) // engine.layout.block_tokens
 
 

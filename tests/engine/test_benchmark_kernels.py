@@ -1,15 +1,25 @@
 """What a step's kernels add up to."""
 
-from baton_serve.bench.micro.kernels import Span, Total, tally
+from baton_serve.bench.micro.kernels import KernelSpan, Total, tally
 
 
 def test_kernels_count_for_what_they_take_and_what_the_device_waits_before_them() -> None:
-    spans = [Span("b", 13.0, 15.0), Span("a", 0.0, 10.0), Span("a", 16.0, 20.0), Span("b", 20.0, 21.0)]
+    spans = [
+        KernelSpan("b", 13.0, 15.0),
+        KernelSpan("a", 0.0, 10.0),
+        KernelSpan("a", 16.0, 20.0),
+        KernelSpan("b", 20.0, 21.0),
+    ]
     assert tally(spans, steps=2) == [Total("a", 1.0, 7.0, 0.5), Total("b", 1.0, 1.5, 1.5)]
 
 
 def test_the_device_does_not_wait_where_kernels_overlap() -> None:
-    spans = [Span("long", 0.0, 10.0), Span("short", 2.0, 3.0), Span("next", 9.0, 12.0), Span("last", 13.0, 14.0)]
+    spans = [
+        KernelSpan("long", 0.0, 10.0),
+        KernelSpan("short", 2.0, 3.0),
+        KernelSpan("next", 9.0, 12.0),
+        KernelSpan("last", 13.0, 14.0),
+    ]
     assert {total.name: total.idle_us for total in tally(spans, steps=1)} == {
         "long": 0.0,
         "short": 0.0,

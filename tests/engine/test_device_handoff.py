@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.messages import Ticket
-from baton_serve.engine import CompletedPart, Engine, KVCache
+from baton_serve.engine import CompletedLayerGroups, Engine, KVCache
 from baton_serve.kvtransfer import TransferNode, Translation
 from tests.contract.test_transports import only
 from tests.devices import DEVICE
@@ -67,17 +67,17 @@ async def hand_over(source: Engine, sink: Engine, transport: str) -> tuple[str, 
         reservation = sink.reserve(make_work(sink, "w", PROMPT, **TOKENS))
         assert reservation is not None
         work, layout = make_work(source, "w", PROMPT, **TOKENS), source.layout
-        names = block_names(work.root, PROMPT, layout.block_tokens)
+        names = hash_blocks(work.root, PROMPT, layout.block_tokens)
         translation = Translation(layout, names, reservation.reused, len(PROMPT))
         fetch = asyncio.create_task(consumer.fetch(ticket, reservation.missing, translation=translation))
         producer.open(ticket)
         loop = asyncio.get_running_loop()
 
-        def publish_parts(tail: CompletedPart) -> None:
+        def publish_parts(tail: CompletedLayerGroups) -> None:
             for blocks in tail.blocks:
                 producer.publish_parts(ticket.ticket, blocks.blocks, tail.parts)
 
-        source.on_tail(lambda tail: loop.call_soon_threadsafe(publish_parts, tail))
+        source.on_layer_groups(lambda tail: loop.call_soon_threadsafe(publish_parts, tail))
         source.add(work, mode="prefill")
         first: list[int] = []
         while source.has_work():

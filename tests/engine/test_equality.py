@@ -7,7 +7,7 @@ from functools import cached_property
 import msgspec
 import pytest
 
-from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.messages import Work
 from baton_serve.engine import Engine
 from tests.engine.conftest import ANSWER_TOKENS, Reference, References
@@ -53,7 +53,7 @@ def reference(case: Case) -> Reference:
 def salted(engine: Engine, salt: str, work: Work) -> Work:
     """It shares no cached blocks with what has another salt."""
     layout = engine.layout
-    root = root_name(
+    root = root_hash(
         fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, cache_salt=salt
     )
     return msgspec.structs.replace(work, root=root)

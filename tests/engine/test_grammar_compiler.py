@@ -17,7 +17,7 @@ GOOD = 'start: "a" | "b"'
 
 
 def grammars(folder: Path) -> Grammars:
-    return Grammars(write_folder(folder / "model"), vocab_size=300, eos_ids=frozenset({EOS_ID}))
+    return Grammars(write_folder(folder / "model"), vocab_size=300, eos_token_ids=frozenset({EOS_ID}))
 
 
 @pytest.mark.parametrize(

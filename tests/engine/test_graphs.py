@@ -67,7 +67,7 @@ def test_padded_batches_give_the_right_tokens(family: str, references: Reference
     reference = references(family)
     with make_engine(reference.folder, max_num_seqs=16, max_num_batched_tokens=512) as engine:
         decodes, prompts = captured.graphs[:5], captured.graphs[5:]  # of 16, 8, 4, 2 and 1; of 512 to 16 tokens
-        assert len(prompts) == 2 * len(prompt_graphs.buckets(512))
+        assert len(prompts) == 2 * len(prompt_graphs.token_buckets(512))
         assert ask(engine, reference.prompts) == reference.answers
         assert ask(engine, reference.prompts[:3], 1) == reference.answers[:3]
         assert sum(graph.replays for graph in decodes) > 10
@@ -131,7 +131,7 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(
 
         def spoil(result: StepResult) -> None:
             failed.extend(result.failed)
-            bad = engine._roster.requests.get(RequestId("bad"))
+            bad = engine._table.requests.get(RequestId("bad"))
             if bad is not None and bad.sequences[0].num_generated == 3:
                 engine.kv.tensor[bad.sequences[0].blocks[-1]] = float("nan")
 

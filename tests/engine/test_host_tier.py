@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine import Engine, KVCache
 from baton_serve.engine.errors import ConfigError
@@ -113,11 +113,11 @@ def test_a_pin_brings_blocks_back_from_the_host_tier(references: References) -> 
         work = make_work(engine, "w", prompt)
         engine.add(work)
         run(engine)
-        names = block_names(work.root, prompt, 8)[: len(prompt) // 8]
+        names = hash_blocks(work.root, prompt, 8)[: len(prompt) // 8]
         before = [_bytes(engine, block) for _, block in engine.pin(RequestId("pin"), names)]
         engine.unpin(RequestId("pin"))
         evict(engine)
-        assert len(set(names) - set(engine.cached_names())) > 3
+        assert len(set(names) - set(engine.cached_block_hashes())) > 3
         pinned = engine.pin(RequestId("pin"), names)
         assert [name for name, _ in pinned] == names
         assert [_bytes(engine, block) for _, block in pinned] == before

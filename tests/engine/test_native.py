@@ -83,10 +83,10 @@ def test_the_end_of_sequence_is_read_from_both_files(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     ours, theirs = both(folder)
-    assert ours.eos_ids == theirs.eos_ids
+    assert ours.eos_token_ids == theirs.eos_token_ids
     (folder / "generation_config.json").unlink()
     ours, theirs = both(folder)
-    assert ours.eos_ids == theirs.eos_ids
+    assert ours.eos_token_ids == theirs.eos_token_ids
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "another shape", "a head of its own"])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton_serve.engine.core.scheduler import Plan
-from baton_serve.engine.core.step_time_model import LEAST, class_of
+from baton_serve.engine.core.scheduler import ScheduledBatch
+from baton_serve.engine.core.step_time_model import MIN_PROMPT_TOKENS, size_class
 from tests.engine.conftest import References
 from tests.engine.driving import make_engine, make_work, run
 
@@ -16,11 +16,11 @@ def test_prompts_beside_promised_answers(
     family: str, is_ahead: bool, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = references(family)
-    plans: list[Plan] = []
+    plans: list[ScheduledBatch] = []
     with make_engine(reference.folder, async_scheduling=is_ahead) as engine:
         schedule = engine._scheduler.schedule
 
-        def seen(now: float) -> Plan:
+        def seen(now: float) -> ScheduledBatch:
             plans.append(schedule(now))
             return plans[-1]
 
@@ -38,4 +38,4 @@ def test_prompts_beside_promised_answers(
     assert first == reference.answers[0][-len(first) :]
     beside = [plan for plan in plans if any(chunk.length == 1 for chunk in plan.chunks)]
     chunks = [sum(chunk.length for chunk in plan.chunks if chunk.length > 1) for plan in beside]
-    assert max(chunks) == class_of(1 + LEAST) - 1
+    assert max(chunks) == size_class(1 + MIN_PROMPT_TOKENS) - 1

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from baton_serve.engine import Engine, EngineConfig
-from baton_serve.engine.collectives.backends import Group
+from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
-from baton_serve.engine.parallel.tp_leader import LeadingExecutor
+from baton_serve.engine.parallel.tp_leader import TPExecutor
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -90,7 +90,7 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
     monkeypatch.setattr("baton_serve.engine.parallel.ranks.END_TIMEOUT_S", 0.5)
     with make_engine(references("llama").folder, tensor_parallel_size=2, async_scheduling=True) as engine:
         (rank,) = engine._ranks._ranks
-        assert isinstance(engine._executor, LeadingExecutor)
+        assert isinstance(engine._executor, TPExecutor)
         monkeypatch.setattr(engine._executor._own, "compute", lacks_memory)
         engine.add(make_work(engine, "a", references("llama").prompts[0]))
         with pytest.raises(EngineError, match=r"cannot go on together.*max_num_batched_tokens.*2 GiB"):
@@ -101,7 +101,7 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
 def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton_serve.engine.collectives.backends._groups_that_map", itertools.count())
     cpu = torch.device("cpu")
-    groups = [Group(tmp_path / f"store-{number}", Shard(0, 1), cpu) for number in range(2)]
+    groups = [TorchCollectives(tmp_path / f"store-{number}", Shard(0, 1), cpu) for number in range(2)]
     assert [group._are_first(cpu) for group in groups] == [True, False]
 
 

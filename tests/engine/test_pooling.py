@@ -18,7 +18,7 @@ from baton_serve.contracts.pooling import PoolingInput, PoolingParams, PoolingTa
 from baton_serve.engine import ConfigError, EngineConfig, ModelError, RequestError
 from baton_serve.engine.config import Task
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.kind import kind_of
+from baton_serve.engine.pooling.kind import detect_model_kind
 from tests.tiny_pooling_models import write_modules, write_pooling_model
 
 INPUTS = [[2, 7, 9, 3], [2, 8, 3], [2, *range(4, 15), 3], [2, 3], [2, 6, 6, 6, 7, 3], [2, *[5, 9] * 20, 3]]
@@ -31,7 +31,7 @@ def engine_of(folder: Path, task: Task = "auto", max_tokens: int = 64) -> Poolin
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", max_num_batched_tokens=max_tokens, max_num_seqs=8
     )
-    return PoolingEngine(config, kind_of(folder, task=task))
+    return PoolingEngine(config, detect_model_kind(folder, task=task))
 
 
 def vectors_of(

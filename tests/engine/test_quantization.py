@@ -17,7 +17,7 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.quantized.formats import Scheme, quantize, scheme
 from baton_serve.engine.model.quantized.modules import quantized_layers
-from baton_serve.engine.model.quantized.online import HEAD
+from baton_serve.engine.model.quantized.online import HEAD_SCHEME
 from tests.engine.conftest import References, greedy_answer
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
@@ -27,7 +27,7 @@ KV_DTYPES: list[KvCacheDtype] = ["fp8_e4m3", "fp8_e5m2", "int8"]
 PROMPT = [random.Random(1).randrange(256) for _ in range(70)]
 
 
-def rounded(folder: Path, how: Scheme, *, head: Scheme | None = HEAD) -> torch.nn.Module:
+def rounded(folder: Path, how: Scheme, *, head: Scheme | None = HEAD_SCHEME) -> torch.nn.Module:
     """What transformers computes when it is given the numbers that the codes stand for."""
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

@@ -4,15 +4,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.core.sequence import Request, Sequence
 from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
-from baton_serve.engine.sample.sampler import Sampler, invert_cumulative, keep_most_likely
-from baton_serve.engine.sample.token_masks import Masking
+from baton_serve.engine.sample.sampler import Sampler, apply_top_k_top_p, invert_cumulative
+from baton_serve.engine.sample.token_masks import TokenMasker
 
 VOCAB = 40
 
@@ -24,7 +24,7 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         sampling=SamplingParams(**values),
-        root=BlockName(b""),
+        root=BlockHash(b""),
     )
     request = Request(work, "generate", 0, 0, 0.0, frozenset(work.sampling.stop_token_ids), 999)
     return SampleRow(0, Sequence(request, index, prompt + (output or [])), index)
@@ -32,8 +32,8 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
 
 def sample(logits: torch.Tensor, *rows: SampleRow) -> list[int]:
     device = torch.device("cpu")
-    grammars = Grammars(Path("nowhere"), vocab_size=VOCAB, eos_ids=frozenset())
-    masking = Masking(ConstraintBuilder(grammars, vocab_size=VOCAB), device)
+    grammars = Grammars(Path("nowhere"), vocab_size=VOCAB, eos_token_ids=frozenset())
+    masking = TokenMasker(ConstraintBuilder(grammars, vocab_size=VOCAB), device)
     constraints = masking.begin(rows)
     masks = None if constraints is None else masking.send(constraints.result())
     masking.close()
@@ -62,7 +62,7 @@ def kept_by_sorting(scores: torch.Tensor, top_k: int, top_p: float) -> set[int]:
 def test_top_k_and_top_p_keep_what_their_definition_says(num_candidates: int) -> None:
     scores = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     top_k, top_p = [VOCAB, 1, 7, 30, VOCAB, 3], [0.5, 1.0, 0.9, 0.8, 0.01, 0.6]
-    kept = keep_most_likely(
+    kept = apply_top_k_top_p(
         scores, torch.tensor(top_k)[:, None], torch.tensor(top_p)[:, None], num_candidates=num_candidates
     )
     for row in range(len(top_k)):

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.engine import CompletedPart
+from baton_serve.engine import CompletedLayerGroups
 from baton_serve.engine.core.outputs import CompletedBlocks, NamedBlock
-from baton_serve.engine.device import copies_beside_computing
+from baton_serve.engine.device import has_side_streams
 from baton_serve.engine.step import layer_groups as tail
-from baton_serve.engine.step.layer_groups import parts_of
+from baton_serve.engine.step.layer_groups import num_layer_groups
 from tests.devices import DEVICE
 from tests.engine.driving import make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
@@ -37,12 +37,12 @@ def test_a_part_is_told_when_its_layers_are_computed(
     }
     with make_engine(folder, enforce_eager=True, **settings) as engine:  # a graph is told of when it has ended
         assert engine.tail_parts == PARTS
-        told: list[tuple[CompletedPart, torch.Tensor]] = []
+        told: list[tuple[CompletedLayerGroups, torch.Tensor]] = []
 
-        def blocks_of(part: CompletedPart) -> list[int]:
+        def blocks_of(part: CompletedLayerGroups) -> list[int]:
             return [block for completed in part.blocks for _, block in completed.blocks]
 
-        engine.on_tail(lambda part: told.append((part, engine.kv.device_tensor[blocks_of(part)].clone())))
+        engine.on_layer_groups(lambda part: told.append((part, engine.kv.device_tensor[blocks_of(part)].clone())))
         completed = []
         engine.add(make_work(engine, "w", PROMPT, **TOKENS), mode="prefill")
         run(engine, lambda result: completed.extend(result.completed))
@@ -60,8 +60,8 @@ def test_a_part_is_told_when_its_layers_are_computed(
 def test_only_prompts_that_are_handed_on_have_a_tail(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=2)
     with make_engine(folder, tail_parts=2) as engine:
-        told: list[CompletedPart] = []
-        engine.on_tail(told.append)
+        told: list[CompletedLayerGroups] = []
+        engine.on_layer_groups(told.append)
         engine.add(make_work(engine, "w", PROMPT, **TOKENS))
         run(engine)
         assert told == []
@@ -70,13 +70,13 @@ def test_only_prompts_that_are_handed_on_have_a_tail(tmp_path: Path) -> None:
 def test_few_blocks_are_told_of_in_larger_groups_or_whole() -> None:
     """Of a block in four parts all of it, three quarters, half, a quarter are useful; of two blocks half as much."""
     layout = KVLayout(fingerprint="f", num_layers=8, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
-    one, two = (CompletedBlocks(RequestId(f"{n}"), [NamedBlock(BlockName(b""), 0)] * n) for n in (1, 2))
+    one, two = (CompletedBlocks(RequestId(f"{n}"), [NamedBlock(BlockHash(b""), 0)] * n) for n in (1, 2))
     found = []
     for quarters in (4, 3, 2, 1):
         told: list[tuple[range, list[CompletedBlocks]]] = []
-        made = tail.Tail(
+        made = tail.LayerGroupReporter(
             layout,
-            tail.TailPlan(PARTS, layout.block_bytes * quarters // 4),
+            tail.LayerGroupPlan(PARTS, layout.block_bytes * quarters // 4),
             torch.device("cpu"),
             lambda part, told=told: told.append((part.parts, part.blocks)),  # type: ignore[misc]
         )
@@ -95,10 +95,10 @@ def test_by_default_hosts_have_no_tail_and_devices_that_copy_meanwhile_do(tmp_pa
     folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=PARTS)
     with make_engine(folder) as engine:
         assert engine.tail_parts == (PARTS if DEVICE != "cpu" else 1)
-    assert not copies_beside_computing(torch.device("cpu"))
+    assert not has_side_streams(torch.device("cpu"))
 
 
 def test_parts_are_equal_groups_of_layers() -> None:
-    assert [parts_of(32, asked) for asked in (1, 3, 8, 12, 64)] == [1, 2, 8, 8, 32]
-    assert parts_of(28, 8) == 7
-    assert parts_of(61, 8) == 1
+    assert [num_layer_groups(32, asked) for asked in (1, 3, 8, 12, 64)] == [1, 2, 8, 8, 32]
+    assert num_layer_groups(28, 8) == 7
+    assert num_layer_groups(61, 8) == 1

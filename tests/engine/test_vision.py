@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaNextProcessor
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision import PINPOINTS, VisionProfile
 from baton_serve.engine import Engine, EngineConfig
@@ -22,8 +22,8 @@ from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import ModelError, RequestError, UnsupportedModelError
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.vision import load_images
-from baton_serve.engine.model.vision.placeholders import Picture
-from baton_serve.engine.model.vision.prompt import KeptFeatures
+from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.prompt import FeatureCache
 from baton_serve.engine.model.vision.tower import VisionTower
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
 from tests.images import Piece, Reference, picture, prompt_of, tokens_of
@@ -126,10 +126,10 @@ def test_with_steps_launched_before_tokens_are_known(llava: Llava) -> None:
 def test_an_image_is_encoded_once_also_where_the_cached_prefix_ends_within_it(
     llava: Llava, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded: list[Picture] = []
+    encoded: list[DecodedImage] = []
     encode = VisionTower.encode
 
-    def counted(tower: VisionTower, picture: Picture) -> torch.Tensor:
+    def counted(tower: VisionTower, picture: DecodedImage) -> torch.Tensor:
         encoded.append(picture)
         return encode(tower, picture)
 
@@ -139,14 +139,14 @@ def test_an_image_is_encoded_once_also_where_the_cached_prefix_ends_within_it(
         for number in range(3):
             work = work_of(engine, str(number), TWO)
             if number == 2:  # another tenant's must not be quicker for having been seen
-                work = msgspec.structs.replace(work, root=BlockName(b"another tenant's"))
+                work = msgspec.structs.replace(work, root=BlockHash(b"another tenant's"))
             add(engine, work, TWO)
             assert run(engine)[str(number), 0] == llava.answers[2]
             assert len(encoded) == (4 if number == 2 else 2)
 
 
 def test_embeddings_that_are_kept_are_bounded() -> None:
-    kept, names = KeptFeatures(100), [(BlockName(b""), bytes([number])) for number in range(4)]
+    kept, names = FeatureCache(100), [(BlockHash(b""), bytes([number])) for number in range(4)]
     for name in names[:3]:
         kept.keep(name, torch.zeros(10))
     kept.keep(names[1], torch.zeros(10))

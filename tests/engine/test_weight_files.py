@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from baton_serve.engine.loading import weight_files
-from baton_serve.engine.loading.weight_files import Piece, fill, map_tensors, stored_pieces
+from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors, tensor_copies
 from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_all_parameters_are_those_that_transformers_loads(
     with no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     made.tie_weights()
-    pieces = stored_pieces(made, map_tensors(folder))
+    pieces = tensor_copies(made, map_tensors(folder))
     assert pieces is not None
     told: list[float] = []
     fill(pieces, CPU, told.append)
@@ -45,9 +45,9 @@ def test_what_transformers_converts_is_left_to_it(tmp_path: Path) -> None:
     module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     stored = map_tensors(folder)
     name = next(iter(stored))
-    assert stored_pieces(module, {n: t for n, t in stored.items() if n != name}) is None
-    assert stored_pieces(module, {**stored, "other.weight": torch.zeros(1)}) is None
-    assert stored_pieces(module, {**stored, name: torch.zeros(3)}) is None
+    assert tensor_copies(module, {n: t for n, t in stored.items() if n != name}) is None
+    assert tensor_copies(module, {**stored, "other.weight": torch.zeros(1)}) is None
+    assert tensor_copies(module, {**stored, name: torch.zeros(3)}) is None
 
 
 def test_slices_of_every_dtype(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_slices_of_every_dtype(tmp_path: Path) -> None:
     stored = map_tensors(tmp_path)
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     columns = torch.zeros(6, 3, dtype=torch.bfloat16)
-    pieces = [Piece(targets[name], stored[name]) for name in tensors]
-    fill([*pieces, Piece(columns, stored["wide"][:, 2:5])], CPU, lambda fraction: None)
+    pieces = [TensorCopy(targets[name], stored[name]) for name in tensors]
+    fill([*pieces, TensorCopy(columns, stored["wide"][:, 2:5])], CPU, lambda fraction: None)
     assert all(
         torch.equal(targets[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in ("wide", "half", "code")
     )
     assert targets["odd"].tolist() == [0, 1, 2] and targets["scalar"].item() == 3.0
     assert torch.equal(columns, tensors["wide"][:, 2:5].bfloat16())
     with pytest.raises(ValueError, match=r"shape \[6, 8\] is stored for one of \[8, 6\]"):
-        fill([Piece(torch.zeros(8, 6), stored["wide"])], CPU, lambda fraction: None)
+        fill([TensorCopy(torch.zeros(8, 6), stored["wide"])], CPU, lambda fraction: None)

@@ -57,11 +57,11 @@ class Prometheus:
         """`count` more of each target."""
         seen = {pod: value for pod, value in self._scrapes().items()}
 
-        def are_there() -> bool:
+        def are_copied() -> bool:
             now = self._scrapes()
             return len(now) == self._size and all(value >= seen.get(pod, 0) + count for pod, value in now.items())
 
-        wait_until(are_there, timeout_s=30, what="scrapes of all targets")
+        wait_until(are_copied, timeout_s=30, what="scrapes of all targets")
 
     def value_of(self, expression: str) -> float:
         """The first sample; NaN without any. Raises for an expression that Prometheus does not accept."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton_serve.bench.cards import CARDS, MODELS, Card, batch_size, kv_tokens, step_s
+from baton_serve.bench.cards import CARDS, MODELS, GpuSpec, batch_size, kv_tokens, step_s
 from tests.helm.chart import ROOT
 from tools.sizing import EXAMPLE, one_card_table, pool_table
 
@@ -15,7 +15,7 @@ def test_the_tables_are_those_of_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: str(card.name))
-def test_a_batch_fits_the_cache_and_keeps_the_pace(card: Card) -> None:
+def test_a_batch_fits_the_cache_and_keeps_the_pace(card: GpuSpec) -> None:
     for model in MODELS:
         batch = batch_size(card, model, EXAMPLE)
         context = EXAMPLE.prompt_tokens + EXAMPLE.answer_tokens

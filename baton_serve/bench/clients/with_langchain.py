@@ -10,7 +10,7 @@ from pydantic import BaseModel
 QUESTION = [SystemMessage("You are helpful."), HumanMessage("Tell me about the red radio.")]
 
 
-class Verdict(BaseModel):
+class Opinion(BaseModel):
     """Whether something is good."""
 
     is_good: bool
@@ -27,10 +27,10 @@ def main(url: str, embedding_url: str | None) -> None:
     both = chat.batch([QUESTION, QUESTION])
     assert both[0].content == both[1].content == whole.content
     print(f"langchain: chat {whole.content!r}, streamed and in a batch alike")
-    structured = ChatOpenAI(**common, max_tokens=200).with_structured_output(Verdict, method="json_schema", strict=True)
+    structured = ChatOpenAI(**common, max_tokens=200).with_structured_output(Opinion, method="json_schema", strict=True)
     found = structured.invoke("Is it good?")
-    assert isinstance(found, Verdict), found
-    bound = ChatOpenAI(**common, max_tokens=200).bind_tools([Verdict], tool_choice="required", strict=True)
+    assert isinstance(found, Opinion), found
+    bound = ChatOpenAI(**common, max_tokens=200).bind_tools([Opinion], tool_choice="required", strict=True)
     called = bound.invoke("Is it good?")
     assert called.tool_calls[0]["name"] == "Verdict", called
     print(f"langchain: structured output {found}, a call of a tool {called.tool_calls[0]['args']}")

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     heads: int
     kv_heads: int
     head_dim: int
@@ -37,22 +37,22 @@ class Ragged:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [
-    Case(32, 8, 128, 64, BF16, BF16),
-    Case(32, 8, 128, 64, FP16, FP16),
-    Case(32, 8, 128, 16, BF16, BF16),
-    Case(32, 8, 128, 128, BF16, BF16),
-    Case(32, 8, 128, 64, FP32, FP32),
-    Case(14, 2, 64, 64, BF16, BF16),
-    Case(40, 8, 128, 64, BF16, BF16),
-    Case(12, 12, 64, 16, FP32, FP32),
-    Case(32, 32, 80, 64, BF16, BF16),
-    Case(32, 32, 96, 64, BF16, BF16),
-    Case(16, 8, 256, 64, BF16, BF16, window=100, softcap=50.0),
-    Case(8, 4, 256, 16, FP32, FP32, window=33),
-    Case(64, 8, 64, 64, BF16, BF16, window=128, sinks=True),
-    Case(64, 8, 64, 64, BF16, BF16, sinks=True),
-    Case(32, 8, 128, 64, BF16, torch.float8_e4m3fn),
-    Case(32, 8, 128, 64, BF16, torch.float8_e5m2),
+    AttentionCase(32, 8, 128, 64, BF16, BF16),
+    AttentionCase(32, 8, 128, 64, FP16, FP16),
+    AttentionCase(32, 8, 128, 16, BF16, BF16),
+    AttentionCase(32, 8, 128, 128, BF16, BF16),
+    AttentionCase(32, 8, 128, 64, FP32, FP32),
+    AttentionCase(14, 2, 64, 64, BF16, BF16),
+    AttentionCase(40, 8, 128, 64, BF16, BF16),
+    AttentionCase(12, 12, 64, 16, FP32, FP32),
+    AttentionCase(32, 32, 80, 64, BF16, BF16),
+    AttentionCase(32, 32, 96, 64, BF16, BF16),
+    AttentionCase(16, 8, 256, 64, BF16, BF16, window=100, softcap=50.0),
+    AttentionCase(8, 4, 256, 16, FP32, FP32, window=33),
+    AttentionCase(64, 8, 64, 64, BF16, BF16, window=128, sinks=True),
+    AttentionCase(64, 8, 64, 64, BF16, BF16, sinks=True),
+    AttentionCase(32, 8, 128, 64, BF16, torch.float8_e4m3fn),
+    AttentionCase(32, 8, 128, 64, BF16, torch.float8_e5m2),
 ]
 RAGGED = [
     Ragged([1] * 5, [1, 63, 64, 1088, 3000]),
@@ -100,7 +100,7 @@ def make_batch(ragged: Ragged, block: int, device: torch.device) -> AttentionMet
     )
 
 
-def _check(case: Case, ragged: Ragged, device: torch.device) -> str:
+def _check(case: AttentionCase, ragged: Ragged, device: torch.device) -> str:
     """Empty when all is well. Memory behind the last token of each sequence holds NaN."""
     meta = make_batch(ragged, case.block, device)
     tokens = sum(ragged.queries)

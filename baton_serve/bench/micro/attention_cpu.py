@@ -41,7 +41,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CpuAttentionShape:
     num_heads: int = 14
     num_kv_heads: int = 2
     head_dim: int = 64
@@ -85,21 +85,24 @@ def run(arguments: Sequence[str]) -> None:
         print(f"{options.threads} threads, read bandwidth {bytes_per_s / 1e9:.1f} GB/s")
         print(f"{'case':78} {'median':>9} {'best':>9} {'limit':>9} {'ratio':>6} {'SDPA':>9}  ms")
     codes = KV_DTYPES.get(options.kv_cache_dtype)
-    gqa, wide = Shape(codes=codes), Shape(num_heads=32, num_kv_heads=8, head_dim=128, codes=codes)
+    gqa, wide = (
+        CpuAttentionShape(codes=codes),
+        CpuAttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, codes=codes),
+    )
     for shape, batch, context in (
         (gqa, 16, 2048),
-        (Shape(block_tokens=64, codes=codes), 16, 2048),
+        (CpuAttentionShape(block_tokens=64, codes=codes), 16, 2048),
         (gqa, 1, 2048),
         (gqa, 1, 32768),
         (wide, 4, 2048),
-        (Shape(dtype=torch.float32, codes=codes), 16, 2048),
+        (CpuAttentionShape(dtype=torch.float32, codes=codes), 16, 2048),
     ):
         show(decode(shape, batch, context, bytes_per_s, options.seconds), as_json=options.json)
     for shape, tokens, prefix in (
         (gqa, 2048, 0),
         (gqa, 512, 1536),
         (wide, 1024, 0),
-        (Shape(dtype=torch.float32, codes=codes), 2048, 0),
+        (CpuAttentionShape(dtype=torch.float32, codes=codes), 2048, 0),
     ):
         show(prefill(shape, tokens, prefix, options.seconds), as_json=options.json)
 
@@ -112,7 +115,7 @@ def show(result: Result, *, as_json: bool) -> None:
     print(f"{result.bench + ' ' + result.case:78} {numbers}", flush=True)
 
 
-def decode(shape: Shape, batch: int, context: int, bytes_per_s: float, seconds: float) -> Result:
+def decode(shape: CpuAttentionShape, batch: int, context: int, bytes_per_s: float, seconds: float) -> Result:
     """One token for each of `batch` sequences of `context` tokens, whose blocks lie in random order."""
     num_blocks = batch * -(-context // shape.block_tokens)
     layers = ROTATED_LAYERS if batch * context <= 1 << 16 else 2
@@ -133,7 +136,7 @@ def decode(shape: Shape, batch: int, context: int, bytes_per_s: float, seconds: 
     return result_of("decode", case, median, best, limit, measure(peer, seconds)[0])
 
 
-def prefill(shape: Shape, tokens: int, prefix: int, seconds: float) -> Result:
+def prefill(shape: CpuAttentionShape, tokens: int, prefix: int, seconds: float) -> Result:
     """`tokens` new tokens of one sequence after `prefix` cached ones; SDPA gets the same by a mask, or `is_causal`."""
     context = tokens + prefix
     num_blocks = -(-context // shape.block_tokens)
@@ -167,7 +170,7 @@ def metadata(new_tokens: list[int], context: int, num_blocks: int) -> AttentionM
 
 
 def time_attend(
-    query: Tensor, cache: Tensor, meta: AttentionMetadata, shape: Shape, seconds: float
+    query: Tensor, cache: Tensor, meta: AttentionMetadata, shape: CpuAttentionShape, seconds: float
 ) -> tuple[float, float]:
     backend: AttentionBackend = attention_backend(torch.device("cpu"), shape.dtype)
     spec = AttentionSpec(shape.head_dim**-0.5)

@@ -36,21 +36,26 @@ SHARDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GpuAttentionShape:
     batch: int
     context: int
     layers: int  # the cache's layers are visited in turn, so that no layer is read from the L2
 
 
 DECODES = [
-    Shape(1, 1088, 32),
-    Shape(8, 1088, 8),
-    Shape(32, 1088, 4),
-    Shape(64, 1088, 4),
-    Shape(128, 1088, 3),
-    Shape(256, 1088, 3),
+    GpuAttentionShape(1, 1088, 32),
+    GpuAttentionShape(8, 1088, 8),
+    GpuAttentionShape(32, 1088, 4),
+    GpuAttentionShape(64, 1088, 4),
+    GpuAttentionShape(128, 1088, 3),
+    GpuAttentionShape(256, 1088, 3),
 ]
-LONG_DECODES = [Shape(1, 8192, 8), Shape(8, 8192, 4), Shape(64, 8192, 2), Shape(256, 8192, 1)]
+LONG_DECODES = [
+    GpuAttentionShape(1, 8192, 8),
+    GpuAttentionShape(8, 8192, 4),
+    GpuAttentionShape(64, 8192, 2),
+    GpuAttentionShape(256, 8192, 1),
+]
 PREFILLS = [512, 2048, 8192]
 
 
@@ -178,7 +183,7 @@ def graph_ms(call: Callable[[int], object], layers: int, rounds: int = 4) -> flo
     return statistics.median(times) / (rounds * layers)
 
 
-def time_decode(shapes: list[Shape], shard: int | None) -> None:
+def time_decode(shapes: list[GpuAttentionShape], shard: int | None) -> None:
     table: dict[str, list[str]] = {}
     for shape in shapes:
         work = workload(shape.batch, 1, shape.context, shape.layers)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton_serve.bench.report import Row, show
 from baton_serve.contracts.events import BlocksRemoved, BlocksStored, EventBatch
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.messages import Snapshot
 from baton_serve.services.router.placement.block_index import BlockIndex
 
@@ -25,16 +25,16 @@ _BATCH_BLOCKS = 32
 """Of an event batch: 2,048 tokens, a chunk of prefill."""
 
 
-def names(count: int) -> list[BlockName]:
+def names(count: int) -> list[BlockHash]:
     data = secrets.token_bytes(16 * count)
-    return [BlockName(data[start : start + 16]) for start in range(0, len(data), 16)]
+    return [BlockHash(data[start : start + 16]) for start in range(0, len(data), 16)]
 
 
 def instances(count: int) -> list[InstanceId]:
     return [InstanceId(f"prefill-{number}") for number in range(count)]
 
 
-def filled(ids: Sequence[InstanceId], cached: Sequence[Sequence[BlockName]]) -> BlockIndex:
+def filled(ids: Sequence[InstanceId], cached: Sequence[Sequence[BlockHash]]) -> BlockIndex:
     index = BlockIndex()
     for instance, blocks in zip(ids, cached, strict=True):
         index.add(instance, _GENERATION)
@@ -42,10 +42,10 @@ def filled(ids: Sequence[InstanceId], cached: Sequence[Sequence[BlockName]]) -> 
     return index
 
 
-def match_seconds(ids: Sequence[InstanceId], prompt: Sequence[BlockName], rounds: int) -> Iterator[tuple[str, float]]:
+def match_seconds(ids: Sequence[InstanceId], prompt: Sequence[BlockHash], rounds: int) -> Iterator[tuple[str, float]]:
     """Median of a prompt that all have, that each has a different part of, and that nobody has."""
     parts = [len(prompt) * (number + 1) // len(ids) for number in range(len(ids))]
-    cases: list[tuple[str, list[Sequence[BlockName]]]] = [
+    cases: list[tuple[str, list[Sequence[BlockHash]]]] = [
         ("all of it cached everywhere", [prompt] * len(ids)),
         ("a different part cached on each", [prompt[:part] for part in parts]),
         ("all of it cached on one", [prompt, *([[]] * (len(ids) - 1))]),
@@ -78,7 +78,7 @@ def memory_bytes(ids: Sequence[InstanceId], blocks: int) -> float:
 def events_per_s(ids: Sequence[InstanceId], batches: int) -> float:
     """Blocks stored and removed, in batches of a chunk each; an instance's cache holds a hundred chunks."""
     index = filled(ids, [[] for _ in ids])
-    kept: list[list[list[BlockName]]] = [[] for _ in ids]
+    kept: list[list[list[BlockHash]]] = [[] for _ in ids]
     queue: list[EventBatch] = []
     num_blocks = 0
     for number in range(batches):

@@ -30,7 +30,7 @@ from baton_serve.bench.micro.engine_peer import NAME as PEER_LABEL
 from baton_serve.bench.micro.engine_peer import TransformersPeer
 from baton_serve.bench.micro.engine_shapes import SHAPES, WEIGHT_BITS, Costs, costs, write_shape
 from baton_serve.bench.report import Row, show
-from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingParams
@@ -56,14 +56,14 @@ PEER_VALUES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DeviceSpeeds:
     """Of all devices together."""
 
     read: float  # bytes / s
     product: float  # floating-point operations / s
 
-    def times(self, count: int) -> "Limits":
-        return Limits(self.read * count, self.product * count)
+    def times(self, count: int) -> "DeviceSpeeds":
+        return DeviceSpeeds(self.read * count, self.product * count)
 
     def decode_s(self, cost: Costs, batch: int, context: int) -> float:
         weights = cost.decode_bytes(batch, 0) / self.read
@@ -77,7 +77,7 @@ class Prompts:
     def __init__(self, engine: Engine) -> None:
         layout = engine.layout
         self._vocab_size = engine.vocab_size
-        self._root = root_name(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens)
+        self._root = root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens)
         self._next = 0
 
     def work(self, number: int, length: int, max_tokens: int) -> Work:
@@ -92,7 +92,7 @@ class Prompts:
         )
 
 
-def measure_limits(target: torch.device) -> Limits:
+def measure_limits(target: torch.device) -> DeviceSpeeds:
     is_host = device.is_host(target)
     source = torch.ones((1 << 27) if is_host else (1 << 31), dtype=torch.int32, device=target)
     size = 2048 if is_host else 8192
@@ -103,11 +103,11 @@ def measure_limits(target: torch.device) -> Limits:
     if is_host:  # some CPUs multiply bf16 more slowly than float32
         wide_left, wide_right = left.float(), right.float()
         product = min(product, _seconds(target, lambda: wide_left @ wide_right, rounds))
-    return Limits(read=source.nbytes / read, product=2 * size**3 / product)
+    return DeviceSpeeds(read=source.nbytes / read, product=2 * size**3 / product)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class CaseResult:
     """A case's medians."""
 
     value: float
@@ -116,7 +116,7 @@ class Taken:
     quartiles: tuple[float, float] | None
 
 
-class Turns:
+class InterleavedRuns:
     """Takes a case's value and its limit in turns."""
 
     def __init__(self, options: argparse.Namespace, target: torch.device) -> None:
@@ -125,21 +125,23 @@ class Turns:
         self.rounds = options.rounds if self.is_host else 1
         self.first = measure_limits(target).times(self._count)
 
-    def __call__(self, value: Callable[[], float], limit: Callable[[Limits], float], *, less_is_better: bool) -> Taken:
+    def __call__(
+        self, value: Callable[[], float], limit: Callable[[DeviceSpeeds], float], *, less_is_better: bool
+    ) -> CaseResult:
         """`limit`: what `value` would be at these speeds."""
         values, limits, ratios = list[float](), list[float](), list[float]()
         before = self._speeds()
         for _ in range(self.rounds):
             values.append(value())
             after = self._speeds()
-            limits.append(limit(Limits((before.read + after.read) / 2, (before.product + after.product) / 2)))
+            limits.append(limit(DeviceSpeeds((before.read + after.read) / 2, (before.product + after.product) / 2)))
             ratios.append(limits[-1] / values[-1] if less_is_better else values[-1] / limits[-1])
             before = after
         quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else None
         ends = (quartiles[0], quartiles[2]) if quartiles else None
-        return Taken(statistics.median(values), statistics.median(limits), statistics.median(ratios), ends)
+        return CaseResult(statistics.median(values), statistics.median(limits), statistics.median(ratios), ends)
 
-    def _speeds(self) -> Limits:
+    def _speeds(self) -> DeviceSpeeds:
         return measure_limits(self._target).times(self._count) if self.is_host else self.first
 
 
@@ -198,7 +200,7 @@ def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, le
 class Cases:
     """Of one engine. Prompts are new each time."""
 
-    def __init__(self, engine: Engine, cost: Costs, in_turns: Turns, steps: int) -> None:
+    def __init__(self, engine: Engine, cost: Costs, in_turns: InterleavedRuns, steps: int) -> None:
         self._engine, self._cost, self._in_turns, self._steps = engine, cost, in_turns, steps
         self._prompts = Prompts(engine)
         self._next = itertools.count(2000)
@@ -207,7 +209,7 @@ class Cases:
         """Seconds of that many prompts."""
         return prefill_seconds(self._engine, self._prompts, next(self._next) * count, count, length)
 
-    def first_token(self, length: int) -> Taken:
+    def first_token(self, length: int) -> CaseResult:
         """In seconds."""
         at_once = 1 if self._in_turns.is_host else 3
         return self._in_turns(
@@ -216,7 +218,7 @@ class Cases:
             less_is_better=True,
         )
 
-    def prefill(self, count: int, length: int) -> Taken:
+    def prefill(self, count: int, length: int) -> CaseResult:
         """In tokens a second."""
         self.fresh(min(count, 16), length)  # libraries load code per size
         return self._in_turns(
@@ -225,7 +227,7 @@ class Cases:
             less_is_better=False,
         )
 
-    def decode(self, batch: int, context: int) -> Taken:
+    def decode(self, batch: int, context: int) -> CaseResult:
         """A step, in seconds."""
         steps = -(-self._steps // self._in_turns.rounds)
         total = steps * self._in_turns.rounds
@@ -240,7 +242,7 @@ class Cases:
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
-    in_turns = Turns(options, target)
+    in_turns = InterleavedRuns(options, target)
     limits = in_turns.first
     yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
     yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
@@ -290,13 +292,13 @@ def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
         peer.close()
 
 
-def _timed_row(options: argparse.Namespace, case: str, taken: Taken) -> Row:
+def _timed_row(options: argparse.Namespace, case: str, taken: CaseResult) -> Row:
     """Of seconds."""
-    in_ms = Taken(taken.value * 1e3, taken.limit * 1e3, taken.ratio, taken.quartiles)
+    in_ms = CaseResult(taken.value * 1e3, taken.limit * 1e3, taken.ratio, taken.quartiles)
     return _row(options, case, in_ms.value, "ms", in_ms)
 
 
-def _row(options: argparse.Namespace, case: str, value: float, unit: str, taken: Taken | None = None) -> Row:
+def _row(options: argparse.Namespace, case: str, value: float, unit: str, taken: CaseResult | None = None) -> Row:
     sys.stderr.write(f"{case}: {value:.4g} {unit}\n")
     is_measured = options.shape == "llama-3.1-8b" and not options.quantization and options.kv_cache_dtype == "auto"
     peer = PEER_VALUES.get(case) if is_measured else None

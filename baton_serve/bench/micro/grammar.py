@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from tokenizers import Tokenizer
 
 from baton_serve.bench.report import Row, show
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.engine import Engine, EngineConfig
@@ -32,7 +32,7 @@ ANSWER_TOKENS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class GrammarCase:
     """`kind` is what `grammar` is: a JSON schema or a regular expression. `text` fits it."""
 
     name: str
@@ -42,7 +42,7 @@ class Case:
 
 
 class Library(Protocol):
-    def compile(self, case: Case) -> object: ...
+    def compile(self, case: GrammarCase) -> object: ...
 
     def matcher(self, compiled: object) -> tuple[Callable[[], None], Callable[[int], bool]]:
         """What makes the next token's mask, and what takes a token."""
@@ -59,7 +59,7 @@ class LLGuidance:
         self._tokenizer = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=eos)
         self._mask = np.zeros((self._tokenizer.vocab_size + 31) // 32, dtype=np.int32)
 
-    def compile(self, case: Case) -> object:
+    def compile(self, case: GrammarCase) -> object:
         if case.kind == "json":
             grammar = self._library.grammar_from_json_schema(case.grammar)
         else:
@@ -83,7 +83,7 @@ class XGrammar:
         self._compiler = self._library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._mask = self._library.allocate_token_bitmask(1, info.vocab_size)
 
-    def compile(self, case: Case) -> object:
+    def compile(self, case: GrammarCase) -> object:
         make = {"json": self._compiler.compile_json_schema, "regex": self._compiler.compile_regex}[case.kind]
         return make(case.grammar)
 
@@ -95,7 +95,7 @@ class XGrammar:
 LIBRARIES: dict[str, Callable[[TextTokenizer], Library]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
 
 
-def cases() -> list[Case]:
+def cases() -> list[GrammarCase]:
     person = {
         "type": "object",
         "properties": {
@@ -130,18 +130,18 @@ def cases() -> list[Case]:
     values = {f"field_{i}": [None, i * 1.5, f"value number {i}"][i % 3] for i in range(120)}
     words = [f"option-{i:04d}-{i * 7919 % 1000}" for i in range(500)]
     return [
-        Case("any object", "json", '{"type": "object"}', json.dumps(whole, ensure_ascii=False)),
-        Case("flat object", "json", json.dumps(person), json.dumps(one, ensure_ascii=False)),
-        Case("nested, references", "json", json.dumps(team), json.dumps(whole, ensure_ascii=False)),
-        Case("120 fields", "json", json.dumps(wide), json.dumps(values)),
-        Case("choice of 500", "regex", "|".join(words), words[321]),
-        Case(
+        GrammarCase("any object", "json", '{"type": "object"}', json.dumps(whole, ensure_ascii=False)),
+        GrammarCase("flat object", "json", json.dumps(person), json.dumps(one, ensure_ascii=False)),
+        GrammarCase("nested, references", "json", json.dumps(team), json.dumps(whole, ensure_ascii=False)),
+        GrammarCase("120 fields", "json", json.dumps(wide), json.dumps(values)),
+        GrammarCase("choice of 500", "regex", "|".join(words), words[321]),
+        GrammarCase(
             "date and time",
             "regex",
             r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)",
             "2025-11-20T16:30:00.125Z",
         ),
-        Case("prose of 600", "regex", r"[A-Z][a-z ,]{20,600}\.", "The " + "quick brown fox, " * 16 + "done."),
+        GrammarCase("prose of 600", "regex", r"[A-Z][a-z ,]{20,600}\.", "The " + "quick brown fox, " * 16 + "done."),
     ]
 
 
@@ -154,7 +154,7 @@ def measure(name: str, tokenizer: TextTokenizer) -> list[Row]:
     return rows
 
 
-def _measure_case(name: str, library: Library, tokenizer: Tokenizer, case: Case) -> list[Row]:
+def _measure_case(name: str, library: Library, tokenizer: Tokenizer, case: GrammarCase) -> list[Row]:
     token_ids = tokenizer.encode(case.text, add_special_tokens=False).ids
     compiles: list[float] = []
     masks: list[float] = []
@@ -210,7 +210,7 @@ def _tokens_per_s(engine: Engine, name: str, grammar: str | None, batch: int) ->
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             sampling=sampling,
-            root=BlockName(bytes(16)),
+            root=BlockHash(bytes(16)),
         )
         engine.add(work)
     generated = 0

@@ -24,7 +24,7 @@ from baton_serve.engine import Engine, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KernelSpan:
     """One kernel or copy on the device, in microseconds since whenever."""
 
     name: str
@@ -42,7 +42,7 @@ class Total:
     idle_us: float
 
 
-def tally(spans: Iterable[Span], steps: int) -> list[Total]:
+def tally(spans: Iterable[KernelSpan], steps: int) -> list[Total]:
     """By time taken and waited for, the longest first. Where spans overlap, the later one counts from its begin."""
     totals: dict[str, list[float]] = {}
     ended: float | None = None
@@ -56,7 +56,7 @@ def tally(spans: Iterable[Span], steps: int) -> list[Total]:
     return sorted(found, key=lambda total: total.busy_us + total.idle_us, reverse=True)
 
 
-def observe(engine: Engine, batch: int, context: int, steps: int) -> tuple[list[Span], float]:
+def observe(engine: Engine, batch: int, context: int, steps: int) -> tuple[list[KernelSpan], float]:
     """The device's spans of so many steps, and a step's seconds without the profiler, the first quartile."""
     with decoding(engine, Prompts(engine), batch, context, 2 * steps + 4) as timed:
         seconds = sorted(timed(steps))[steps // 4]
@@ -67,7 +67,7 @@ def observe(engine: Engine, batch: int, context: int, steps: int) -> tuple[list[
             timed(steps)
             torch.accelerator.synchronize()
     spans = [
-        Span(event.name, event.time_range.start, event.time_range.end)
+        KernelSpan(event.name, event.time_range.start, event.time_range.end)
         for event in seen.events() or ()
         if event.device_type.name == name
     ]

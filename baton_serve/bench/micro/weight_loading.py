@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from baton_serve.bench.micro.engine_shapes import SHAPES, write_shape
 from baton_serve.bench.report import Row, show
 from baton_serve.engine import EngineConfig, device
-from baton_serve.engine.collectives.shard import WHOLE, Shard
+from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.loading.choice import load as load_model
 from baton_serve.engine.loading.weight_files import INDEX, MAX_THREADS, PIECE_BYTES
 
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     config = EngineConfig(model=str(folder), device=options.device, dtype="bfloat16")
     size = plain_read(folder)
 
-    def load(shard: Shard = WHOLE) -> object:
+    def load(shard: Shard = UNSHARDED) -> object:
         sharded = EngineConfig(
             model=str(folder), device=options.device, dtype="bfloat16", tensor_parallel_size=shard.size
         )

@@ -34,7 +34,7 @@ LOAD = Load(free_blocks=100_000, total_blocks=100_000, prefill_tokens_per_s=1e6,
 
 
 @dataclass(slots=True)
-class Stream:
+class FakeStream:
     """A sequence that `FakeInstance.step` writes on."""
 
     router: RouterId
@@ -51,7 +51,7 @@ class FakeInstance:
     model: str
     on_work: Callable[[Work], None]
     is_paced: bool = False
-    streams: dict[RequestId, Stream] = field(default_factory=dict)
+    streams: dict[RequestId, FakeStream] = field(default_factory=dict)
 
     async def start(self, registry: str) -> None:
         instance, generation = InstanceId(self.name), new_generation()
@@ -92,7 +92,7 @@ class FakeInstance:
             self._server.send(router, Batch(messages))
         return sum(map(len, answers.values()))
 
-    def _token(self, stream: Stream) -> Tokens:
+    def _token(self, stream: FakeStream) -> Tokens:
         work, position = stream.work, stream.position
         stream.position += 1
         is_last = stream.position >= work.sampling.max_tokens
@@ -142,7 +142,7 @@ class FakeInstance:
             _handoff(work) if begin else PrefillReport(request_id=work.request_id, queue_s=0, prefill_s=0)
         ]
         if self.is_paced:
-            self.streams[work.request_id] = Stream(router, work, begin)
+            self.streams[work.request_id] = FakeStream(router, work, begin)
         else:
             answers += [_tokens(work, i, begin, work.sampling.max_tokens) for i in work.sequences]
         self._server.send(router, Batch(answers))

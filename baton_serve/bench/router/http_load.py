@@ -15,7 +15,7 @@ class HttpError(Exception):
     """The server refused or broke off."""
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """`on_chunk` gets what arrives of a streamed answer's body, as it arrives, with the time."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Connection(asyncio.Protocol):
         self._in_body = False
 
     @classmethod
-    async def open(cls, port: int) -> "Connection":
+    async def open(cls, port: int) -> "LoadConnection":
         _, connection = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
         return connection
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import uvloop
 
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.router.http_load import Connection
+from baton_serve.bench.router.http_load import LoadConnection
 from baton_serve.bench.router.streams import open_streams
-from baton_serve.bench.router.targets import Target, baton, chat, others
+from baton_serve.bench.router.targets import RouterTarget, baton, chat, others
 
 LIMIT_LONG_MS, LIMIT_ADDED_MS = 10.0, 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class ClosedLoopResult:
     """What a closed loop saw."""
 
     rate: float
@@ -32,12 +32,12 @@ class Loop:
     cpu_us: float
 
 
-async def closed_loop(target: Target, *, seconds: float, concurrency: int, stream: bool) -> Loop:
+async def closed_loop(target: RouterTarget, *, seconds: float, concurrency: int, stream: bool) -> ClosedLoopResult:
     latencies: list[float] = []
     end = time.perf_counter() + seconds
 
     async def client(number: int) -> None:
-        connection = await Connection.open(target.port)
+        connection = await LoadConnection.open(target.port)
         count = 0
         while (began := time.perf_counter()) < end:
             await connection.ask(chat(f"What is {number} plus {count}?", stream=stream))
@@ -48,12 +48,14 @@ async def closed_loop(target: Target, *, seconds: float, concurrency: int, strea
     cpu, began = target.cpu_s(), time.perf_counter()
     await asyncio.gather(*(client(i) for i in range(concurrency)))
     wall, cpu = time.perf_counter() - began, target.cpu_s() - cpu
-    return Loop(len(latencies) / wall, statistics.median(latencies) * 1e3, cpu / len(latencies) * 1e6)
+    return ClosedLoopResult(len(latencies) / wall, statistics.median(latencies) * 1e3, cpu / len(latencies) * 1e6)
 
 
-async def compared(targets: list[Target], options: argparse.Namespace, *, concurrency: int, stream: bool) -> list[Row]:
+async def compared(
+    targets: list[RouterTarget], options: argparse.Namespace, *, concurrency: int, stream: bool
+) -> list[Row]:
     """All targets in turns, several times. Of each, its best turn: the machine may have other work."""
-    turns: dict[str, list[Loop]] = {target.name: [] for target in targets}
+    turns: dict[str, list[ClosedLoopResult]] = {target.name: [] for target in targets}
     for _ in range(options.rounds):
         for target in targets:
             loop = await closed_loop(target, seconds=options.seconds, concurrency=concurrency, stream=stream)
@@ -77,7 +79,7 @@ async def compared(targets: list[Target], options: argparse.Namespace, *, concur
     return rows
 
 
-async def long_prompts(target: Target, options: argparse.Namespace) -> list[Row]:
+async def long_prompts(target: RouterTarget, options: argparse.Namespace) -> list[Row]:
     """Prompts of 4,000 tokens, 50 a second: from the request's sending to its arrival at an instance."""
     rng = random.Random(0)
     words = ["plus", "minus", "seven", "what", "table", "house", "apple", "green", "river", "twelve"]
@@ -86,7 +88,7 @@ async def long_prompts(target: Target, options: argparse.Namespace) -> list[Row]
 
     async def one(number: int) -> None:
         text = " ".join(rng.choices(words, k=options.long_words))
-        connection = await Connection.open(target.port)
+        connection = await LoadConnection.open(target.port)
         request_id = f"long{number}"
         began = time.perf_counter()
         body = await connection.ask(chat(text, max_tokens=2, request_id=request_id))

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton_serve.bench.router.http_load import Connection, HttpError, post
-from baton_serve.bench.serving.serve import Outcome
-from baton_serve.bench.serving.workload import Request
+from baton_serve.bench.router.http_load import HttpError, LoadConnection, post
+from baton_serve.bench.serving.serve import RequestOutcome
+from baton_serve.bench.serving.workload import BenchRequest
 
-LEAD_S = 3.0
+START_DELAY_S = 3.0
 """For the processes to start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """`itl_ms` between tokens, and `ttft_ms` to the first: what Baton is to promise to every request; 0: nothing."""
 
     url: str
@@ -28,11 +28,11 @@ class Target:
     ttft_ms: float = 0.0
 
 
-def send_all(requests: list[Request], target: Target, *, processes: int) -> list[Outcome]:
+def send_all(requests: list[BenchRequest], target: LoadTarget, *, processes: int) -> list[RequestOutcome]:
     """In the order of `requests`. A request that takes longer than the target's time counts as failed."""
-    start = time.time() + LEAD_S
+    start = time.time() + START_DELAY_S
     parts = [list(range(first, len(requests), processes)) for first in range(min(processes, len(requests)))]
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, RequestOutcome] = {}
     with ProcessPoolExecutor(len(parts), mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_send, [requests[n] for n in part], target, start) for part in parts]
         for part, future in zip(parts, futures, strict=True):
@@ -40,15 +40,15 @@ def send_all(requests: list[Request], target: Target, *, processes: int) -> list
     return [outcomes[number] for number in range(len(requests))]
 
 
-def _send(requests: list[Request], target: Target, start: float) -> list[Outcome]:
-    bodies = [asked(request, target) for request in requests]
+def _send(requests: list[BenchRequest], target: LoadTarget, start: float) -> list[RequestOutcome]:
+    bodies = [request_bytes(request, target) for request in requests]
     time.sleep(max(0.0, start - time.time()))
     seen = asyncio.run(_drive(requests, bodies, target))
     return [read_stream(each) for each in seen]
 
 
 @dataclass(slots=True)
-class Seen:
+class StreamRecord:
     """What one request saw: pieces of the answer and when they came. They are read when all requests have ended, so
     that reading one answer never delays the clock of another."""
 
@@ -57,17 +57,17 @@ class Seen:
     error: str | None = None
 
 
-async def _drive(requests: list[Request], bodies: list[bytes], target: Target) -> list[Seen]:
+async def _drive(requests: list[BenchRequest], bodies: list[bytes], target: LoadTarget) -> list[StreamRecord]:
     port = urlsplit(target.url).port or 80
-    idle: list[Connection] = []
+    idle: list[LoadConnection] = []
     begun = time.perf_counter()
 
-    async def one(request: Request, body: bytes) -> Seen:
+    async def one(request: BenchRequest, body: bytes) -> StreamRecord:
         await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - begun)))
-        seen = Seen(time.perf_counter())
+        seen = StreamRecord(time.perf_counter())
         try:
             async with asyncio.timeout(target.timeout_s):
-                connection = idle.pop() if idle else await Connection.open(port)
+                connection = idle.pop() if idle else await LoadConnection.open(port)
                 await connection.ask(body, lambda data, at: seen.pieces.append((at, data)))
             idle.append(connection)
         except (HttpError, OSError, TimeoutError) as exc:
@@ -80,7 +80,7 @@ async def _drive(requests: list[Request], bodies: list[bytes], target: Target) -
     return found
 
 
-def asked(request: Request, target: Target) -> bytes:
+def request_bytes(request: BenchRequest, target: LoadTarget) -> bytes:
     """Head and body."""
     body = {
         "model": target.model,
@@ -96,10 +96,10 @@ def asked(request: Request, target: Target) -> bytes:
     return post("/v1/completions", json.dumps(body).encode(), headers=headers)
 
 
-def read_stream(seen: Seen) -> Outcome:
+def read_stream(seen: StreamRecord) -> RequestOutcome:
     """Each event that brings text is one token's arrival, when its last byte came. A stream without its end, or with an
     error in it, has failed."""
-    outcome = Outcome(error=seen.error)
+    outcome = RequestOutcome(error=seen.error)
     last, rest, has_ended = seen.started, b"", False
     for at, data in seen.pieces:
         *lines, rest = (rest + data).split(b"\n")
@@ -124,7 +124,7 @@ def read_stream(seen: Seen) -> Outcome:
     return outcome
 
 
-def _read_about(event: dict[str, Any], outcome: Outcome) -> None:
+def _read_about(event: dict[str, Any], outcome: RequestOutcome) -> None:
     """What an event says beside text."""
     if usage := event.get("usage"):
         outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]

@@ -15,7 +15,7 @@ from baton_serve.bench.router.http_load import HttpError
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module does not name it
 _TIMESPEC = struct.Struct("@qq")
 _CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC.size)
-_MOST_BYTES = 256 * 1024
+_MAX_READ_BYTES = 256 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_STREAM = b"0\r\n\r\n"
 
@@ -69,7 +69,7 @@ class _Reading:
 
     def read(self) -> None:
         try:
-            data, control, _, _ = self._connection.recvmsg(_MOST_BYTES, _CONTROL_BYTES)
+            data, control, _, _ = self._connection.recvmsg(_MAX_READ_BYTES, _CONTROL_BYTES)
         except BlockingIOError:
             return
         read_ns = now_ns()

@@ -15,18 +15,18 @@ import uvloop
 from baton_serve.bench.report import Row
 from baton_serve.bench.router import stamped
 from baton_serve.bench.router.fake_instances import FakeInstance
-from baton_serve.bench.router.targets import Target, chat
+from baton_serve.bench.router.targets import RouterTarget, chat
 
 LIMIT_TOKEN_MS, LIMIT_TOKENS_PER_S = 5.0, 30_000.0
 STREAM_TOKENS = 300
 
 
-Arrival = tuple[int, int, int]
+TokenArrival = tuple[int, int, int]
 """A token's number in its stream, from 1 on; when it came to its client's socket, and when it was read, in ns."""
 
 
 @dataclass(slots=True)
-class Sent:
+class SentSteps:
     """`at_ns`: when each step's messages left, by the number of the tokens in them. `made_ms`: what making them took,
     before."""
 
@@ -34,7 +34,7 @@ class Sent:
     made_ms: list[float] = field(default_factory=list)
 
 
-async def open_streams(target: Target, options: argparse.Namespace) -> list[Row]:
+async def open_streams(target: RouterTarget, options: argparse.Namespace) -> list[Row]:
     """`--streams` streams at once; each step of an instance writes a token of every one of them.
 
     A token's way begins when the first instance's message of its step is written. It ends where the kernel has it for
@@ -44,7 +44,7 @@ async def open_streams(target: Target, options: argparse.Namespace) -> list[Row]
     assert target.process is not None
     if options.router_cpu is not None:
         _part(target.process, options.router_cpu)
-    clock, sent = stamped.ClockWatch(), Sent()
+    clock, sent = stamped.ClockWatch(), SentSteps()
     here, there = multiprocessing.Pipe(duplex=False)
     clients = multiprocessing.get_context("spawn").Process(target=_read, args=(target.port, options.streams, there))
     clients.start()
@@ -60,7 +60,7 @@ async def open_streams(target: Target, options: argparse.Namespace) -> list[Row]
         memory = target.process.memory_info().rss / 2**20
         cpu = target.cpu_s()
         await _write(writers, sent, interval_s=options.streams / options.tokens_per_s if options.tokens_per_s else 0.0)
-        arrivals: list[Arrival] = await asyncio.to_thread(here.recv)
+        arrivals: list[TokenArrival] = await asyncio.to_thread(here.recv)
         cpu = target.cpu_s() - cpu
     finally:
         clients.terminate()
@@ -71,7 +71,13 @@ async def open_streams(target: Target, options: argparse.Namespace) -> list[Row]
 
 
 def _rows(
-    options: argparse.Namespace, arrivals: list[Arrival], sent: Sent, *, wall: float, cpu: float, memory: float
+    options: argparse.Namespace,
+    arrivals: list[TokenArrival],
+    sent: SentSteps,
+    *,
+    wall: float,
+    cpu: float,
+    memory: float,
 ) -> list[Row]:
     ways = [(came - sent.at_ns[n], read - sent.at_ns[n]) for n, came, read in arrivals if 1 < n < STREAM_TOKENS]
     num_tokens = sum(n > 1 for n, _, _ in arrivals)
@@ -102,7 +108,7 @@ def _part(router: psutil.Process, cpu: int) -> None:
     psutil.Process().cpu_affinity(others)
 
 
-async def _write(writers: list[FakeInstance], sent: Sent, *, interval_s: float) -> None:
+async def _write(writers: list[FakeInstance], sent: SentSteps, *, interval_s: float) -> None:
     """A step each `interval_s`, from the second token of each stream to its last."""
     positions = {stream.position for fake in writers for stream in fake.streams.values()}
     assert positions == {1}, f"streams at different tokens: {positions}"
@@ -116,7 +122,7 @@ async def _write(writers: list[FakeInstance], sent: Sent, *, interval_s: float) 
         await asyncio.sleep(max(0.0, began + step * interval_s - time.perf_counter()))
 
 
-def _sending(sent: Sent, number: int, began_ns: int) -> None:
+def _sending(sent: SentSteps, number: int, began_ns: int) -> None:
     """Called just before what the instances send leaves: that is due at the end of the same turn of the loop."""
     sent.at_ns[number] = now_ns = stamped.now_ns()
     sent.made_ms.append((now_ns - began_ns) / 1e6)
@@ -127,8 +133,8 @@ def _read(port: int, num_streams: int, pipe: Connection) -> None:
     pipe.send(uvloop.run(_clients(port, num_streams, pipe)))
 
 
-async def _clients(port: int, num_streams: int, pipe: Connection) -> list[Arrival]:
-    arrivals: list[Arrival] = []
+async def _clients(port: int, num_streams: int, pipe: Connection) -> list[TokenArrival]:
+    arrivals: list[TokenArrival] = []
     num_open = 0
 
     async def client(number: int) -> None:

@@ -18,7 +18,7 @@ import psutil
 from baton_serve.bench.ports import free_port
 from baton_serve.bench.router.fake_instances import FakeInstance
 from baton_serve.bench.router.fake_servers import FakeServer
-from baton_serve.bench.router.http_load import Connection, HttpError, post
+from baton_serve.bench.router.http_load import HttpError, LoadConnection, post
 from baton_serve.bench.serving.listening import num_listening
 from baton_serve.child_command import module_command
 from baton_serve.contracts.instance import Role
@@ -32,7 +32,7 @@ _START_S = 180.0
 
 
 @dataclass(slots=True)
-class Target:
+class RouterTarget:
     """`process` is None where nothing stands between the load and the faked servers."""
 
     name: str
@@ -58,7 +58,7 @@ def chat(text: str, *, max_tokens: int = 16, stream: bool = False, request_id: s
 
 
 @asynccontextmanager
-async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> AsyncIterator[Target]:
+async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> AsyncIterator[RouterTarget]:
     """A router, and four instances as it knows them. Its log goes to a file."""
     arrived: dict[str, float] = {}
 
@@ -80,7 +80,7 @@ async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> 
                 await fake.start(registry)
             router = psutil.Process(process.pid)
             await _wait_until_all_are_known(router, port, workers)
-            yield Target("Baton", port, router, fakes, arrived)
+            yield RouterTarget("Baton", port, router, fakes, arrived)
         finally:
             for fake in fakes:
                 await fake.close()
@@ -88,13 +88,13 @@ async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> 
 
 
 @asynccontextmanager
-async def others(peers: list[str]) -> AsyncIterator[list[Target]]:
+async def others(peers: list[str]) -> AsyncIterator[list[RouterTarget]]:
     """`direct` first: a faked server in a process of its own, as a router is one, so that a request wakes a process
     there and back. Then `peers`, each `NAME=COMMAND` with `{port}`, `{servers}`, `{server_list}` (with commas) and
     `{models}` (a name for each server, with commas) in the command."""
     servers = [FakeServer(MODEL_NAME) for _ in ROLES]
     async with AsyncExitStack() as stack:
-        found = [Target("direct", await stack.enter_async_context(_server_apart()))]
+        found = [RouterTarget("direct", await stack.enter_async_context(_server_apart()))]
         for server in servers:
             await server.start()
             stack.callback(server.close)
@@ -109,7 +109,7 @@ async def others(peers: list[str]) -> AsyncIterator[list[Target]]:
             )
             stack.push_async_callback(_stop, process)
             await _wait_until_answered(name, port, process)
-            found.append(Target(name, port, psutil.Process(process.pid)))
+            found.append(RouterTarget(name, port, psutil.Process(process.pid)))
         yield found
 
 
@@ -142,7 +142,7 @@ async def _knows_all(port: int, num_times: int) -> bool:
     """Whether as many connections in a row meet a worker that knows all instances."""
     with contextlib.suppress(OSError, HttpError):
         for _ in range(num_times):
-            connection = await Connection.open(port)
+            connection = await LoadConnection.open(port)
             health = json.loads(await connection.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))
             connection.close()
             if len(health["instances"]) < len(ROLES):
@@ -155,7 +155,7 @@ async def _wait_until_answered(name: str, port: int, process: asyncio.subprocess
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.returncode is None:
         with contextlib.suppress(OSError, HttpError):
-            connection = await Connection.open(port)
+            connection = await LoadConnection.open(port)
             await connection.ask(chat("Are you there?"))
             connection.close()
             return

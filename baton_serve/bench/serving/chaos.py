@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton_serve.bench.ports import free_port
 from baton_serve.bench.report import Row, show
 from baton_serve.services.common.settings.configuration import environment
-from baton_serve.services.local.launches import Forks, Launch, Launched, Programs
+from baton_serve.services.local.launches import ForkLauncher, ProcessLauncher, ProgramLauncher, RunningProcess
 from baton_serve.services.local.plan import Process
 from baton_serve.services.local.settings import DEMO_MODEL as MODEL
 
@@ -47,14 +47,14 @@ ROUTER_GRACE_S = 10.0
 
 
 @dataclass
-class Member:
+class ClusterProcess:
     """One process of the cluster, started again whenever it ends. `disturbed_at`: last killed, or thawed."""
 
     process: Process
-    launch: Launch
+    launch: ProcessLauncher
     log: Path
     port: int
-    launched: Launched | None = None
+    launched: RunningProcess | None = None
     disturbed_at: float = -1e9
     starts: int = 0
     is_wanted: bool = True
@@ -81,7 +81,7 @@ class Member:
             self.launched.signal(number)
 
 
-async def _ended(launched: Launched) -> None:
+async def _ended(launched: RunningProcess) -> None:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(launched.fileno(), is_over.set)
     await is_over.wait()
@@ -100,14 +100,14 @@ class Tally:
     disturbances: Counter[str] = field(default_factory=Counter)
 
 
-def members(folder: Path, registry: str, *, threads: int) -> list[Member]:
-    programs = Programs(BATON)
-    forks = Forks(BATON, programs, [LAYERS])
+def members(folder: Path, registry: str, *, threads: int) -> list[ClusterProcess]:
+    programs = ProgramLauncher(BATON)
+    forks = ForkLauncher(BATON, programs, [LAYERS])
     forks.prepare()
-    found: list[Member] = []
+    found: list[ClusterProcess] = []
 
-    def add(launch: Launch, name: str, port: int, argv: list[str]) -> None:
-        found.append(Member(Process(name, argv, {}), launch, folder / f"{name}.log", port))
+    def add(launch: ProcessLauncher, name: str, port: int, argv: list[str]) -> None:
+        found.append(ClusterProcess(Process(name, argv, {}), launch, folder / f"{name}.log", port))
 
     for number, role in enumerate(ROLES):
         name, port = f"{role}-{number}", free_port()
@@ -124,7 +124,7 @@ def members(folder: Path, registry: str, *, threads: int) -> list[Member]:
 
 
 @asynccontextmanager
-async def cluster(options: argparse.Namespace) -> AsyncIterator[list[Member]]:
+async def cluster(options: argparse.Namespace) -> AsyncIterator[list[ClusterProcess]]:
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("baton-bench chaos: redis-server is missing (apt install redis-server)")
@@ -154,7 +154,7 @@ async def cluster(options: argparse.Namespace) -> AsyncIterator[list[Member]]:
         sys.stderr.write(f"logs: {folder}\n")
 
 
-async def wait_until_complete(client: httpx.AsyncClient, found: list[Member]) -> None:
+async def wait_until_complete(client: httpx.AsyncClient, found: list[ClusterProcess]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     waiting = {member.name: member for member in found if member.is_router}
     while waiting:
@@ -195,7 +195,7 @@ async def stream(client: httpx.AsyncClient, port: int, prompt: int) -> str:
 
 
 async def keep_streaming(
-    client: httpx.AsyncClient, found: list[Member], expected: list[str], tally: Tally, until: float, seed: int
+    client: httpx.AsyncClient, found: list[ClusterProcess], expected: list[str], tally: Tally, until: float, seed: int
 ) -> None:
     rng = random.Random(seed)
     routers = [member for member in found if member.is_router]
@@ -221,7 +221,7 @@ async def keep_streaming(
             sys.stderr.write(f"{time.strftime('%X')} differs: {tally.differ[-1]}\n")
 
 
-async def disturb(found: list[Member], options: argparse.Namespace, tally: Tally, until: float) -> None:
+async def disturb(found: list[ClusterProcess], options: argparse.Namespace, tally: Tally, until: float) -> None:
     rng = random.Random(options.seed)
     thawing: set[asyncio.Task[None]] = set()
     while time.monotonic() < until:
@@ -238,12 +238,12 @@ async def disturb(found: list[Member], options: argparse.Namespace, tally: Tally
     await asyncio.gather(*thawing)
 
 
-async def _thaw(member: Member, after_s: float) -> None:
+async def _thaw(member: ClusterProcess, after_s: float) -> None:
     await asyncio.sleep(after_s)
     member.send(signal.SIGCONT)
 
 
-async def leaks(client: httpx.AsyncClient, found: list[Member]) -> list[str]:
+async def leaks(client: httpx.AsyncClient, found: list[ClusterProcess]) -> list[str]:
     """What is not free of everything that should be, after waiting for it."""
     deadline, left = time.monotonic() + IDLE_TIMEOUT_S, ["not looked at"]
     while left and time.monotonic() < deadline:

@@ -18,7 +18,7 @@ import httpx
 
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.peers import Server, running
-from baton_serve.bench.serving.serve import Outcome, drive
+from baton_serve.bench.serving.serve import RequestOutcome, drive
 from baton_serve.bench.serving.workload import random_requests
 from baton_serve.child_command import module_command
 
@@ -27,13 +27,13 @@ WARM_UP = 5
 EXPOSED = "baton:handoff_exposed_seconds"
 
 
-def added_s(outcomes: Sequence[Outcome]) -> list[float]:
+def added_s(outcomes: Sequence[RequestOutcome]) -> list[float]:
     """By request: the second token's gap less the median gap after it."""
     served = [outcome.itls_s for outcome in outcomes if outcome.error is None and len(outcome.itls_s) > 2]
     return [first - statistics.median(later) for first, *later in served]
 
 
-def to_step_s(outcomes: Sequence[Outcome]) -> list[float]:
+def to_step_s(outcomes: Sequence[RequestOutcome]) -> list[float]:
     """Of the requests that were handed off."""
     return [outcome.to_step_s for outcome in outcomes if outcome.error is None and outcome.to_step_s]
 
@@ -72,7 +72,7 @@ def _p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[-1]
 
 
-def _send(url: str, options: argparse.Namespace) -> list[Outcome]:
+def _send(url: str, options: argparse.Namespace) -> list[RequestOutcome]:
     count = WARM_UP + options.requests
     requests = random_requests(
         count=count, input_tokens=options.input_len, output_tokens=16, rate_per_s=float("inf"), range_ratio=0.0, seed=3

@@ -98,7 +98,7 @@ def handler(generator: Generator, name: str) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-class Server(ThreadingHTTPServer):
+class OpenVinoHttpServer(ThreadingHTTPServer):
     request_queue_size = 128  # all streams connect at once; five places would reset some
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--cache-gb", type=int, default=2)
     options = parser.parse_args()
     generator = Generator(options.model, options.cache_gb)
-    Server(("127.0.0.1", options.port), handler(generator, options.model)).serve_forever()
+    OpenVinoHttpServer(("127.0.0.1", options.port), handler(generator, options.model)).serve_forever()
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ import httpx
 from baton_serve.bench import plots
 from baton_serve.bench.micro.engine_shapes import SHAPES
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.router.senders import Target, send_all
+from baton_serve.bench.router.senders import LoadTarget, send_all
 from baton_serve.bench.serving.pd_results import (
     APART,
     OBJECTIVES_MS,
     UNIFIED,
     Measured,
-    Setup,
+    PdSetup,
     curve,
     line_of,
     lines,
@@ -47,25 +47,25 @@ from baton_serve.bench.serving.workload import trace_requests
 from baton_serve.child_command import module_command
 
 
-class Promise(NamedTuple):
+class SloTargets(NamedTuple):
     """To every request, between tokens and to the first; 0: nothing."""
 
     itl_ms: float
     ttft_ms: float = 0.0
 
 
-def promise_of(text: str) -> Promise:
+def parse_slo_targets(text: str) -> SloTargets:
     """`12` or `12/1000`. Raises ValueError."""
     itl_ms, _, ttft_ms = text.partition("/")
-    return Promise(float(itl_ms), float(ttft_ms or 0))
+    return SloTargets(float(itl_ms), float(ttft_ms or 0))
 
 
-def setups(options: argparse.Namespace) -> list[Setup]:
+def setups(options: argparse.Namespace) -> list[PdSetup]:
     apart = ("--prefill", "1", "--decode", "1")
     unified = ("--prefill", "0", "--decode", "0", "--unified", "2")
     return [
-        *(Setup(APART, chunk, (*apart, *options.pd_args)) for chunk in options.pd_chunks),
-        *(Setup(UNIFIED, chunk, unified) for chunk in options.chunks),
+        *(PdSetup(APART, chunk, (*apart, *options.pd_args)) for chunk in options.pd_chunks),
+        *(PdSetup(UNIFIED, chunk, unified) for chunk in options.chunks),
     ]
 
 
@@ -88,13 +88,13 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
         longest_s = max(longest_s, time.monotonic() - setup_begun)
 
 
-def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Iterator[Measured]:
+def _measure_rates(options: argparse.Namespace, setup: PdSetup, url: str) -> Iterator[Measured]:
     model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
     cases = [(rate, promise) for rate in options.rates for promise in options.promises_ms]
     for number, (rate, promise) in enumerate([(options.rates[0], max(options.promises_ms)), *cases]):
         is_warm_up = number == 0
         promised = replace(setup, itl_ms=promise.itl_ms, ttft_ms=promise.ttft_ms)
-        target = Target(url, model, options.request_timeout_s, promise.itl_ms, promise.ttft_ms)
+        target = LoadTarget(url, model, options.request_timeout_s, promise.itl_ms, promise.ttft_ms)
         duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
         count = max(2, round(rate * duration_s))
         natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
@@ -108,7 +108,7 @@ def _measure_rates(options: argparse.Namespace, setup: Setup, url: str) -> Itera
                 sys.stderr.write(f"{promised.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
             continue
         measured = Measured(promised, rate, trace.duration_s, outcomes)
-        _tell(measured, options, _read_by_decode(url) - before)
+        _report_run(measured, options, _read_by_decode(url) - before)
         yield measured
 
 
@@ -119,7 +119,7 @@ def _read_by_decode(url: str) -> int:
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
 
-def _tell(measured: Measured, options: argparse.Namespace, num_read_by_decode: int) -> None:
+def _report_run(measured: Measured, options: argparse.Namespace, num_read_by_decode: int) -> None:
     good = measured.goodput(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
     causes = measured.causes(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
     first = [measured.first_gap_s(percent) * 1e3 for percent in (50, 99)]
@@ -202,9 +202,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pd-chunks", type=int, nargs="*", default=[1024], help="the same where prefill is apart")
     made.add_argument(
         "--promises-ms",
-        type=promise_of,
+        type=parse_slo_targets,
         nargs="+",
-        default=[Promise(0.0)],
+        default=[SloTargets(0.0)],
         help="between tokens, to every request; 0: nothing; 12/1000: and 1000 ms to the first",
     )
     made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)

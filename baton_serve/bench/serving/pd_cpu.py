@@ -21,14 +21,14 @@ import httpx
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.peers import FIRST_TOKEN, LAST_TOKEN, START_S, Server, running
 from baton_serve.bench.serving.serve import drive, percentile
-from baton_serve.bench.serving.workload import Request
+from baton_serve.bench.serving.workload import BenchRequest
 from baton_serve.child_command import module_command
 
 WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class CpuSetup:
     name: str
     flags: tuple[str, ...]
     is_apart: bool
@@ -42,24 +42,24 @@ class Values:
     mean_ttft_s: float
 
 
-def setups(options: argparse.Namespace) -> list[Setup]:
+def setups(options: argparse.Namespace) -> list[CpuSetup]:
     """What is apart first."""
     apart = ("--prefill", "1", "--decode", "1", *options.pd_args)
     unified = ("--prefill", "0", "--decode", "0", "--unified", "1")
     sized = ((chunk, ("--max-num-batched-tokens", str(chunk))) for chunk in options.chunks)
     return [
-        Setup("1P1D", apart, True),
-        *(Setup(f"unified, chunk {chunk}", (*unified, *flags), False) for chunk, flags in sized),
+        CpuSetup("1P1D", apart, True),
+        *(CpuSetup(f"unified, chunk {chunk}", (*unified, *flags), False) for chunk, flags in sized),
     ]
 
 
-def measure(setup: Setup, options: argparse.Namespace, *, seed: int) -> Values:
+def measure(setup: CpuSetup, options: argparse.Namespace, *, seed: int) -> Values:
     serve = module_command("baton_serve", "serve", options.model, "--port", "{port}")
     draw = random.Random(seed)
 
-    def requests(count: int) -> list[Request]:
+    def requests(count: int) -> list[BenchRequest]:
         prompts = ([draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(options.prompt)] for _ in range(count))
-        return [Request(at_s=0.0, prompt=prompt, max_tokens=options.output) for prompt in prompts]
+        return [BenchRequest(at_s=0.0, prompt=prompt, max_tokens=options.output) for prompt in prompts]
 
     with running(Server(setup.name, [*serve, *setup.flags, *options.baton_args])) as url:
         sending = argparse.Namespace(
@@ -88,7 +88,7 @@ def wait_for_instances(url: str, count: int) -> None:
         time.sleep(0.1)
 
 
-def rows(found: Sequence[tuple[Setup, Sequence[Values]]]) -> Iterator[Row]:
+def rows(found: Sequence[tuple[CpuSetup, Sequence[Values]]]) -> Iterator[Row]:
     """`found`: each setup with its values of every round."""
     middle = {
         setup: Values(
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
     chosen = setups(options)
-    found: list[tuple[Setup, list[Values]]] = [(setup, []) for setup in chosen]
+    found: list[tuple[CpuSetup, list[Values]]] = [(setup, []) for setup in chosen]
     for number in range(options.rounds):
         for setup, rounds in found:
             values = measure(setup, options, seed=number)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from baton_serve.bench.serving.serve import Outcome, percentile
+from baton_serve.bench.serving.serve import RequestOutcome, percentile
 
 APART, UNIFIED = "1P1D", "2 unified"
 OBJECTIVES_MS = (6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200)
@@ -19,7 +19,7 @@ TICK_S = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class PdSetup:
     """`chunk`: most tokens of a step. `itl_ms`, `ttft_ms`: promised to every request; 0: nothing."""
 
     layout: str
@@ -47,14 +47,14 @@ class Causes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    setup: Setup
+    setup: PdSetup
     rate: float
     span_s: float
     """From the first arrival to the last."""
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
 
     @property
-    def served(self) -> list[Outcome]:
+    def served(self) -> list[RequestOutcome]:
         return [outcome for outcome in self.outcomes if outcome.error is None]
 
     def goodput(self, ttft_s: float, itl_s: float) -> float:
@@ -136,7 +136,7 @@ def read_runs(paths: Sequence[Path]) -> list[Measured]:
                 if run["bench"] != RUN:
                     continue
                 outcomes = [
-                    Outcome(
+                    RequestOutcome(
                         ttft_s=o["ttft_s"],
                         itls_s=[gap * TICK_S for gap in o["gaps"]],
                         error=o["error"],
@@ -146,7 +146,7 @@ def read_runs(paths: Sequence[Path]) -> list[Measured]:
                     )
                     for o in run["outcomes"]
                 ]
-                setup = Setup(run["layout"], run["chunk"], (), run.get("itl_ms", 0.0), run.get("ttft_ms", 0.0))
+                setup = PdSetup(run["layout"], run["chunk"], (), run.get("itl_ms", 0.0), run.get("ttft_ms", 0.0))
                 found.append(Measured(setup, run["rate"], run["span_s"], outcomes))
             except (KeyError, TypeError, ValueError) as exc:
                 raise ValueError(f"{path}:{number} is not what `baton-bench pd --json` prints") from exc

@@ -28,8 +28,8 @@ from typing import IO
 import httpx
 
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.serving.serve import Outcome, drive
-from baton_serve.bench.serving.workload import Request
+from baton_serve.bench.serving.serve import RequestOutcome, drive
+from baton_serve.bench.serving.workload import BenchRequest
 from baton_serve.child_command import module_command
 
 START_S, COMPLETE_S, STOP_S = 300.0, 120.0, 15.0
@@ -138,7 +138,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         return
 
 
-class Load:
+class LoadGenerator:
     """Every prompt is new, the same ones for every server."""
 
     def __init__(self, url: str, model: str | None) -> None:
@@ -147,9 +147,9 @@ class Load:
             base_url=url, model=model, api_key=None, ignore_eos=True, max_concurrency=None
         )
 
-    def send(self, count: int, prompt_tokens: int, max_tokens: int) -> tuple[list[Outcome], float]:
+    def send(self, count: int, prompt_tokens: int, max_tokens: int) -> tuple[list[RequestOutcome], float]:
         prompts = ([self._random.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(prompt_tokens)] for _ in range(count))
-        requests = [Request(at_s=0.0, prompt=prompt, max_tokens=max_tokens) for prompt in prompts]
+        requests = [BenchRequest(at_s=0.0, prompt=prompt, max_tokens=max_tokens) for prompt in prompts]
         outcomes, seconds = asyncio.run(drive(requests, self._options))
         if failed := [o.error for o in outcomes if o.error]:
             raise SystemExit(f"baton-bench peers: {self._options.base_url} answered {failed[0]}")
@@ -161,7 +161,7 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, float]:
     started = time.monotonic()
     with running(server) as url:
         values = {"ready, s": time.monotonic() - started} if server.argv else {}
-        load = Load(url, options.served_model_name)
+        load = LoadGenerator(url, options.served_model_name)
         load.send(1, 16, 4)
         for concurrency in options.concurrency:
             load.send(concurrency, options.prompt, 2)

@@ -43,7 +43,7 @@ ROUTER, JOINED = "baton_serve.services.router.main", "baton_serve.services.route
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StartupRun:
     """Seconds since the command was given."""
 
     ready_s: float
@@ -67,7 +67,7 @@ def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def one_turn(options: argparse.Namespace) -> Turn:
+def one_turn(options: argparse.Namespace) -> StartupRun:
     port = free_port()
     command = module_command("baton_serve", "serve", *filter(None, [options.model]), "--port", str(port))
     for role in ("prefill", "decode", "unified"):
@@ -84,7 +84,7 @@ def one_turn(options: argparse.Namespace) -> Turn:
             process.send_signal(signal.SIGTERM)
             process.wait(DEADLINE_S)
         log.seek(0)
-        return Turn(ready_s, stages_of(log.read().splitlines(), since=since))
+        return StartupRun(ready_s, stages_of(log.read().splitlines(), since=since))
 
 
 def _wait(process: "subprocess.Popen[bytes]", url: str, count: int, log: IO[str]) -> None:
@@ -122,7 +122,7 @@ def read_s(folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def rows(name: str, turns: Sequence[Turn], imports: Sequence[float], reads: Sequence[float]) -> Iterator[Row]:
+def rows(name: str, turns: Sequence[StartupRun], imports: Sequence[float], reads: Sequence[float]) -> Iterator[Row]:
     limits = [a + b for a, b in zip(imports, reads, strict=True)]
     value, limit = statistics.median(turn.ready_s for turn in turns), statistics.median(limits)
     ratios = [limit / turn.ready_s for limit, turn in zip(limits, turns, strict=True)]

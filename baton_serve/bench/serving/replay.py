@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import httpx
 
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.serving.serve import Outcome, drive, summarise
+from baton_serve.bench.serving.serve import RequestOutcome, drive, summarise
 from baton_serve.bench.serving.traces import Trace, TraceError
 from baton_serve.bench.serving.workload import trace_requests
 from baton_serve.bench.simulation import options as shared
@@ -99,7 +99,7 @@ def _served(options: argparse.Namespace, trace: Trace) -> list[Row]:
     return report if hit_rate is None else [*report, Row("replay", "Prefix token hit rate", hit_rate * 100, "%")]
 
 
-def hit_rate_of(outcomes: Sequence[Outcome], before: dict[str, float], after: dict[str, float]) -> float | None:
+def hit_rate_of(outcomes: Sequence[RequestOutcome], before: dict[str, float], after: dict[str, float]) -> float | None:
     """Of prompt tokens: as the answers' usage tells, else as counters have grown. None where the server is silent."""
     told = [outcome for outcome in outcomes if outcome.error is None and outcome.cached_tokens is not None]
     if told:

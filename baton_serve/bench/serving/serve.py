@@ -15,11 +15,11 @@ import httpx
 
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.traces import TraceError, load_trace
-from baton_serve.bench.serving.workload import Request, random_requests, trace_requests
+from baton_serve.bench.serving.workload import BenchRequest, random_requests, trace_requests
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """One request's times in seconds; `itls_s` are the gaps between chunks."""
 
     ttft_s: float = 0.0
@@ -42,8 +42,8 @@ class Outcome:
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-async def send(client: httpx.AsyncClient, request: Request, options: argparse.Namespace) -> Outcome:
-    outcome = Outcome()
+async def send(client: httpx.AsyncClient, request: BenchRequest, options: argparse.Namespace) -> RequestOutcome:
+    outcome = RequestOutcome()
     body = {
         "model": options.model,
         "prompt": request.prompt,
@@ -82,7 +82,7 @@ async def send(client: httpx.AsyncClient, request: Request, options: argparse.Na
     return outcome
 
 
-async def drive(requests: list[Request], options: argparse.Namespace) -> tuple[list[Outcome], float]:
+async def drive(requests: list[BenchRequest], options: argparse.Namespace) -> tuple[list[RequestOutcome], float]:
     """Sends each request at its time, at most `max_concurrency` at once. Returns outcomes and the duration."""
     gate = asyncio.Semaphore(options.max_concurrency or len(requests))
     limits = httpx.Limits(max_connections=None)
@@ -96,7 +96,7 @@ async def drive(requests: list[Request], options: argparse.Namespace) -> tuple[l
             options.model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         started = time.perf_counter()
 
-        async def one(request: Request) -> Outcome:
+        async def one(request: BenchRequest) -> RequestOutcome:
             await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - started)))
             async with gate:
                 return await send(client, request, options)
@@ -113,7 +113,7 @@ def percentile(values: list[float], percent: float) -> float:
     )
 
 
-def summarise(outcomes: list[Outcome], duration_s: float, options: argparse.Namespace) -> list[Row]:
+def summarise(outcomes: list[RequestOutcome], duration_s: float, options: argparse.Namespace) -> list[Row]:
     good = [o for o in outcomes if o.error is None]
     if not good:
         raise SystemExit(f"baton-bench serve: no request succeeded; the first error was {outcomes[0].error}")

@@ -12,7 +12,7 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """`at_s` is when it is sent, counted from the start. Of text, lengths in tokens are approximate."""
 
     at_s: float
@@ -27,7 +27,7 @@ def random_prompt(rng: random.Random, tokens: int) -> str:
 
 def random_requests(
     *, count: int, input_tokens: int, output_tokens: int, rate_per_s: float, range_ratio: float, seed: int
-) -> list[Request]:
+) -> list[BenchRequest]:
     """Poisson arrivals at `rate_per_s` (inf: all at once); lengths uniform in ± `range_ratio`."""
     rng = random.Random(seed)
     clock = 0.0
@@ -35,19 +35,19 @@ def random_requests(
     for _ in range(count):
         vary = 1 + rng.uniform(-range_ratio, range_ratio)
         prompt = random_prompt(rng, round(input_tokens * vary))
-        requests.append(Request(at_s=clock, prompt=prompt, max_tokens=max(1, round(output_tokens * vary))))
+        requests.append(BenchRequest(at_s=clock, prompt=prompt, max_tokens=max(1, round(output_tokens * vary))))
         clock += rng.expovariate(rate_per_s) if rate_per_s != float("inf") else 0.0
     return requests
 
 
-def trace_requests(trace: Trace, *, seed: int, token_ids: tuple[int, int] | None = None) -> list[Request]:
+def trace_requests(trace: Trace, *, seed: int, token_ids: tuple[int, int] | None = None) -> list[BenchRequest]:
     """Prompts of words, or of token ids in the range `token_ids`, that share prefixes exactly as the trace's hashes do.
 
     Prompts of a trace without hashes share nothing.
     """
     prompts = TracePrompts(trace, seed=seed, token_ids=token_ids)
     return [
-        Request(at_s=request.at_s, prompt=prompts.prompt(number), max_tokens=request.output_tokens)
+        BenchRequest(at_s=request.at_s, prompt=prompts.prompt(number), max_tokens=request.output_tokens)
         for number, request in enumerate(trace.requests)
     ]
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton_serve.contracts.events import BlockEvent, BlocksRemoved, BlocksStored
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 
 
 @dataclass(slots=True)
 class Holding:
     """Blocks that one sequence owns: named ones, and others."""
 
-    names: list[BlockName] = field(default_factory=list)
+    names: list[BlockHash] = field(default_factory=list)
     nameless: int = 0
 
     @property
@@ -28,16 +28,16 @@ class BlockCache:
     def __init__(self, num_blocks: int) -> None:
         self.num_total = num_blocks
         self._num_owned = 0
-        self._owners: dict[BlockName, int] = {}
+        self._owners: dict[BlockHash, int] = {}
         """Of every cached block, how many sequences own it."""
-        self._free: OrderedDict[BlockName, None] = OrderedDict()
+        self._free: OrderedDict[BlockHash, None] = OrderedDict()
         self._events: list[BlockEvent] = []
 
     @property
     def num_free(self) -> int:
         return self.num_total - self._num_owned
 
-    def match(self, names: Sequence[BlockName]) -> int:
+    def match(self, names: Sequence[BlockHash]) -> int:
         """Length of the cached prefix, in blocks."""
         length = 0
         for name in names:
@@ -46,11 +46,11 @@ class BlockCache:
             length += 1
         return length
 
-    def num_needed(self, cached: Sequence[BlockName], fresh: int) -> int:
+    def num_needed(self, cached: Sequence[BlockHash], fresh: int) -> int:
         """Free blocks that `take` would use."""
         return fresh + sum(self._owners[name] == 0 for name in cached)
 
-    def take(self, cached: Sequence[BlockName], fresh: int) -> Holding:
+    def take(self, cached: Sequence[BlockHash], fresh: int) -> Holding:
         """The caller has seen that there are enough free blocks."""
         for name in cached:
             if self._owners[name] == 0:
@@ -72,7 +72,7 @@ class BlockCache:
         self._num_owned += count
         holding.nameless += count
 
-    def name(self, holding: Holding, names: Sequence[BlockName]) -> None:
+    def name(self, holding: Holding, names: Sequence[BlockHash]) -> None:
         """Nameless blocks of the holding now have this content. What is cached elsewhere already stays nameless."""
         stored = [name for name in names if name not in self._owners]
         for name in stored:
@@ -91,13 +91,13 @@ class BlockCache:
         self._num_owned -= holding.nameless
         holding.names, holding.nameless = [], 0
 
-    def adopt(self, names: Sequence[BlockName]) -> None:
+    def adopt(self, names: Sequence[BlockHash]) -> None:
         """Blocks with this content have come from elsewhere, as many as fit; nobody owns them."""
         holding = self.take([], min(len(names), self.num_free))
         self.name(holding, names[: holding.num_blocks])
         self.release(holding)
 
-    def names(self) -> list[BlockName]:
+    def names(self) -> list[BlockHash]:
         return list(self._owners)
 
     def take_events(self) -> list[BlockEvent]:

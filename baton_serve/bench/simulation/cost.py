@@ -13,8 +13,8 @@ from baton_serve.bench.cards import (
     MAX_NUM_SEQS,
     MODELS,
     WEIGHT_BYTES,
-    Card,
-    Model,
+    GpuSpec,
+    ModelSpec,
     kv_tokens,
     prefill_tokens_per_s,
 )
@@ -83,7 +83,7 @@ class CostModel:
         return 1.0 / (self.prefill_s_per_token + self.prefill_s_per_pair * self.max_num_batched_tokens / 2)
 
 
-def card_named(name: str) -> Card:
+def card_named(name: str) -> GpuSpec:
     """`B60` or `B60 24 GB`. Raises `CostError`."""
     for card in CARDS:
         if name.lower() in (card.name.lower(), card.name.split()[0].lower()):
@@ -91,14 +91,14 @@ def card_named(name: str) -> Card:
     raise CostError(f"no card is named {name!r}; there are {', '.join(c.name.split()[0] for c in CARDS)}")
 
 
-def model_named(name: str) -> Model:
+def model_named(name: str) -> ModelSpec:
     for model in MODELS:
         if model.name.lower() == name.lower():
             return model
     raise CostError(f"no model is named {name!r}; there are {', '.join(m.name for m in MODELS)}")
 
 
-def from_card(card: Card, model: Model) -> CostModel:
+def from_card(card: GpuSpec, model: ModelSpec) -> CostModel:
     """Raises `CostError` if the weights do not fit."""
     room = kv_tokens(card, model)
     if not room:
@@ -114,7 +114,7 @@ def from_card(card: Card, model: Model) -> CostModel:
     )
 
 
-def from_measurements(path: Path, model: Model) -> CostModel:
+def from_measurements(path: Path, model: ModelSpec) -> CostModel:
     """From the lines that `baton-bench engine --json` printed for that model. They do not tell `kv_tokens`: it is 0.
 
     Raises `CostError`.

@@ -1,9 +1,9 @@
 """A simulated engine: schedules as the real one does, but a step only takes time.
 
 Decodes come first, one token each; prompts fill the rest of a step's token budget in chunks, first come first served
-(those for another instance by `request_table.OVERTAKING`), and enter only when all their blocks are there. A decode
-that finds no block takes those of the newest sequence, which is computed again later. Steps that only decode are taken
-many at once: their lengths are known beforehand.
+(those for another instance by `request_table.DUE_TOKENS_PER_PROMPT_TOKEN`), and enter only when all their blocks are
+there. A decode that finds no block takes those of the newest sequence, which is computed again later. Steps that only
+decode are taken many at once: their lengths are known beforehand.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ from typing import Protocol
 from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.measures import Gaps
-from baton_serve.bench.simulation.stream import Stream
+from baton_serve.bench.simulation.stream import SimulatedSequence
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine.core.request_table import OVERTAKING
-from baton_serve.engine.core.step_time_model import Pace
+from baton_serve.engine.core.request_table import DUE_TOKENS_PER_PROMPT_TOKEN
+from baton_serve.engine.core.step_time_model import StepTimeModel
 
 
-class Owner(Protocol):
+class EngineListener(Protocol):
     """Hears what the engine has done, at the moment it is done."""
 
-    def on_reserved(self, sequence: Stream) -> None: ...
-    def on_chunk(self, sequence: Stream) -> None: ...
-    def on_first_token(self, sequence: Stream) -> None: ...
-    def on_second_token(self, sequence: Stream) -> None:
+    def on_reserved(self, sequence: SimulatedSequence) -> None: ...
+    def on_chunk(self, sequence: SimulatedSequence) -> None: ...
+    def on_first_token(self, sequence: SimulatedSequence) -> None: ...
+    def on_second_token(self, sequence: SimulatedSequence) -> None:
         """Of a handed-over sequence that goes on after it."""
 
-    def on_finished(self, sequence: Stream) -> None: ...
+    def on_finished(self, sequence: SimulatedSequence) -> None: ...
     def on_step(self) -> None: ...
 
 
@@ -40,18 +40,18 @@ class SimulatedEngine:
         *,
         cache: BlockCache,
         block_tokens: int,
-        owner: Owner,
+        owner: EngineListener,
         gaps: Gaps,
-        stretch: float = inf,
+        max_stretch: float = inf,
     ) -> None:
-        """`stretch`: as `engine.core.step_time_model.Pace`."""
+        """`max_stretch`: as `engine.core.step_time_model.StepTimeModel`."""
         self.cost = cost
         self.cache = cache
-        self.waiting: list[Stream] = []
-        self.prompts: list[Stream] = []
-        self.decoding: list[Stream] = []
-        self.reserved: set[Stream] = set()
-        self.pace = Pace(cost.prefill_tokens_per_s, cost.step_s(1, 0), stretch)
+        self.waiting: list[SimulatedSequence] = []
+        self.prompts: list[SimulatedSequence] = []
+        self.decoding: list[SimulatedSequence] = []
+        self.reserved: set[SimulatedSequence] = set()
+        self.step_time_model = StepTimeModel(cost.prefill_tokens_per_s, cost.step_s(1, 0), max_stretch)
         self.busy_s = 0.0
         self._block_tokens = block_tokens
         self._owner = owner
@@ -65,8 +65,8 @@ class SimulatedEngine:
         self._longer_s = 0.0
         """By how much each is longer than the one before."""
         self._num_steps = 0
-        self._chunks: list[tuple[Stream, int]] = []
-        self._batch: list[Stream] = []
+        self._chunks: list[tuple[SimulatedSequence, int]] = []
+        self._batch: list[SimulatedSequence] = []
         """Who writes in the steps that run now; of `decoding`, the others have come since."""
         self._num_planned_tokens = 0
 
@@ -80,12 +80,14 @@ class SimulatedEngine:
         """As the scheduler's."""
         writers = self.decoding
         if not writers:
-            return self.pace.prefill_tokens_per_s
-        promises_s = [s.itl_s for s in writers]
-        if None in promises_s or not self.pace.keeps(promises_s):
+            return self.step_time_model.prefill_tokens_per_s
+        itl_slos_s = [s.itl_s for s in writers]
+        if None in itl_slos_s or not self.step_time_model.meets_itl_slos(itl_slos_s):
             return 0.0
         most = self.cost.max_num_batched_tokens - len(writers)
-        return self.pace.tokens_per_s(min(self.pace.room(promises_s) or most, most), len(writers))
+        return self.step_time_model.tokens_per_s(
+            min(self.step_time_model.chunk_budget(itl_slos_s) or most, most), len(writers)
+        )
 
     @property
     def num_running(self) -> int:
@@ -95,15 +97,15 @@ class SimulatedEngine:
     def is_idle(self) -> bool:
         return not (self.waiting or self.num_running)
 
-    def add(self, sequence: Stream) -> None:
+    def add(self, sequence: SimulatedSequence) -> None:
         # Memory for a handoff does not wait for prompts that have it already.
         sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
         if sequence.mode == "prefill":
-            sequence.due += OVERTAKING * sequence.num_tokens
+            sequence.due += DUE_TOKENS_PER_PROMPT_TOKEN * sequence.num_tokens
         insort(self.waiting, sequence, key=lambda s: s.due)
         self._look()
 
-    def join(self, sequence: Stream) -> None:
+    def join(self, sequence: SimulatedSequence) -> None:
         """The blocks of a reserved sequence have come."""
         if sequence in self.reserved:
             self.reserved.discard(sequence)
@@ -111,7 +113,7 @@ class SimulatedEngine:
             self._write_on(sequence)
             self._look()
 
-    def release(self, sequence: Stream) -> None:
+    def release(self, sequence: SimulatedSequence) -> None:
         """Its blocks are wanted no more."""
         self.cache.release(sequence.holding)
         self._look()
@@ -178,8 +180,8 @@ class SimulatedEngine:
     def _schedule_prompts(self) -> None:
         budget = self.cost.max_num_batched_tokens - len(self.decoding)
         if self.decoding and (self.prompts or self.waiting):
-            room = self.pace.room([s.itl_s for s in self.decoding])
-            budget = budget if room is None else min(room, budget)
+            chunk_budget = self.step_time_model.chunk_budget([s.itl_s for s in self.decoding])
+            budget = budget if chunk_budget is None else min(chunk_budget, budget)
         for sequence in self.prompts:
             budget -= self._append_chunk(sequence, budget)
         while self.waiting and self.num_running < self.cost.max_num_seqs:
@@ -195,14 +197,14 @@ class SimulatedEngine:
                 insort(self.prompts, head, key=lambda s: s.due)
                 budget -= self._append_chunk(head, budget)
 
-    def _append_chunk(self, sequence: Stream, budget: int) -> int:
+    def _append_chunk(self, sequence: SimulatedSequence, budget: int) -> int:
         length = min(budget, sequence.num_tokens - sequence.computed)
         if length > 0:
             self._chunks.append((sequence, length))
             self._num_planned_tokens += length
         return max(0, length)
 
-    def _place(self, sequence: Stream) -> bool:
+    def _place(self, sequence: SimulatedSequence) -> bool:
         """Gives it all its blocks, if they are there."""
         num_tokens = sequence.num_tokens
         # Who computes must compute the last token at least.
@@ -232,7 +234,7 @@ class SimulatedEngine:
     def _missing(self, num_steps: int) -> int:
         return sum(self._missing_of(sequence, num_steps) for sequence in self.decoding)
 
-    def _missing_of(self, sequence: Stream, num_steps: int) -> int:
+    def _missing_of(self, sequence: SimulatedSequence, num_steps: int) -> int:
         return max(0, ceil((sequence.kv_tokens + num_steps) / self._block_tokens) - sequence.holding.num_blocks)
 
     def _preempt(self) -> None:
@@ -282,11 +284,11 @@ class SimulatedEngine:
         self.busy_s += seconds
         num_prompt_tokens = sum(length for _, length in self._chunks)
         if not num_prompt_tokens:
-            self.pace.decoded(seconds / self._num_steps)
+            self.step_time_model.decoded(seconds / self._num_steps)
         else:
-            self.pace.computed(num_prompt_tokens, seconds)
+            self.step_time_model.computed(num_prompt_tokens, seconds)
             if self._batch:
-                self.pace.mixed(num_prompt_tokens, len(self._batch), seconds)
+                self.step_time_model.mixed(num_prompt_tokens, len(self._batch), seconds)
         fresh = [s for s in self._batch if s.is_fresh]
         for sequence in fresh:
             before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at
@@ -295,7 +297,7 @@ class SimulatedEngine:
         self._gaps.add([s.request_id for s in self._batch if not s.is_fresh], step_s, self._num_steps)
         self._gaps.add([s.request_id for s in fresh], step_s, self._num_steps - 1)
 
-    def _computed(self, sequence: Stream, length: int) -> None:
+    def _computed(self, sequence: SimulatedSequence, length: int) -> None:
         before = sequence.computed // self._block_tokens
         sequence.computed += length
         self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
@@ -318,7 +320,7 @@ class SimulatedEngine:
                 self.cache.release(sequence.holding)
                 self._owner.on_finished(sequence)
 
-    def _write_on(self, sequence: Stream) -> None:
+    def _write_on(self, sequence: SimulatedSequence) -> None:
         sequence.written = 1
         sequence.is_fresh = True
         self.decoding.append(sequence)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.contracts.identity import InstanceId, TicketId
 from baton_serve.contracts.messages import Ticket
-from baton_serve.services.router.placement.prefix_pull import LATENCY_S
+from baton_serve.services.router.placement.prefix_pull import PULL_LATENCY_S
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TransferArrival:
     """What the sink is told when the last block is there. `first_token_at`: when prefill was done."""
 
     handoff_s: float
@@ -29,7 +29,7 @@ class _Handoff:
     first_token_at: float | None = None
     ends_at: float = 0.0
     num_tokens: int = 0
-    on_arrived: Callable[[Arrival], None] | None = None
+    on_arrived: Callable[[TransferArrival], None] | None = None
     on_sent: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -63,7 +63,7 @@ class Fabric:
         handoff.on_sent.append(on_sent)
         self._end(ticket, handoff)
 
-    def reserved(self, ticket: Ticket, num_cached: int, on_arrived: Callable[[Arrival], None]) -> None:
+    def reserved(self, ticket: Ticket, num_cached: int, on_arrived: Callable[[TransferArrival], None]) -> None:
         """The sink has room, and the first `num_cached` tokens already."""
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.sent, handoff.reserved_at, handoff.on_arrived = num_cached, self._loop.time(), on_arrived
@@ -72,7 +72,7 @@ class Fabric:
 
     def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
         """Tokens that the source has cached go to the sink."""
-        ends_at = self._link_free_at(ticket) + LATENCY_S + num_tokens * self._seconds_per_token
+        ends_at = self._link_free_at(ticket) + PULL_LATENCY_S + num_tokens * self._seconds_per_token
         self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = ends_at
         self._loop.call_at(ends_at, on_arrived)
 
@@ -110,7 +110,7 @@ class Fabric:
         assert handoff.first_token_at is not None
         assert handoff.on_arrived is not None
         now = self._loop.time()
-        arrival = Arrival(
+        arrival = TransferArrival(
             handoff_s=now - handoff.reserved_at,
             exposed_s=now - max(handoff.first_token_at, handoff.reserved_at),
             num_tokens=handoff.num_tokens,

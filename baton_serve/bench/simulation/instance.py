@@ -7,10 +7,10 @@ from math import ceil, inf
 from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.engine import SimulatedEngine
-from baton_serve.bench.simulation.fabric import Arrival, Fabric
+from baton_serve.bench.simulation.fabric import Fabric, TransferArrival
 from baton_serve.bench.simulation.measures import Gaps
-from baton_serve.bench.simulation.stream import Stream
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.bench.simulation.stream import SimulatedSequence
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.events import BlockEvent, EventBatch
 from baton_serve.contracts.identity import InstanceId, RequestId
 from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Load
@@ -32,7 +32,7 @@ from baton_serve.contracts.messages import (
     ToRouter,
     Work,
 )
-from baton_serve.engine.core.step_time_model import DECODE_STRETCH
+from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
 
 _TOKEN = 0
 """What every simulated token is."""
@@ -53,7 +53,7 @@ class SimulatedInstance:
             block_tokens=record.layout.block_tokens,
             owner=self,
             gaps=gaps,
-            stretch=DECODE_STRETCH if record.role == "decode" else inf,
+            max_stretch=DECODE_MAX_STRETCH if record.role == "decode" else inf,
         )
         self.started_at = asyncio.get_running_loop().time()
         self.ended_at: float | None = None
@@ -61,7 +61,7 @@ class SimulatedInstance:
         self._loop = asyncio.get_running_loop()
         self._works: dict[RequestId, Work] = {}
         self._tickets: dict[RequestId, Ticket] = {}
-        self._held: dict[RequestId, Stream] = {}
+        self._held: dict[RequestId, SimulatedSequence] = {}
         """Streams whose blocks wait to be fetched."""
         self._num_pulls = 0
         self._peers: dict[InstanceId, None] = {}
@@ -82,8 +82,8 @@ class SimulatedInstance:
             running=engine.num_running,
             waiting=len(engine.waiting),
             queued_tokens=engine.queued_tokens,
-            prefill_tokens_per_s=engine.pace.prefill_tokens_per_s,
-            decode_step_s=engine.pace.decode_step_s,
+            prefill_tokens_per_s=engine.step_time_model.prefill_tokens_per_s,
+            decode_step_s=engine.step_time_model.decode_step_s,
             spare_tokens_per_s=engine.spare_tokens_per_s,
             held_blocks=sum(stream.holding.num_blocks for stream in self._held.values()),
         )
@@ -121,16 +121,16 @@ class SimulatedInstance:
             case Heartbeat():
                 self.report()
 
-    def on_reserved(self, sequence: Stream) -> None:
+    def on_reserved(self, sequence: SimulatedSequence) -> None:
         ticket = self._tickets[sequence.request_id]
         self._peers[ticket.source] = None
         self._fabric.reserved(ticket, sequence.cached, lambda arrival: self._arrived(sequence, arrival))
 
-    def on_chunk(self, sequence: Stream) -> None:
+    def on_chunk(self, sequence: SimulatedSequence) -> None:
         if (ticket := self._tickets.get(sequence.request_id)) is not None:
             self._fabric.produced(ticket, sequence.computed)
 
-    def on_first_token(self, sequence: Stream) -> None:
+    def on_first_token(self, sequence: SimulatedSequence) -> None:
         now = self._loop.time()
         assert sequence.started_at is not None
         report = PrefillReport(
@@ -147,12 +147,12 @@ class SimulatedInstance:
             self._hold(sequence)
         self._send_tokens(work, 1, is_last=work.sampling.max_tokens == self._offset(work) + 1)
 
-    def on_second_token(self, sequence: Stream) -> None:
+    def on_second_token(self, sequence: SimulatedSequence) -> None:
         work = self._works[sequence.request_id]
         self._send_tokens(work, 1, position=self._offset(work) + 1, is_last=False)
         sequence.told = 2
 
-    def on_finished(self, sequence: Stream) -> None:
+    def on_finished(self, sequence: SimulatedSequence) -> None:
         work = self._works.pop(sequence.request_id, None)
         self._tickets.pop(sequence.request_id, None)
         if work is None:
@@ -168,12 +168,12 @@ class SimulatedInstance:
         block_tokens = self.record.layout.block_tokens
         num_full = len(work.token_ids) // block_tokens
         num_tokens = work.sampling.max_tokens - self._offset(work)
-        stream = Stream(
+        stream = SimulatedSequence(
             request_id=work.request_id,
             mode="prefill" if mode == "prefill" else "decode" if mode == "decode" else "generate",
             num_tokens=len(work.token_ids),
             remaining=1 if mode == "prefill" else num_tokens - (mode == "decode"),
-            names=block_names(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
+            names=hash_blocks(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
             arrived_at=self._loop.time(),
             itl_s=work.itl_s,
         )
@@ -185,7 +185,7 @@ class SimulatedInstance:
         else:
             self._pull(stream, pull)
 
-    def _pull(self, stream: Stream, pull: Pull) -> None:
+    def _pull(self, stream: SimulatedSequence, pull: Pull) -> None:
         """What the source has by now comes first; the prompt is added then."""
         own, source = self.engine.cache, self._fabric.caches[pull.ticket.source]
         self._peers[pull.ticket.source] = None
@@ -201,7 +201,7 @@ class SimulatedInstance:
 
         self._fabric.pull(pull.ticket, len(missing) * self.record.layout.block_tokens, arrived)
 
-    def _hold(self, stream: Stream) -> None:
+    def _hold(self, stream: SimulatedSequence) -> None:
         """Until the blocks have been fetched, or at once where nobody will."""
         del self._works[stream.request_id]
         ticket = self._tickets.pop(stream.request_id, None)
@@ -216,7 +216,7 @@ class SimulatedInstance:
 
         self._fabric.finished(ticket, let_go)
 
-    def _arrived(self, stream: Stream, arrival: Arrival) -> None:
+    def _arrived(self, stream: SimulatedSequence, arrival: TransferArrival) -> None:
         if stream.request_id not in self._works:
             return
         token_bytes, block_tokens = self.record.layout.token_bytes, self.record.layout.block_tokens

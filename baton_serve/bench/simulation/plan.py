@@ -19,7 +19,7 @@ from baton_serve.bench.serving.traces import Trace, TraceError
 from baton_serve.bench.simulation import options as shared
 from baton_serve.bench.simulation.autoscaling import PoolSizes, ScalingError, ScalingRules, rules_from_values
 from baton_serve.bench.simulation.cost import CostError, CostModel
-from baton_serve.bench.simulation.run import Result, simulate
+from baton_serve.bench.simulation.run import SimulationResult, simulate
 from baton_serve.bench.simulation.search import Trials, best_split, smallest_pools
 from baton_serve.bench.simulation.summary import HEADER, Summary, cells, summarise
 from baton_serve.contracts.instance import Role
@@ -104,7 +104,7 @@ def _scaling(options: argparse.Namespace) -> ScalingRules | None:
 def _compare(
     options: argparse.Namespace, cost: CostModel, traces: Sequence[Trace], scaling: ScalingRules | None
 ) -> None:
-    results: list[Result] = []
+    results: list[SimulationResult] = []
     summaries: list[Summary] = []
     for trace in traces:
         for policy in options.policy:

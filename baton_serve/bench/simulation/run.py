@@ -14,16 +14,16 @@ from baton_serve.bench.simulation.virtual_time import run_virtually
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.main import admission_of, flight_rules
+from baton_serve.services.router.main import admission_control, request_policy
 from baton_serve.services.router.placement.policy import PolicyName
 from baton_serve.services.router.placement.prefix_pull import PullPolicy
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import RouterError
 from baton_serve.services.router.requests.dispatcher import Dispatcher
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.prompt_request import Arrival, Job
-from baton_serve.services.router.requests.token_queue import Outbox
+from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming
+from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.settings import RouterSettings
 
 _UNSHARED = 1 << 30
@@ -75,7 +75,7 @@ class Served:
 
 
 @dataclass(slots=True)
-class Result:
+class SimulationResult:
     scenario: Scenario
     served: list[Served] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -88,15 +88,15 @@ class Result:
     sizes: list[PoolSizes] = field(default_factory=list)
 
 
-def simulate(scenario: Scenario) -> Result:
+def simulate(scenario: Scenario) -> SimulationResult:
     """Always the same for the same scenario. Takes no virtual time for the router's own work."""
     return run_virtually(lambda: _simulate(scenario))
 
 
-async def _simulate(scenario: Scenario) -> Result:
+async def _simulate(scenario: Scenario) -> SimulationResult:
     loop = asyncio.get_running_loop()
     gaps = Gaps(each=scenario.keeps_own_gaps)
-    result = Result(scenario, gaps=gaps.all)
+    result = SimulationResult(scenario, gaps=gaps.all)
     simulated = SimulatedCluster(
         scenario.cost,
         block_tokens=scenario.block_tokens,
@@ -115,8 +115,8 @@ async def _simulate(scenario: Scenario) -> Result:
     cluster = Cluster(simulated, simulated, clock=loop.time, first_turn=scenario.seed)
     dispatcher = Dispatcher(
         cluster,
-        rules=flight_rules(settings),
-        admission=admission_of(settings),
+        rules=request_policy(settings),
+        admission=admission_control(settings),
         metrics=RouterMetrics(CollectorRegistry(), "simulated"),
         clock=loop.time,
     )
@@ -128,7 +128,7 @@ async def _simulate(scenario: Scenario) -> Result:
     slo = Slo(scenario.ttft_s, scenario.itl_s)
     for number, request in enumerate(scenario.trace.requests):
         await asyncio.sleep(max(0.0, began + request.at_s - loop.time()))
-        client = loop.create_task(_client(dispatcher, _job(scenario, number, request), slo, result, gaps))
+        client = loop.create_task(_client(dispatcher, _prompt_request(scenario, number, request), slo, result, gaps))
         clients.add(client)
         client.add_done_callback(clients.discard)
     await asyncio.gather(*clients)
@@ -167,41 +167,43 @@ def prompt_tokens(trace: Trace, number: int, request: TraceRequest) -> list[int]
     return tokens
 
 
-def _job(scenario: Scenario, number: int, request: TraceRequest) -> Job:
-    return Job(
+def _prompt_request(scenario: Scenario, number: int, request: TraceRequest) -> PromptRequest:
+    return PromptRequest(
         request_id=f"request-{number}",
         token_ids=prompt_tokens(scenario.trace, number, request),
         sampling=SamplingParams(seed=0, max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True),
     )
 
 
-async def _client(dispatcher: Dispatcher, job: Job, slo: Slo, result: Result, gaps: Gaps) -> None:
+async def _client(
+    dispatcher: Dispatcher, prompt_request: PromptRequest, slo: Slo, result: SimulationResult, gaps: Gaps
+) -> None:
     loop = asyncio.get_running_loop()
-    outbox, now = Outbox(), loop.time()
+    token_queue, now = TokenQueue(), loop.time()
     try:
-        arrival = Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=slo)
-        [flight] = dispatcher.launch([job], outbox, arrival=arrival)
-        while not flight.is_over:
-            await outbox.take()
+        timing = RequestTiming(at=now, tokenizing_at=now, tokenized_at=now, slo=slo)
+        [lifecycle] = dispatcher.submit([prompt_request], token_queue, timing=timing)
+        while not lifecycle.is_finished:
+            await token_queue.take()
     except RouterError as exc:
         result.refused.append(str(exc))
         return
-    result.served.append(_served(flight, job, gaps))
+    result.served.append(_served(lifecycle, prompt_request, gaps))
 
 
-def _served(flight: Flight, job: Job, gaps: Gaps) -> Served:
-    timeline = flight.timeline
+def _served(lifecycle: RequestLifecycle, prompt_request: PromptRequest, gaps: Gaps) -> Served:
+    timeline = lifecycle.timeline
     assert timeline.first_token_at is not None
     assert timeline.last_token_at is not None
-    num_tokens = job.sampling.max_tokens
+    num_tokens = prompt_request.sampling.max_tokens
     decode_s = timeline.last_token_at - timeline.first_token_at
     return Served(
         at_s=timeline.arrived_at,
         ttft_s=timeline.first_token_at - timeline.arrived_at,
         tpot_s=decode_s / (num_tokens - 1) if num_tokens > 1 else None,
-        itl_p99_s=gaps.percentile(job.request_id, 99, held_s=timeline.held_s),
+        itl_p99_s=gaps.percentile(prompt_request.request_id, 99, held_s=timeline.held_s),
         e2e_s=timeline.last_token_at - timeline.arrived_at,
-        prompt_tokens=len(job.token_ids),
+        prompt_tokens=len(prompt_request.token_ids),
         output_tokens=num_tokens,
         cached_tokens=sum(timeline.cached_tokens.values()),
         queue_s=timeline.report.queue_s if timeline.report is not None else 0.0,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton_serve.bench.simulation.cache import Holding
-from baton_serve.contracts.identity import BlockName, RequestId, TicketId
+from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class SimulatedSequence:
     """One request here. `prefill` ends with its first token, `decode` begins with the second, `generate` does both."""
 
     request_id: RequestId
@@ -18,7 +18,7 @@ class Stream:
     """To have in the cache before the next token."""
     remaining: int
     """Tokens still to write here."""
-    names: Sequence[BlockName]
+    names: Sequence[BlockHash]
     """Of its full blocks."""
     arrived_at: float
     due: int = 0

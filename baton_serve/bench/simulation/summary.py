@@ -7,7 +7,7 @@ import msgspec
 
 from baton_serve.bench.report import Row
 from baton_serve.bench.simulation.measures import Distribution
-from baton_serve.bench.simulation.run import Result, Served
+from baton_serve.bench.simulation.run import Served, SimulationResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """With autoscaling: over time."""
 
 
-def summarise(result: Result, objective: Objective) -> Summary:
+def summarise(result: SimulationResult, objective: Objective) -> Summary:
     scenario, served = result.scenario, result.served
     num_requests = len(scenario.trace.requests)
     good = sum(objective.is_met_by(one) for one in served)
@@ -177,7 +177,7 @@ def _spread(values: Distribution) -> Spread:
     return Spread(values.mean * 1e3, values.percentile(50) * 1e3, values.percentile(99) * 1e3)
 
 
-def _mean_instances(result: Result) -> dict[str, float]:
+def _mean_instances(result: SimulationResult) -> dict[str, float]:
     totals: dict[str, float] = {}
     if not result.sizes:
         return {}

@@ -2,7 +2,7 @@
 
 import ctypes
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, new_ticket_id
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, new_ticket_id
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import HostMemory
@@ -24,8 +24,8 @@ def layout_of(block_bytes: int) -> KVLayout:
     )
 
 
-def block_name(index: int) -> BlockName:
-    return BlockName(index.to_bytes(16, "big"))
+def block_name(index: int) -> BlockHash:
+    return BlockHash(index.to_bytes(16, "big"))
 
 
 def tickets_to(address: str, count: int) -> list[Ticket]:

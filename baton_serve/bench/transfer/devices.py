@@ -26,9 +26,9 @@ import torch
 
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.transfer.cases import MIB, layout_of, tickets_to
-from baton_serve.bench.transfer.devices_producer import LARGE, DeviceMemory, Order, node_of, places_of
+from baton_serve.bench.transfer.devices_producer import LARGE, BenchDeviceMemory, DeviceOrder, node_of, places_of
 from baton_serve.child_command import module_command
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import TransferError, TransferNode, TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
@@ -40,14 +40,14 @@ PREFILL_S = 0.218
 
 
 @dataclass
-class Pair:
+class DeviceNodePair:
     process: asyncio.subprocess.Process
     node: TransferNode
-    memory: DeviceMemory
+    memory: BenchDeviceMemory
     address: str
     is_scattered: bool
 
-    async def order(self, order: Order) -> Any:
+    async def order(self, order: DeviceOrder) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
         order = msgspec.structs.replace(order, is_scattered=self.is_scattered)
         self.process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -56,12 +56,14 @@ class Pair:
     def tickets(self, count: int) -> list[Ticket]:
         return tickets_to(self.address, count)
 
-    def places(self, first: int, count: int) -> list[tuple[BlockName, int]]:
+    def places(self, first: int, count: int) -> list[tuple[BlockHash, int]]:
         return places_of(first, count, self.memory.num_blocks, is_scattered=self.is_scattered)
 
 
 @contextlib.asynccontextmanager
-async def pair_of(options: argparse.Namespace, num_blocks: int, settings: TransferSettings) -> AsyncIterator[Pair]:
+async def pair_of(
+    options: argparse.Namespace, num_blocks: int, settings: TransferSettings
+) -> AsyncIterator[DeviceNodePair]:
     layout, (source, target) = layout_of(options.block_kib << 10), options.devices
     arguments = [msgspec.json.encode(value).decode() for value in (layout, settings)]
     process = await asyncio.create_subprocess_exec(
@@ -71,13 +73,13 @@ async def pair_of(options: argparse.Namespace, num_blocks: int, settings: Transf
         limit=16 * MIB,
     )
     assert process.stdout is not None
-    memory = DeviceMemory(num_blocks, layout.block_bytes, target)
+    memory = BenchDeviceMemory(num_blocks, layout.block_bytes, target)
     node = node_of("decode-0", 2, layout, memory, settings)
     await node.start()
     try:
         address = json.loads(await _answer_of(process.stdout))
         await node.connect(address)
-        yield Pair(process, node, memory, address, options.scattered)
+        yield DeviceNodePair(process, node, memory, address, options.scattered)
     finally:
         await node.close()
         with contextlib.suppress(ProcessLookupError):
@@ -85,10 +87,10 @@ async def pair_of(options: argparse.Namespace, num_blocks: int, settings: Transf
         await process.wait()
 
 
-async def throughput(pair: Pair, concurrency: int, num_blocks: int, digest: Sequence[int]) -> float:
+async def throughput(pair: DeviceNodePair, concurrency: int, num_blocks: int, digest: Sequence[int]) -> float:
     """Seconds for so many prompts of `num_blocks` at once."""
     tickets, each = pair.tickets(concurrency), num_blocks
-    order = Order(op="open", tickets=tickets, blocks_each=each)
+    order = DeviceOrder(op="open", tickets=tickets, blocks_each=each)
     pair.memory.device_tensor.zero_()
     _synchronize(pair.memory)
     await pair.order(order)
@@ -101,9 +103,9 @@ async def throughput(pair: Pair, concurrency: int, num_blocks: int, digest: Sequ
     return seconds
 
 
-async def exposed(pair: Pair, num_blocks: int, seconds: float, parts: int, digest: Sequence[int]) -> float:
+async def exposed(pair: DeviceNodePair, num_blocks: int, seconds: float, parts: int, digest: Sequence[int]) -> float:
     """Seconds from the producer's `finish` to the end of the fetch."""
-    order = Order(op="open", tickets=pair.tickets(1), blocks_each=num_blocks, seconds=seconds, parts=parts)
+    order = DeviceOrder(op="open", tickets=pair.tickets(1), blocks_each=num_blocks, seconds=seconds, parts=parts)
     pair.memory.device_tensor.zero_()
     _synchronize(pair.memory)
     await pair.order(order)
@@ -116,17 +118,17 @@ async def exposed(pair: Pair, num_blocks: int, seconds: float, parts: int, diges
     return float(result.exposed_s)
 
 
-def _compare(pair: Pair, count: int, digest: Sequence[int]) -> None:
+def _compare(pair: DeviceNodePair, count: int, digest: Sequence[int]) -> None:
     found, where = pair.memory.digest(), [place for _, place in pair.places(0, count)]
     if [found[place] for place in where] != [digest[place] for place in where]:
         raise SystemExit("wrong bytes arrived")
 
 
-async def large_messages(pair: Pair, options: argparse.Namespace) -> float:
+async def large_messages(pair: DeviceNodePair, options: argparse.Namespace) -> float:
     """Bytes per second of one large message after another, through the same library, nothing else."""
     blocks = DeviceBlocks(pair.memory)
     backend = DeviceBackend(options.backend, blocks)
-    meeting = await pair.order(Order(op="meet", backend=options.backend))
+    meeting = await pair.order(DeviceOrder(op="meet", backend=options.backend))
     flat = pair.memory.device_tensor.view(-1)
     part = flat[: min(LARGE, len(flat))]
 
@@ -142,7 +144,7 @@ async def large_messages(pair: Pair, options: argparse.Namespace) -> float:
     return await asyncio.to_thread(receive)
 
 
-def pinned_copy(memory: DeviceMemory, *, to_host: bool) -> float:
+def pinned_copy(memory: BenchDeviceMemory, *, to_host: bool) -> float:
     """Bytes per second of large copies from or to pinned memory."""
     blocks, size = DeviceBlocks(memory), memory.block_bytes
     count = max(min(LARGE // size, memory.num_blocks), 1)
@@ -203,7 +205,7 @@ async def _measure_one(
     prompt = options.prompt_mib * MIB
     in_all = num_blocks * max(options.concurrency)
     async with asyncio.timeout(options.timeout_s), pair_of(options, in_all, settings) as pair:
-        digest = await pair.order(Order(op="digest"))
+        digest = await pair.order(DeviceOrder(op="digest"))
         for concurrency in options.concurrency:
             limit = await _limit(pair, options, settings)
             seconds = min([await throughput(pair, concurrency, num_blocks, digest) for _ in range(options.repeats)])
@@ -219,7 +221,7 @@ async def _measure_one(
     return rows
 
 
-async def _limit(pair: Pair, options: argparse.Namespace, settings: TransferSettings) -> float:
+async def _limit(pair: DeviceNodePair, options: argparse.Namespace, settings: TransferSettings) -> float:
     if settings.transports == ("oneccl",):
         return await large_messages(pair, options)
     return min(pinned_copy(pair.memory, to_host=True), pinned_copy(pair.memory, to_host=False))
@@ -234,11 +236,11 @@ def _cases(options: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
     return cases
 
 
-async def _fetch(pair: Pair, ticket: Ticket, first: int, count: int) -> Any:
+async def _fetch(pair: DeviceNodePair, ticket: Ticket, first: int, count: int) -> Any:
     return await pair.node.fetch(ticket, pair.places(first, count))
 
 
-def _synchronize(memory: DeviceMemory) -> None:
+def _synchronize(memory: BenchDeviceMemory) -> None:
     if memory.device_tensor.device.type != "cpu":
         torch.get_device_module(memory.device_tensor.device).synchronize(memory.device_tensor.device)
 

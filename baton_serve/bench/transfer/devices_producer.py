@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from baton_serve.bench.transfer.cases import MIB, block_name
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import TransferNode, TransferSettings
@@ -26,8 +26,8 @@ CHUNKS = 4
 LARGE = 256 * MIB
 
 
-class DeviceMemory:
-    """`kvtransfer.memory.DeviceMemory`."""
+class BenchDeviceMemory:
+    """`kvtransfer.memory.BenchDeviceMemory`."""
 
     shared_fd = None
     host_view = None
@@ -57,7 +57,7 @@ class DeviceMemory:
         return sums_of(DeviceBlocks(self), range(self.num_blocks), sample=False)
 
 
-class Order(msgspec.Struct, kw_only=True):
+class DeviceOrder(msgspec.Struct, kw_only=True):
     op: str
     tickets: list[Ticket] = []
     blocks_each: int = 0
@@ -70,7 +70,7 @@ class Order(msgspec.Struct, kw_only=True):
 
 
 def node_of(
-    name: str, generation: int, layout: KVLayout, memory: DeviceMemory, settings: TransferSettings
+    name: str, generation: int, layout: KVLayout, memory: BenchDeviceMemory, settings: TransferSettings
 ) -> TransferNode:
     return TransferNode(
         instance=InstanceId(name), generation=Generation(generation), layout=layout, memory=memory, settings=settings
@@ -79,7 +79,7 @@ def node_of(
 
 async def produce(device: str, num_blocks: int, layout: KVLayout, settings: TransferSettings) -> None:
     """The other process: does what lines of JSON on stdin say."""
-    memory = DeviceMemory(num_blocks, layout.block_bytes, device)
+    memory = BenchDeviceMemory(num_blocks, layout.block_bytes, device)
     memory.fill()
     node = node_of("prefill-0", 1, layout, memory, settings)
     await node.start()
@@ -88,11 +88,11 @@ async def produce(device: str, num_blocks: int, layout: KVLayout, settings: Tran
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     _say(node.address)
     while line := await reader.readline():
-        _say(await _obey(node, memory, msgspec.json.decode(line, type=Order)))
+        _say(await _obey(node, memory, msgspec.json.decode(line, type=DeviceOrder)))
     await node.close()
 
 
-async def _obey(node: TransferNode, memory: DeviceMemory, order: Order) -> Any:
+async def _obey(node: TransferNode, memory: BenchDeviceMemory, order: DeviceOrder) -> Any:
     match order.op:
         case "open":
             for ticket in order.tickets:
@@ -113,11 +113,13 @@ async def _obey(node: TransferNode, memory: DeviceMemory, order: Order) -> Any:
     return None
 
 
-def _publish(node: TransferNode, memory: DeviceMemory, order: Order, ticket: Ticket, first: int, count: int) -> None:
+def _publish(
+    node: TransferNode, memory: BenchDeviceMemory, order: DeviceOrder, ticket: Ticket, first: int, count: int
+) -> None:
     node.publish(ticket.ticket, places_of(first, count, memory.num_blocks, is_scattered=order.is_scattered))
 
 
-def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) -> list[tuple[BlockName, int]]:
+def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) -> list[tuple[BlockHash, int]]:
     """Where a prompt's blocks lie, at both ends."""
     step = 1
     if is_scattered:
@@ -127,7 +129,7 @@ def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) ->
     return [(block_name(index), index * step % num_blocks) for index in range(first, first + count)]
 
 
-async def _prefill(node: TransferNode, memory: DeviceMemory, order: Order) -> None:
+async def _prefill(node: TransferNode, memory: BenchDeviceMemory, order: DeviceOrder) -> None:
     """As an engine does: each chunk's blocks are published when it is computed, while the next one is; of the last
     one, with parts, each group of layers."""
     (ticket,), each = order.tickets, order.blocks_each // CHUNKS
@@ -144,7 +146,7 @@ async def _prefill(node: TransferNode, memory: DeviceMemory, order: Order) -> No
     node.finish(ticket.ticket, b"first tokens")
 
 
-def _compute(memory: DeviceMemory, seconds: float) -> None:
+def _compute(memory: BenchDeviceMemory, seconds: float) -> None:
     device = memory.device_tensor.device
     if device.type == "cpu":
         time.sleep(seconds)
@@ -158,7 +160,7 @@ def _compute(memory: DeviceMemory, seconds: float) -> None:
     memory.mark()
 
 
-def _send_large(memory: DeviceMemory, backend: str) -> str:
+def _send_large(memory: BenchDeviceMemory, backend: str) -> str:
     meeting = DeviceBackend(backend, DeviceBlocks(memory)).meet("127.0.0.1")
     flat = memory.device_tensor.view(-1)
     part = flat[: min(LARGE, len(flat))]

@@ -32,8 +32,8 @@ import msgspec
 from baton_serve.bench import plots
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.transfer.cases import MIB, block_name, clear, is_filled, layout_of, tickets_to
-from baton_serve.bench.transfer.hosts_producer import Order
-from baton_serve.bench.transfer.peers import NAMES, Peer, PeerError, Reading, chosen, readings
+from baton_serve.bench.transfer.hosts_producer import HostOrder
+from baton_serve.bench.transfer.peers import NAMES, Peer, PeerError, PeerReader, chosen, readings
 from baton_serve.bench.transfer.results import Point
 from baton_serve.child_command import module_command
 from baton_serve.contracts.identity import Generation, InstanceId
@@ -49,7 +49,7 @@ KEPT = "kept"
 
 
 @dataclass
-class Pair:
+class HostNodePair:
     """The producing process, and the consuming node in this one."""
 
     process: asyncio.subprocess.Process
@@ -57,7 +57,7 @@ class Pair:
     memory: HostMemory
     address: str
 
-    async def order(self, order: Order) -> str:
+    async def order(self, order: HostOrder) -> str:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(msgspec.json.encode(order) + b"\n")
         return str(json.loads(await self.process.stdout.readline()))
@@ -67,7 +67,7 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings) -> AsyncIterator[Pair]:
+async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings) -> AsyncIterator[HostNodePair]:
     layout = layout_of(block_bytes)
     arguments = [msgspec.json.encode(layout).decode(), msgspec.json.encode(settings).decode(), str(num_blocks)]
     process = await asyncio.create_subprocess_exec(
@@ -89,7 +89,7 @@ async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings)
     try:
         address = json.loads(await process.stdout.readline())
         await node.connect(address)
-        yield Pair(process, node, memory, address)
+        yield HostNodePair(process, node, memory, address)
     finally:
         await node.close()
         memory.close()
@@ -97,14 +97,14 @@ async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings)
         await process.wait()
 
 
-async def throughput(pair: Pair, concurrency: int, *, is_fresh: bool, compares: bool = True) -> float:
+async def throughput(pair: HostNodePair, concurrency: int, *, is_fresh: bool, compares: bool = True) -> float:
     """Seconds for all blocks, divided among `concurrency` fetches. `is_fresh`: none was sent before. `compares`: not
     what an earlier transfer has left is what is found."""
     if compares:
         clear(pair.memory)
     tickets = pair.tickets(concurrency)
     each = pair.memory.num_blocks // concurrency
-    order = Order(op="open", tickets=tickets, blocks_each=each, is_fresh=is_fresh)
+    order = HostOrder(op="open", tickets=tickets, blocks_each=each, is_fresh=is_fresh)
     await pair.order(order)
     await pair.order(msgspec.structs.replace(order, op="publish"))
     began = time.perf_counter()
@@ -116,10 +116,10 @@ async def throughput(pair: Pair, concurrency: int, *, is_fresh: bool, compares: 
     return seconds
 
 
-async def short_handoff(pair: Pair) -> float:
+async def short_handoff(pair: HostNodePair) -> float:
     """Seconds from the producer's `finish` to the end of the fetch."""
     tickets = pair.tickets(1)
-    order = Order(op="open", tickets=tickets, blocks_each=pair.memory.num_blocks)
+    order = HostOrder(op="open", tickets=tickets, blocks_each=pair.memory.num_blocks)
     await pair.order(order)
     fetch = asyncio.create_task(_fetch(pair, tickets[0], 0, pair.memory.num_blocks))
     await asyncio.sleep(0.002)
@@ -129,18 +129,18 @@ async def short_handoff(pair: Pair) -> float:
     return result.exposed_s
 
 
-async def raw_tcp(pair: Pair) -> float:
+async def raw_tcp(pair: HostNodePair) -> float:
     """Seconds for the same bytes through one TCP connection into the same memory."""
     assert pair.memory.host_view is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sending = asyncio.create_task(pair.order(Order(op="tcp", port=listener.getsockname()[1])))
+        sending = asyncio.create_task(pair.order(HostOrder(op="tcp", port=listener.getsockname()[1])))
         seconds = await asyncio.to_thread(_receive_raw, listener, pair.memory.host_view)
         await sending
     return seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class InterleavedTimes:
     """Best seconds of each."""
 
     limit: float
@@ -149,14 +149,14 @@ class Turns:
 
 
 async def in_turns(
-    pair: Pair,
+    pair: HostNodePair,
     transport: str,
     concurrency: int,
-    readings: Sequence[Reading],
+    readings: Sequence[PeerReader],
     options: argparse.Namespace,
     *,
     is_fresh: bool,
-) -> Turns:
+) -> InterleavedTimes:
     """Limit, transfer and peers one after another: other load on the machine meets all of them."""
     found: list[list[float]] = []
     source = HostMemory(1, pair.memory.num_blocks * pair.memory.block_bytes)
@@ -172,7 +172,7 @@ async def in_turns(
         found.append(seconds)
     source.close()
     limit, transfer, *peers = (min(column) for column in zip(*found, strict=True))
-    return Turns(limit, transfer, peers)
+    return InterleavedTimes(limit, transfer, peers)
 
 
 async def quiet(patience_s: float) -> None:
@@ -217,7 +217,7 @@ async def measure(options: argparse.Namespace, peers: Sequence[Peer]) -> tuple[l
 
 
 async def measure_transport(
-    options: argparse.Namespace, transport: str, kib: int, checksum: str, beside: Sequence[Reading]
+    options: argparse.Namespace, transport: str, kib: int, checksum: str, beside: Sequence[PeerReader]
 ) -> list[tuple[Point, list[Point]]]:
     """For each concurrency: the transport, and the peers that took turns with it."""
     found: list[tuple[Point, list[Point]]] = []
@@ -252,7 +252,7 @@ async def measure_short(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-async def _fetch(pair: Pair, ticket: Ticket, first: int, count: int) -> FetchResult:
+async def _fetch(pair: HostNodePair, ticket: Ticket, first: int, count: int) -> FetchResult:
     return await pair.node.fetch(ticket, [(block_name(first + i), first + i) for i in range(count)])
 
 

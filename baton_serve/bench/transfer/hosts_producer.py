@@ -18,7 +18,7 @@ from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import HostMemory, TransferNode, TransferSettings
 
 
-class Order(msgspec.Struct, kw_only=True):
+class HostOrder(msgspec.Struct, kw_only=True):
     op: str
     tickets: list[Ticket] = []
     blocks_each: int = 0
@@ -35,7 +35,7 @@ async def serve(node: TransferNode, memory: HostMemory) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     _answer(node.address)
     while line := await reader.readline():
-        order = msgspec.json.decode(line, type=Order)
+        order = msgspec.json.decode(line, type=HostOrder)
         match order.op:
             case "open":
                 if order.is_fresh and memory.versions is not None:
@@ -69,7 +69,7 @@ def thread_seconds() -> dict[str, float]:
     return found
 
 
-def _publish(node: TransferNode, order: Order) -> None:
+def _publish(node: TransferNode, order: HostOrder) -> None:
     for position, ticket in enumerate(order.tickets):
         first = position * order.blocks_each
         blocks = [(block_name(first + i), first + i) for i in range(order.blocks_each)]

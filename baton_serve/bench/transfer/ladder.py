@@ -17,14 +17,14 @@ import msgspec
 
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.transfer.cases import MIB
-from baton_serve.bench.transfer.devices import Pair, default_devices, pair_of, throughput
-from baton_serve.bench.transfer.devices_producer import Order
+from baton_serve.bench.transfer.devices import DeviceNodePair, default_devices, pair_of, throughput
+from baton_serve.bench.transfer.devices_producer import DeviceOrder
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.kvtransfer import TransferSettings
 
 
 @dataclass
-class Turn:
+class TransportPeriod:
     """Handoffs by one transport, one after another."""
 
     transport: str
@@ -33,20 +33,20 @@ class Turn:
     bytes_per_second: float = 0.0
 
 
-async def watch(pair: Pair, num_blocks: int, seconds: float, num_bytes: int) -> list[Turn]:
-    digest, began = await pair.order(Order(op="digest")), time.perf_counter()
-    turns: list[Turn] = []
+async def watch(pair: DeviceNodePair, num_blocks: int, seconds: float, num_bytes: int) -> list[TransportPeriod]:
+    digest, began = await pair.order(DeviceOrder(op="digest")), time.perf_counter()
+    turns: list[TransportPeriod] = []
     while (elapsed := time.perf_counter() - began) < seconds:
         transport = link_of(pair).transport
         took = await throughput(pair, 1, num_blocks, digest)
         if not turns or turns[-1].transport != transport:
-            turns.append(Turn(transport, elapsed))
+            turns.append(TransportPeriod(transport, elapsed))
         turns[-1].handoffs += 1
         turns[-1].bytes_per_second = max(turns[-1].bytes_per_second, num_bytes / took)
     return turns
 
 
-def link_of(pair: Pair) -> LinkStatus:
+def link_of(pair: DeviceNodePair) -> LinkStatus:
     (link,) = pair.node.links()
     return link
 

@@ -53,7 +53,7 @@ def chosen(names: Collection[str] | None) -> list[Peer]:
     return [peer for peer in PEERS if peer.engine not in missing and (names is None or peer.engine in names)]
 
 
-class Reading:
+class PeerReader:
     """A holding and a reading process of a peer."""
 
     def __init__(self, peer: Peer, log: IO[bytes]) -> None:
@@ -126,14 +126,14 @@ class Reading:
 @contextlib.asynccontextmanager
 async def readings(
     peers: Sequence[Peer], transport: str, num_blocks: int, block_bytes: int
-) -> AsyncIterator[list[Reading]]:
+) -> AsyncIterator[list[PeerReader]]:
     """The peers of the transport's medium, started; one that cannot run here is left out, with a line on stderr."""
-    started: list[Reading] = []
+    started: list[PeerReader] = []
     try:
         for peer in peers:
             if peer.transport == transport:
                 try:
-                    started.append(await Reading.start(peer, num_blocks, block_bytes))
+                    started.append(await PeerReader.start(peer, num_blocks, block_bytes))
                 except PeerError as exc:
                     sys.stderr.write(f"baton-bench kv: {peer.name} is left out: {exc}\n")
         yield started

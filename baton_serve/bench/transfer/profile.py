@@ -24,8 +24,8 @@ from xxhash import xxh3_64_intdigest
 
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.transfer.cases import MIB
-from baton_serve.bench.transfer.hosts import Pair, memcpy, pair_of, throughput
-from baton_serve.bench.transfer.hosts_producer import Order, thread_seconds
+from baton_serve.bench.transfer.hosts import HostNodePair, memcpy, pair_of, throughput
+from baton_serve.bench.transfer.hosts_producer import HostOrder, thread_seconds
 from baton_serve.kvtransfer import HostMemory, TransferSettings
 from baton_serve.kvtransfer.native.copyhash import copy_hash
 
@@ -33,7 +33,7 @@ Times = dict[str, float]
 GB = 1e9
 
 
-async def spent(pair: Pair, work: Callable[[], object]) -> tuple[float, Times]:
+async def spent(pair: HostNodePair, work: Callable[[], object]) -> tuple[float, Times]:
     """Seconds that `work` takes, and processor seconds of the threads of both ends meanwhile."""
     before, there = thread_seconds(), await _producer_seconds(pair)
     began = time.perf_counter()
@@ -47,8 +47,8 @@ async def spent(pair: Pair, work: Callable[[], object]) -> tuple[float, Times]:
     return seconds, found
 
 
-async def _producer_seconds(pair: Pair) -> Times:
-    found: Times = json.loads(await pair.order(Order(op="processor")))
+async def _producer_seconds(pair: HostNodePair) -> Times:
+    found: Times = json.loads(await pair.order(HostOrder(op="processor")))
     return found
 
 
@@ -67,12 +67,12 @@ def rows_of(case: str, num_bytes: int, samples: Sequence[tuple[float, Times]]) -
     ]
 
 
-async def by_tcp(pair: Pair, *, hashes: bool) -> None:
+async def by_tcp(pair: HostNodePair, *, hashes: bool) -> None:
     """One TCP connection, straight into place, perhaps with one hash of every byte at each end."""
     view = pair.memory.host_view
     assert view is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        order = Order(op="tcp", port=listener.getsockname()[1], hashes=hashes)
+        order = HostOrder(op="tcp", port=listener.getsockname()[1], hashes=hashes)
         sending = asyncio.create_task(pair.order(order))
         await asyncio.to_thread(_receive, listener, view, hashes)
         await sending
@@ -109,7 +109,7 @@ async def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-async def limits(pair: Pair, num_bytes: int, repeats: int) -> list[Row]:
+async def limits(pair: HostNodePair, num_bytes: int, repeats: int) -> list[Row]:
     source = HostMemory(pair.memory.num_blocks, pair.memory.block_bytes)
     works: dict[str, Callable[[], object]] = {
         "memcpy, twice": lambda: memcpy(source, pair.memory),
@@ -125,7 +125,7 @@ async def limits(pair: Pair, num_bytes: int, repeats: int) -> list[Row]:
     return rows
 
 
-async def _transfer(pair: Pair, concurrency: int) -> tuple[float, Times]:
+async def _transfer(pair: HostNodePair, concurrency: int) -> tuple[float, Times]:
     """The time is that of the fetches alone; processor time includes their preparation, and the comparison not."""
     taken: list[float] = []
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.collectives.direct import MAX_ARGMAX_ROWS, Direct
-from baton_serve.engine.collectives.one_shot import OneShot
+from baton_serve.engine.collectives.direct import MAX_ARGMAX_ROWS, FusedAllReduceNorm
+from baton_serve.engine.collectives.one_shot import OneShotAllReduce
 from baton_serve.engine.collectives.shard import Shard
 
 TIMEOUT_S = 300.0
@@ -63,7 +63,7 @@ class Collectives(Protocol):
     def close(self) -> None: ...
 
 
-class Alone:
+class SingleRank:
     """A group of one."""
 
     def prepare(self, weight: Tensor) -> None:
@@ -93,7 +93,7 @@ class Alone:
         """Nothing is held."""
 
 
-class Group:
+class TorchCollectives:
     """`nccl` on cuda, `xccl` on xpu, `gloo` on CPUs. Calls on devices are queued on the current stream."""
 
     def __init__(self, store_path: Path, shard: Shard, device: torch.device, *, maps_memory: bool = True) -> None:
@@ -117,14 +117,14 @@ class Group:
             self._group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
         self.broadcast(torch.zeros(1, device=device))  # connects
         devices.synchronize(device)
-        self._one_shot: OneShot | None = None
-        self._direct: Direct | None = None
+        self._one_shot: OneShotAllReduce | None = None
+        self._direct: FusedAllReduceNorm | None = None
         self._maps_memory = self._is_world and maps_memory and self._are_first(device)
         if self._maps_memory:
-            self._one_shot = OneShot.make(self._group, device)
+            self._one_shot = OneShotAllReduce.make(self._group, device)
 
     def prepare(self, weight: Tensor) -> None:
-        self._direct = Direct.make(self._group, self._shard, weight) if self._maps_memory else None
+        self._direct = FusedAllReduceNorm.make(self._group, self._shard, weight) if self._maps_memory else None
 
     def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None if self._direct is None else self._direct.sum_norm(values, residual, weight, eps)

@@ -1,7 +1,7 @@
 """A layer's sum over ranks and the norm after it in one kernel that writes into the other ranks' memory.
 
 A decode step has two per layer, each of a few kilobytes: what counts is the way there, once, and not the bytes. Where
-ranks cannot map each other's memory, or what is written there does not arrive, there is no `Direct`.
+ranks cannot map each other's memory, or what is written there does not arrive, there is no `FusedAllReduceNorm`.
 """
 
 import importlib
@@ -20,11 +20,11 @@ MAX_ROWS = 128
 MAX_ARGMAX_ROWS = 1024
 """A program of one warp each."""
 INBOX_BYTES = 64 << 20
-TRIAL_POLLS = 1 << 20
+MAX_TRIAL_POLLS = 1 << 20
 ERRORS = (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
-class Direct:
+class FusedAllReduceNorm:
     def __init__(self, group_name: str, shard: Shard, weight: Tensor) -> None:
         """Maps the inboxes and compiles; what is computed here is thrown away. Raises one of `ERRORS`."""
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
@@ -33,7 +33,7 @@ class Direct:
         words = weight.numel() * weight.element_size() // 4
         row_bytes = self._kernels.inbox_bytes(shard.size, 1, words)
         rows = min(MAX_ROWS, INBOX_BYTES // row_bytes)
-        words_of_largest = self._kernels.WORDS_OF_LARGEST
+        words_of_largest = self._kernels.WORDS_PER_ARGMAX
         sums = rows * row_bytes
         largest = self._kernels.inbox_bytes(shard.size, MAX_ARGMAX_ROWS, words_of_largest)
         self._buffer: Tensor = memory.empty(sums + largest, dtype=torch.uint8, device=weight.device)
@@ -48,9 +48,9 @@ class Direct:
         self._try(weight, polls=0)
 
     @classmethod
-    def make(cls, group: Any, shard: Shard, weight: Tensor) -> "Direct | None":
+    def make(cls, group: Any, shard: Shard, weight: Tensor) -> "FusedAllReduceNorm | None":
         """`weight` is like those of the norms to come, [hidden]. All ranks get one, or none does."""
-        made: Direct | None = None
+        made: FusedAllReduceNorm | None = None
         try:
             made = cls(group.group_name, shard, weight)
         except ERRORS as error:
@@ -58,7 +58,7 @@ class Direct:
         if not _agree(made is not None, weight.device):
             return None
         assert made is not None
-        arrived = made._try(weight, polls=TRIAL_POLLS)
+        arrived = made._try(weight, polls=MAX_TRIAL_POLLS)
         if not arrived:
             logger.warning("what is written into another rank's memory does not arrive: sums go through the library")
         return made if _agree(arrived, weight.device) else None

@@ -12,9 +12,9 @@ from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Read and compared by name: which products are split by rows and which by columns is known of these."""
 
-COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+COLUMN_PARALLEL = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 """Their outputs are split, weight and bias alike."""
-ROWS = {"o_proj", "down_proj"}
+ROW_PARALLEL = {"o_proj", "down_proj"}
 """Their inputs are split; the ranks' outputs are summed, so one rank alone adds the bias."""
 
 
@@ -33,28 +33,28 @@ class Shard:
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
-WHOLE = Shard()
+UNSHARDED = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """What a rank reads of one stored tensor: `dim` None is all of it; `is_zero`: nothing, it is zeros there."""
 
     dim: int | None = None
     is_zero: bool = False
 
 
-def cut_of(name: str, shard: Shard, *, cuts_head: bool) -> Cut:
+def tensor_slice(name: str, shard: Shard, *, shards_head: bool) -> TensorSlice:
     """By the parameter's name, such as `model.layers.0.self_attn.q_proj.weight`."""
     *_, module, kind = ("", *name.split("."))
-    if module in COLUMNS or (module == "lm_head" and cuts_head):
-        return Cut(dim=0)
-    if module in ROWS:
-        return Cut(dim=1) if kind == "weight" else Cut(is_zero=shard.rank > 0)
-    return Cut()
+    if module in COLUMN_PARALLEL or (module == "lm_head" and shards_head):
+        return TensorSlice(dim=0)
+    if module in ROW_PARALLEL:
+        return TensorSlice(dim=1) if kind == "weight" else TensorSlice(is_zero=shard.rank > 0)
+    return TensorSlice()
 
 
-def cuts_head(vocab_size: int, shard: Shard) -> bool:
+def shards_head(vocab_size: int, shard: Shard) -> bool:
     """Each rank computes its columns of the logits; a vocabulary that does not divide is computed whole by all."""
     return not shard.is_whole and vocab_size % shard.size == 0
 

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton_serve.contracts.events import BlockEvent, BlocksRemoved, BlocksStored
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.engine.core.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class CachedPrefix:
     """The longest prefix that is cached in any tier: its names and, for those in the device tier, their blocks."""
 
-    names: list[BlockName]
+    names: list[BlockHash]
     blocks: list[int | None]
 
     def __len__(self) -> int:
@@ -48,8 +48,8 @@ class BlockPool:
         self._versions = [0] * num_blocks if versions is None else versions
         self._caching = caching
         self._references = [0] * num_blocks
-        self._names: list[BlockName | None] = [None] * num_blocks
-        self._blocks: dict[BlockName, int] = {}
+        self._names: list[BlockHash | None] = [None] * num_blocks
+        self._blocks: dict[BlockHash, int] = {}
         self._hits = [0] * num_blocks
         """Since the block got its name."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
@@ -72,16 +72,16 @@ class BlockPool:
     def has_events(self) -> bool:
         return bool(self._events) or (self.host is not None and self.host.has_events)
 
-    def cached_names(self) -> list[BlockName]:
+    def cached_block_hashes(self) -> list[BlockHash]:
         return list(self._blocks)
 
-    def hot_names(self, limit: int) -> list[BlockName]:
+    def hot_block_hashes(self, limit: int) -> list[BlockHash]:
         """Those found most often, then those used last; a prefix before what follows it."""
         age = {block: number for number, block in enumerate(reversed(self._free), 1)}  # owned ones are in use now
         cached = sorted(self._blocks.items(), key=lambda item: (-self._hits[item[1]], age.get(item[1], 0)))
         return [name for name, _ in cached[:limit]]
 
-    def match(self, names: Iterable[BlockName]) -> list[int]:
+    def match(self, names: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix. Owns nothing: call `share` before anything else."""
         found: list[int] = []
         for name in names:
@@ -91,11 +91,11 @@ class BlockPool:
             found.append(block)
         return found
 
-    def find(self, names: Iterable[BlockName]) -> Prefix:
+    def find(self, names: Iterable[BlockHash]) -> CachedPrefix:
         """As `match`, over both tiers; good until anything else is called, but for `num_taken` and `take`."""
-        known: list[BlockName] = []
+        known: list[BlockHash] = []
         blocks: list[int | None] = []
-        from_host: set[BlockName] = set()
+        from_host: set[BlockHash] = set()
         for name in names:
             block = self._blocks.get(name)
             if block is None:
@@ -104,13 +104,13 @@ class BlockPool:
                 from_host.add(name)
             known.append(name)
             blocks.append(block)
-        return Prefix(known, blocks)
+        return CachedPrefix(known, blocks)
 
-    def num_taken(self, prefix: Prefix) -> int:
+    def num_taken(self, prefix: CachedPrefix) -> int:
         """How many free blocks `take(prefix)` would use."""
         return prefix.num_host + self.num_unowned(block for block in prefix.blocks if block is not None)
 
-    def take(self, prefix: Prefix) -> list[int]:
+    def take(self, prefix: CachedPrefix) -> list[int]:
         """Owns all of it; there must be `num_taken` free blocks. What lies in the host tier is on its way into blocks
         of its own, cached from now on: nothing may read or write them before the host tier's moves are done."""
         self.share(block for block in prefix.blocks if block is not None)
@@ -118,7 +118,7 @@ class BlockPool:
             return [block for block in prefix.blocks if block is not None]
         assert self.host is not None
         names = [name for name, block in zip(prefix.names, prefix.blocks, strict=True) if block is None]
-        self.host.hold(names)
+        self.host.protect(names)
         fresh = self.allocate(len(names))
         assert fresh is not None, "no room for what lies in the host tier"
         self.host.load(names, fresh)
@@ -142,7 +142,7 @@ class BlockPool:
         if count > len(self._free):
             return None
         taken: list[int] = []
-        evicted: list[BlockName] = []
+        evicted: list[BlockHash] = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self._references[block] = 1
@@ -153,17 +153,17 @@ class BlockPool:
                 del self._blocks[name]
                 evicted.append(name)
                 if self.host is not None:
-                    self.host.take_in(name, block)
+                    self.host.store(name, block)
             taken.append(block)
         if evicted:
             self._record(BlocksRemoved(evicted))
         return taken
 
-    def register(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
+    def register(self, names: Sequence[BlockHash], blocks: Sequence[int]) -> None:
         """These owned blocks now hold the content of these names. A name cached elsewhere stays there."""
         if not self._caching:
             return
-        stored: list[BlockName] = []
+        stored: list[BlockHash] = []
         for name, block in zip(names, blocks, strict=True):
             assert self._references[block] > 0, "only an owned block can be given a name"
             if name not in self._blocks and self._names[block] is None:
@@ -184,7 +184,7 @@ class BlockPool:
                 if self._names[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def block_of(self, name: BlockName) -> int | None:
+    def block_of(self, name: BlockHash) -> int | None:
         return self._blocks.get(name)
 
     def take_events(self) -> list[BlockEvent]:

@@ -1,8 +1,8 @@
 """Which content lies in which slot of the host tier, and the copies that this takes. Pure: no memory, no clock.
 
 What the device evicts is kept here until it is the least recently used; a block that is found again is copied back and
-stays here too, so that evicting it once more costs nothing. Copies (`Move`) are told in an order in which they are
-right; whoever does them may overlap those that share neither block nor slot.
+stays here too, so that evicting it once more costs nothing. Copies (`HostTierCopy`) are told in an order in which
+they are right; whoever does them may overlap those that share neither block nor slot.
 """
 
 from collections import OrderedDict
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from baton_serve.contracts.events import BlockEvent, BlocksRemoved, BlocksStored
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 
 
-class Move(NamedTuple):
+class HostTierCopy(NamedTuple):
     block: int
     slot: int
-    is_out: bool
+    is_to_host: bool
     """From the device's block to the host's slot; else the other way."""
 
 
@@ -25,13 +25,13 @@ class HostTier:
         self.num_slots = num_slots
         self.num_stored = 0
         self.num_loaded = 0
-        self._slots: OrderedDict[BlockName, int] = OrderedDict()
+        self._slots: OrderedDict[BlockHash, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._held: frozenset[BlockName] = frozenset()
-        self._moves: list[Move] = []
+        self._held: frozenset[BlockHash] = frozenset()
+        self._moves: list[HostTierCopy] = []
         self._events: list[BlockEvent] = []
 
-    def __contains__(self, name: BlockName) -> bool:
+    def __contains__(self, name: BlockHash) -> bool:
         return name in self._slots
 
     @property
@@ -42,11 +42,11 @@ class HostTier:
     def has_events(self) -> bool:
         return bool(self._events)
 
-    def names(self) -> list[BlockName]:
+    def names(self) -> list[BlockHash]:
         """The least recently used first."""
         return list(self._slots)
 
-    def take_in(self, name: BlockName, block: int) -> None:
+    def store(self, name: BlockHash, block: int) -> None:
         """`block`, which holds the content of `name`, is about to be filled with something else."""
         if name in self._slots:
             self._slots.move_to_end(name)
@@ -55,23 +55,25 @@ class HostTier:
         if slot is None:
             return
         self._slots[name] = slot
-        self._moves.append(Move(block, slot, is_out=True))
+        self._moves.append(HostTierCopy(block, slot, is_to_host=True))
         self.num_stored += 1
         self._record(BlocksStored([name], "host"))
 
-    def hold(self, names: Iterable[BlockName]) -> None:
+    def protect(self, names: Iterable[BlockHash]) -> None:
         """These are not given up before the next `load`."""
         self._held = frozenset(names)
 
-    def load(self, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
+    def load(self, names: Sequence[BlockHash], blocks: Sequence[int]) -> None:
         """The content of these names, all of them here, goes to these blocks. Prefixes outlive their ends."""
         self._held = frozenset()
-        self._moves += [Move(block, self._slots[name], is_out=False) for name, block in zip(names, blocks, strict=True)]
+        self._moves += [
+            HostTierCopy(block, self._slots[name], is_to_host=False) for name, block in zip(names, blocks, strict=True)
+        ]
         self.num_loaded += len(names)
         for name in reversed(names):
             self._slots.move_to_end(name)
 
-    def take_moves(self) -> list[Move]:
+    def take_tier_copies(self) -> list[HostTierCopy]:
         """To be done before anything else touches their blocks."""
         moves, self._moves = self._moves, []
         return moves

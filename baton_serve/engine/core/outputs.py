@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from baton_serve.contracts.events import BlockEvent
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import ErrorCode, FinishReason, TokenLogprobs
 
 
@@ -41,7 +41,7 @@ class FirstTokenInfo:
 class NamedBlock(NamedTuple):
     """A block's name and its index in the KV cache."""
 
-    name: BlockName
+    name: BlockHash
     block: int
 
 
@@ -55,7 +55,7 @@ class CompletedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletedPart:
+class CompletedLayerGroups:
     """These parts of these blocks, groups of their layers, are computed, before the whole step is."""
 
     parts: range
@@ -93,7 +93,7 @@ class Reservation:
     """Memory for a prompt that another instance computes. `missing` are the blocks to fetch."""
 
     request_id: RequestId
-    names: list[BlockName]
+    names: list[BlockHash]
     reused: int
     missing: list[NamedBlock]
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.block_pool import BlockPool
-from baton_serve.engine.core.sequence import Mode, Request, Sequence, SortKey, State
+from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceState, SortKey
 from baton_serve.engine.errors import RequestError
 
-OVERTAKING = 4
+DUE_TOKENS_PER_PROMPT_TOKEN = 4
 """So many times its own length a prompt that is computed for another instance may be overtaken by shorter ones, in
 tokens of prompts computed: short ones do not wait for a long one, and no prompt waits for ever. The factor was found by
 replaying a trace: docs/experiments.md."""
@@ -27,7 +27,7 @@ class BlockCopy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerConfig:
     block_tokens: int
     max_model_len: int
     max_num_seqs: int
@@ -36,49 +36,50 @@ class Limits:
     """Adapters that one step may mix."""
 
 
-class Roster:
-    def __init__(self, pool: BlockPool, limits: Limits, eos_ids: frozenset[int]) -> None:
+class RequestTable:
+    def __init__(self, pool: BlockPool, limits: SchedulerConfig, eos_token_ids: frozenset[int]) -> None:
         self.pool = pool
         self.limits = limits
         self.requests: dict[RequestId, Request] = {}
         self.running: list[Sequence] = []
         self.ready: list[Sequence] = []
         self.loading: list[Sequence] = []
-        self.pins: dict[BlockName, int] = {}
-        self.imports: dict[RequestId, list[int]] = {}
+        self.pin_counts: dict[BlockHash, int] = {}
+        self.import_blocks: dict[RequestId, list[int]] = {}
         self.num_preemptions = 0
-        self.num_planned_tokens = 0
+        self.num_scheduled_prompt_tokens = 0
         """Of prompts, since the start: the clock by which prompts are due."""
-        self._eos_ids = eos_ids
+        self._eos_token_ids = eos_token_ids
         self._waiting: list[tuple[SortKey, int, Sequence]] = []
-        self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._copies: list[BlockCopy] = []
-        self._lingering: set[Sequence] = set()  # ended, but a step being computed still writes to their blocks
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._pending_copies: list[BlockCopy] = []
+        self._finished_in_flight: set[Sequence] = set()  # ended, but a step being computed still writes to their blocks
         self._is_sorted = True
-        self._next_order = 0
-        self._next_epoch = 0
+        self._next_arrival = 0
+        self._last_version = 0
 
-    def enrol(self, work: Work, mode: Mode, now: float) -> Sequence:
+    def add(self, work: Work, mode: Mode, now: float) -> Sequence:
         """A new request; its trunk is in no queue yet."""
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         sampling = work.sampling
-        stop_ids = frozenset(sampling.stop_token_ids)
+        stop_token_ids = frozenset(sampling.stop_token_ids)
         request = Request(
             work=work,
             mode=mode,
-            due=self.num_planned_tokens + (OVERTAKING * len(work.token_ids) if mode == "prefill" else 0),
-            order=self._next_order,
-            arrived=now,
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
+            due=self.num_scheduled_prompt_tokens
+            + (DUE_TOKENS_PER_PROMPT_TOKEN * len(work.token_ids) if mode == "prefill" else 0),
+            order=self._next_arrival,
+            arrived_at=now,
+            stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | self._eos_token_ids,
             max_model_len=self.limits.max_model_len,
-            to_start=list(work.sequences),
+            unstarted=list(work.sequences),
         )
-        self._next_order += 1
-        trunk = Sequence(request, work.sequences[0], list(work.token_ids))
-        request.sequences.append(trunk)
+        self._next_arrival += 1
+        parent = Sequence(request, work.sequences[0], list(work.token_ids))
+        request.sequences.append(parent)
         self.requests[work.request_id] = request
-        return trunk
+        return parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_tokens)
@@ -86,45 +87,46 @@ class Roster:
     def enqueue(self, sequence: Sequence) -> None:
         """To the waiting queue, at the place its key gives it."""
         assert not sequence.blocks
-        sequence.state = State.WAITING
-        heapq.heappush(self._waiting, (sequence.key, self.new_epoch(), sequence))
+        sequence.state = SequenceState.WAITING
+        heapq.heappush(self._waiting, (sequence.key, self.new_version(), sequence))
 
     def head(self) -> Sequence | None:
         """The waiting sequence that is next, left where it is."""
-        while self._waiting and self._waiting[0][2].state is not State.WAITING:
+        while self._waiting and self._waiting[0][2].state is not SequenceState.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
 
-    def pop_head(self) -> None:
+    def pop_waiting(self) -> None:
         heapq.heappop(self._waiting)
 
     def waiting(self) -> Iterator[Sequence]:
-        return (sequence for _, _, sequence in self._waiting if sequence.state is State.WAITING)
+        return (sequence for _, _, sequence in self._waiting if sequence.state is SequenceState.WAITING)
 
     @property
-    def has_slot(self) -> bool:
-        return bool(self._slots)
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
 
-    def run(self, sequence: Sequence) -> None:
+    def add_to_batch(self, sequence: Sequence) -> None:
         """Into the batch, or to `ready` when every slot is taken. The sequence owns its blocks."""
-        if not self._slots:
-            sequence.state = State.READY
+        if not self._free_slots:
+            sequence.state = SequenceState.READY
             self.ready.append(sequence)
             return
-        sequence.state = State.RUNNING
-        sequence.slot = self._slots.pop()
-        sequence.epoch = self.new_epoch()
+        sequence.state = SequenceState.RUNNING
+        sequence.slot = self._free_slots.pop()
+        sequence.block_table_version = self.new_version()
         self.running.append(sequence)
         self._is_sorted = False
 
-    def load(self, sequence: Sequence) -> None:
-        """Out of the queue, until the copies from the host tier are done (`loaded`). The sequence owns its blocks."""
-        sequence.state = State.LOADING
+    def start_loading(self, sequence: Sequence) -> None:
+        """Out of the queue, until the copies from the host tier are done (`finish_loading`). The sequence owns its
+        blocks."""
+        sequence.state = SequenceState.LOADING
         self.loading.append(sequence)
 
-    def loaded(self, sequence: Sequence) -> None:
+    def finish_loading(self, sequence: Sequence) -> None:
         self.loading.remove(sequence)
-        self.run(sequence)
+        self.add_to_batch(sequence)
 
     def sort_running(self) -> None:
         """The most important first."""
@@ -134,69 +136,69 @@ class Roster:
 
     def promote_ready(self) -> None:
         """Free slots go to those who already own blocks."""
-        if self.ready and self._slots:
+        if self.ready and self._free_slots:
             queue, self.ready = sorted(self.ready, key=lambda s: s.key), []
             for sequence in queue:
-                self.run(sequence)
+                self.add_to_batch(sequence)
 
-    def leave_batch(self, sequence: Sequence) -> None:
+    def remove_from_batch(self, sequence: Sequence) -> None:
         """Out of `running`, `ready` or `loading`, keeping its blocks."""
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
-            self._slots.append(sequence.slot)
+            self._free_slots.append(sequence.slot)
             sequence.slot = -1
-        elif sequence.state is State.READY:
+        elif sequence.state is SequenceState.READY:
             self.ready.remove(sequence)
-        elif sequence.state is State.LOADING:
+        elif sequence.state is SequenceState.LOADING:
             self.loading.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Frees its memory; it will be recomputed, from the cache as far as that still reaches."""
-        assert not sequence.num_launched, "its blocks are being written"
+        assert not sequence.num_steps_in_flight, "its blocks are being written"
         self.num_preemptions += 1
-        self.leave_batch(sequence)
+        self.remove_from_batch(sequence)
         self.free_blocks(sequence)
         self.enqueue(sequence)
 
     def free_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.num_computed = sequence.num_registered = 0
+        sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
-    def end(self, sequence: Sequence) -> None:
-        """Frees everything, blocks that a step being computed writes to when that is over (`settle`); the request ends
+    def finish(self, sequence: Sequence) -> None:
+        """Frees everything, blocks that a step being computed writes to when that is over (`reclaim`); the request ends
         with its last sequence."""
-        self.leave_batch(sequence)
-        if sequence.num_launched:
-            self._lingering.add(sequence)
+        self.remove_from_batch(sequence)
+        if sequence.num_steps_in_flight:
+            self._finished_in_flight.add(sequence)
         else:
             self.free_blocks(sequence)
-        sequence.state = State.ENDED
+        sequence.state = SequenceState.FINISHED
         request = sequence.request
         request.sequences.remove(sequence)
         if not request.sequences:
             del self.requests[request.work.request_id]
 
-    def settle(self, sequence: Sequence) -> None:
+    def reclaim(self, sequence: Sequence) -> None:
         """A step that wrote to this ended sequence's blocks is over."""
-        if not sequence.num_launched:
-            self._lingering.discard(sequence)
+        if not sequence.num_steps_in_flight:
+            self._finished_in_flight.discard(sequence)
             self.free_blocks(sequence)
 
-    def end_request(self, request: Request) -> None:
+    def finish_request(self, request: Request) -> None:
         for sequence in list(request.sequences):
-            self.end(sequence)
+            self.finish(sequence)
 
     def fail_request(self, request: Request) -> bool:
         """Ends a request that computes no more. False: blocks of it may be being read by a copy at this moment, so they
         stay, held, until its owner cancels it."""
         if request.mode != "prefill":
-            self.end_request(request)
+            self.finish_request(request)
             return True
         for sequence in request.sequences:
-            self.leave_batch(sequence)
-            sequence.state = State.HELD
-        request.to_start = []
+            self.remove_from_batch(sequence)
+            sequence.state = SequenceState.AWAITING_FETCH
+        request.unstarted = []
         return False
 
     def cancel(self, request_id: RequestId, index: int | None) -> None:
@@ -204,87 +206,90 @@ class Roster:
         request = self.requests.get(request_id)
         if request is None:
             return
-        if index is None or request.work.sequences == [index] or request.to_start == [index]:
-            self.end_request(request)
-        elif index in request.to_start:
-            request.to_start.remove(index)
+        if index is None or request.work.sequences == [index] or request.unstarted == [index]:
+            self.finish_request(request)
+        elif index in request.unstarted:
+            request.unstarted.remove(index)
         else:
             for sequence in [s for s in request.sequences if s.index == index]:
-                if sequence.state is not State.HELD:
-                    self.end(sequence)
+                if sequence.state is not SequenceState.AWAITING_FETCH:
+                    self.finish(sequence)
 
-    def start_sequences(self, trunk: Sequence, first_tokens: dict[int, int]) -> None:
+    def start_decoding(self, parent: Sequence, first_tokens: dict[int, int]) -> None:
         """The prompt is computed and each index has its first token: those that go on join the batch.
 
         The trunk becomes the first of them and keeps its place; the others share its full blocks and copy the last.
         """
-        request = trunk.request
-        request.to_start = []
-        generated = trunk.num_generated + 1
+        request = parent.request
+        request.unstarted = []
+        generated = parent.num_generated + 1
         going = {i: t for i, t in first_tokens.items() if request.verdict(generated, t) is None}
         for index in list(going)[1:]:
-            self._fork(trunk, index, going[index])
+            self._fork(parent, index, going[index])
         if not going:
-            self.end(trunk)
+            self.finish(parent)
             return
-        trunk.index = next(iter(going))
+        parent.index = next(iter(going))
         self._is_sorted = False
-        trunk.token_ids.append(going[trunk.index])
-        if trunk.state is not State.RUNNING:
-            self.run(trunk)
+        parent.token_ids.append(going[parent.index])
+        if parent.state is not SequenceState.RUNNING:
+            self.add_to_batch(parent)
 
     def take_copies(self) -> list[BlockCopy]:
         """Copies to execute before any block is written again."""
-        copies, self._copies = self._copies, []
+        copies, self._pending_copies = self._pending_copies, []
         return copies
 
-    def new_epoch(self) -> int:
-        self._next_epoch += 1
-        return self._next_epoch
+    def new_version(self) -> int:
+        self._last_version += 1
+        return self._last_version
 
     def check_invariants(self) -> None:
         sequences = [s for request in self.requests.values() for s in request.sequences]
-        pinned = [b for name, n in self.pins.items() for b in [self.pool.block_of(name)] * n if b is not None]
-        owners = [*sequences, *self._lingering]
-        imported = [block for blocks in self.imports.values() for block in blocks]
+        pinned = [b for name, n in self.pin_counts.items() for b in [self.pool.block_of(name)] * n if b is not None]
+        owners = [*sequences, *self._finished_in_flight]
+        imported = [block for blocks in self.import_blocks.values() for block in blocks]
         self.pool.check_invariants([block for s in owners for block in s.blocks] + pinned + imported)
-        assert all(s.num_launched for s in self._lingering), "blocks were not freed"
-        assert all(self.pool.block_of(name) is not None for name in self.pins), "a pinned block was evicted"
-        by_state = {state: {id(s) for s in sequences if s.state is state} for state in State}
-        assert {id(s) for s in self.running} == by_state[State.RUNNING]
-        assert {id(s) for s in self.ready} == by_state[State.READY]
-        assert {id(s) for s in self.loading} == by_state[State.LOADING]
-        assert {id(s) for s in self.waiting()} == by_state[State.WAITING]
-        assert not by_state[State.ENDED]
+        assert all(s.num_steps_in_flight for s in self._finished_in_flight), "blocks were not freed"
+        assert all(self.pool.block_of(name) is not None for name in self.pin_counts), "a pinned block was evicted"
+        by_state = {state: {id(s) for s in sequences if s.state is state} for state in SequenceState}
+        assert {id(s) for s in self.running} == by_state[SequenceState.RUNNING]
+        assert {id(s) for s in self.ready} == by_state[SequenceState.READY]
+        assert {id(s) for s in self.loading} == by_state[SequenceState.LOADING]
+        assert {id(s) for s in self.waiting()} == by_state[SequenceState.WAITING]
+        assert not by_state[SequenceState.FINISHED]
         taken = [s.slot for s in self.running]
-        assert sorted(taken + self._slots) == list(range(self.limits.max_num_seqs)), "slots leaked"
+        assert sorted(taken + self._free_slots) == list(range(self.limits.max_num_seqs)), "slots leaked"
         for sequence in sequences:
             _check_sequence(sequence, self.limits.block_tokens)
 
-    def _fork(self, trunk: Sequence, index: int, first_token: int) -> None:
-        sequence = Sequence(trunk.request, index, [*trunk.token_ids, first_token])
-        trunk.request.sequences.append(sequence)
-        num_full, tail = divmod(trunk.num_computed, self.limits.block_tokens)
+    def _fork(self, parent: Sequence, index: int, first_token: int) -> None:
+        sequence = Sequence(parent.request, index, [*parent.token_ids, first_token])
+        parent.request.sequences.append(sequence)
+        num_full, tail = divmod(parent.num_computed_tokens, self.limits.block_tokens)
         own = self.pool.allocate(1 if tail else 0)
         if own is None:  # no room for the copied tail: it waits and finds the full blocks in the cache
             self.enqueue(sequence)
             return
-        self.pool.share(trunk.blocks[:num_full])
-        self._copies += [BlockCopy(trunk.blocks[num_full], target) for target in own]
-        sequence.blocks = trunk.blocks[:num_full] + own
-        sequence.names = trunk.names[:num_full]
-        sequence.num_computed = trunk.num_computed
-        sequence.num_registered = num_full
-        self.run(sequence)
+        self.pool.share(parent.blocks[:num_full])
+        self._pending_copies += [BlockCopy(parent.blocks[num_full], target) for target in own]
+        sequence.blocks = parent.blocks[:num_full] + own
+        sequence.block_hashes = parent.block_hashes[:num_full]
+        sequence.num_computed_tokens = parent.num_computed_tokens
+        sequence.num_registered_blocks = num_full
+        self.add_to_batch(sequence)
 
 
 def _check_sequence(sequence: Sequence, block_tokens: int) -> None:
-    if sequence.state is State.WAITING:
+    if sequence.state is SequenceState.WAITING:
         assert not sequence.blocks
-        assert sequence.num_computed == 0
+        assert sequence.num_computed_tokens == 0
     else:
-        assert sequence.num_computed <= len(sequence.blocks) * block_tokens
-        assert len(sequence.blocks) <= -(-(len(sequence.token_ids) + sequence.num_pending) // block_tokens)
-    assert sequence.num_remaining > 0 or sequence.state in (State.HELD, State.RESERVED)
-    assert 0 <= sequence.num_pending <= sequence.num_launched
+        assert sequence.num_computed_tokens <= len(sequence.blocks) * block_tokens
+        assert len(sequence.blocks) <= -(-(len(sequence.token_ids) + sequence.num_output_placeholders) // block_tokens)
+    assert sequence.num_uncomputed_tokens > 0 or sequence.state in (
+        SequenceState.AWAITING_FETCH,
+        SequenceState.AWAITING_KV,
+    )
+    assert 0 <= sequence.num_output_placeholders <= sequence.num_steps_in_flight
     assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds a block twice"

@@ -8,7 +8,7 @@ from itertools import chain
 
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingParams
-from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import RequestError
 
 GREEDY_BELOW = 1e-5
@@ -38,7 +38,7 @@ def has_penalties(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
-def check_work(work: Work, limits: Limits, vocab_size: int, *, max_logprobs: int) -> None:
+def check_work(work: Work, limits: SchedulerConfig, vocab_size: int, *, max_logprobs: int) -> None:
     """Raises `RequestError` for what can never be computed."""
     sampling, num_tokens = work.sampling, len(work.token_ids)
     if num_tokens == 0 or not 0 < work.num_prompt_tokens <= num_tokens:

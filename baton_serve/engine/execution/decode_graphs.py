@@ -3,8 +3,8 @@
 All of a graph's inputs lie in one small array that the host fills and the device copies, in the device's copy of the
 block tables, and in each slot's last token, which stays on the device: a step can be launched before the host knows
 what the one before it chose. A bucket's rows beyond the batch are padding: context 0, slot -1. The largest token of
-each row is part of the graph; whoever samples otherwise asks for the logits and calls `put`. Each of several ranks
-keeps its own columns of the logits, which are put together for who asks.
+each row is part of the graph; whoever samples otherwise asks for the logits and calls `set_sampled_tokens`. Each of
+several ranks keeps its own columns of the logits, which are put together for who asks.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.core.request_table import Limits
-from baton_serve.engine.core.scheduler import Plan
+from baton_serve.engine.core.request_table import SchedulerConfig
+from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
@@ -34,7 +34,7 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Capture = Callable[[Callable[[], None]], Graph]
+CaptureGraph = Callable[[Callable[[], None]], Graph]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class DecodeResult:
     vocab_size: int
 
 
-def buckets(max_num_seqs: int) -> list[int]:
+def batch_size_buckets(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: fine where padding would cost most, `max_num_seqs` the last."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max(65, max_num_seqs), 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
@@ -60,7 +60,7 @@ class DecodeArrays:
     """Of the block tables."""
 
 
-def fits(plan: Plan) -> bool:
+def fits_decode_graph(plan: ScheduledBatch) -> bool:
     """One token for each sequence, one choice after each; nobody asks for logits of the prompt or has an adapter."""
     return 0 < len(plan.chunks) == len(plan.rows) and all(
         c.length == 1 and not (c.sequence.request.wants_prompt_logprobs or c.sequence.request.work.lora)
@@ -68,7 +68,7 @@ def fits(plan: Plan) -> bool:
     )
 
 
-def describe(plan: Plan, tables: BlockTables, limits: Limits) -> DecodeArrays:
+def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerConfig) -> DecodeArrays:
     """A token that the host does not know yet is its slot's last."""
     chunks, block_tokens = plan.chunks, limits.block_tokens
     count, width = len(chunks), limits.max_num_seqs + 1
@@ -77,7 +77,7 @@ def describe(plan: Plan, tables: BlockTables, limits: Limits) -> DecodeArrays:
     host = np.zeros((CONTEXTS + 1, count), dtype=np.int64)
     rows = np.array([c.sequence.slot for c in chunks])
     positions = np.array([c.start for c in chunks])
-    tokens = np.array([-1 if c.sequence.num_pending else c.sequence.token_ids[c.start] for c in chunks])
+    tokens = np.array([-1 if c.sequence.num_output_placeholders else c.sequence.token_ids[c.start] for c in chunks])
     host[TOKENS] = tokens
     host[TOKEN_AT] = np.where(tokens < 0, rows, width + np.arange(count))
     host[POSITIONS] = positions
@@ -89,7 +89,7 @@ def describe(plan: Plan, tables: BlockTables, limits: Limits) -> DecodeArrays:
 
 
 class DecodeGraphs:
-    def __init__(self, forward: Forward, layers: list[Tensor], limits: Limits) -> None:
+    def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig) -> None:
         device = layers[0].device
         self._forward = forward
         self._layers = layers
@@ -110,9 +110,9 @@ class DecodeGraphs:
         self._bucket_of: list[int] = []
 
     @torch.inference_mode()
-    def capture(self, capture: Capture) -> None:
+    def capture(self, capture: CaptureGraph) -> None:
         """Each bucket, the largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
-        sizes = buckets(self._limits.max_num_seqs)
+        sizes = batch_size_buckets(self._limits.max_num_seqs)
         self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
         self._inputs[1:] = self._staging[0][1:]
         graphs: dict[int, Graph] = {}
@@ -150,7 +150,7 @@ class DecodeGraphs:
         logits = self._logits[:count]
         return logits if self._parts is None else self._parts.whole(logits)
 
-    def put(self, tokens: Tensor) -> None:
+    def set_sampled_tokens(self, tokens: Tensor) -> None:
         """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
         self.last_tokens.index_copy_(0, self._inputs[TABLE_ROWS, : len(tokens)], tokens)
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_serve.engine.core.request_table import Limits
-from baton_serve.engine.execution.decode_graphs import Capture, DecodeArrays, DecodeGraphs, DecodeResult
+from baton_serve.engine.core.request_table import SchedulerConfig
+from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.model.batch_inputs import StepArrays
@@ -42,15 +42,15 @@ class Executor(Protocol):
         """[count, vocab_size] of the step that was replayed last, overwritten by the next one."""
         ...
 
-    def put(self, tokens: Tensor) -> None:
+    def set_sampled_tokens(self, tokens: Tensor) -> None:
         """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
         ...
 
-    def keep(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
+    def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
         """These are the last tokens of these slots."""
         ...
 
-    def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
+    def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
         """From now on decode steps and small steps with prompts are replayed. If that cannot be, they are computed as
         before."""
         ...
@@ -63,7 +63,7 @@ class Executor(Protocol):
 class LocalExecutor:
     """On this process's device."""
 
-    def __init__(self, forward: Forward, cache: KVCache, limits: Limits) -> None:
+    def __init__(self, forward: Forward, cache: KVCache, limits: SchedulerConfig) -> None:
         self._forward = forward
         self._device = cache.device
         self._layers = cache.layers()
@@ -91,15 +91,15 @@ class LocalExecutor:
         return self._graphs.logits(count)
 
     @torch.inference_mode()
-    def put(self, tokens: Tensor) -> None:
-        self._graphs.put(tokens)
+    def set_sampled_tokens(self, tokens: Tensor) -> None:
+        self._graphs.set_sampled_tokens(tokens)
 
     @torch.inference_mode()
-    def keep(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
+    def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
         where = torch.from_numpy(slots).to(self._device, non_blocking=True)
         self._graphs.last_tokens.index_copy_(0, where, tokens)
 
-    def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
+    def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
         capture = capturing()
         try:
             self._graphs.capture(capture)

@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.core.request_table import Limits
-from baton_serve.engine.core.step_time_model import SIZES
-from baton_serve.engine.execution.decode_graphs import Capture, Graph
+from baton_serve.engine.core.request_table import SchedulerConfig
+from baton_serve.engine.core.step_time_model import GRAPH_SIZES_TOKENS
+from baton_serve.engine.execution.decode_graphs import CaptureGraph, Graph
 from baton_serve.engine.kernels import AttentionMetadata
 from baton_serve.engine.model.batch_inputs import StepArrays, StepInputs
 from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
 
-LARGEST = SIZES[-1]
+MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
 """Beyond, the device takes longer than the host anyway."""
 TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
 """Rows of the input array. A negative token is the last one of slot LAST_OF. STARTS and CONTEXTS are int32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GraphShape:
     num_seqs: int
     """At most."""
     has_singles: bool
@@ -41,34 +41,38 @@ class Kind:
     """For more sequences than these, and so for more tokens."""
 
 
-KINDS = (Kind(16, has_singles=False), Kind(64, has_singles=True), Kind(128, has_singles=True, beyond=64))
+GRAPH_SHAPES = (
+    GraphShape(16, has_singles=False),
+    GraphShape(64, has_singles=True),
+    GraphShape(128, has_singles=True, beyond=64),
+)
 """The first that fits is taken."""
 
 
-def buckets(max_num_batched_tokens: int) -> list[int]:
+def token_buckets(max_num_batched_tokens: int) -> list[int]:
     """Numbers of tokens to capture."""
-    largest = min(max_num_batched_tokens, LARGEST)
-    return [size for size in SIZES if size < largest] + [largest]
+    largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
+    return [size for size in GRAPH_SIZES_TOKENS if size < largest] + [largest]
 
 
-def variants(limits: Limits) -> list[tuple[Kind, int]]:
+def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
     """What to capture, the largest first."""
-    kinds = [kind for kind in reversed(KINDS) if limits.max_num_seqs > kind.beyond]
-    sizes = reversed(buckets(limits.max_num_batched_tokens))
+    kinds = [kind for kind in reversed(GRAPH_SHAPES) if limits.max_num_seqs > kind.beyond]
+    sizes = reversed(token_buckets(limits.max_num_batched_tokens))
     return [(kind, size) for size, kind in product(sizes, kinds) if size > kind.beyond]
 
 
-def kind_for(arrays: StepArrays) -> Kind | None:
+def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
     """None: steps of single tokens, with adapters, with images, with many sequences or many rows of logits."""
     lengths = np.diff(arrays.query_starts)
     if arrays.adapters or arrays.images or arrays.logit_rows is None or lengths.max() == 1:
         return None
     count, has_singles = max(len(lengths), len(arrays.logit_rows)), bool((lengths == 1).any())
-    return next((kind for kind in KINDS if count <= kind.num_seqs and kind.has_singles >= has_singles), None)
+    return next((kind for kind in GRAPH_SHAPES if count <= kind.num_seqs and kind.has_singles >= has_singles), None)
 
 
 class PromptGraphs:
-    def __init__(self, forward: Forward, layers: list[Tensor], limits: Limits, last_tokens: Tensor) -> None:
+    def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, last_tokens: Tensor) -> None:
         """`last_tokens`: each slot's, on the device."""
         device = layers[0].device
         self._forward = forward
@@ -76,22 +80,22 @@ class PromptGraphs:
         self._limits = limits
         self._last_tokens = last_tokens
         self._device = device
-        self._sizes = buckets(limits.max_num_batched_tokens)
-        most_seqs = max(kind.num_seqs for kind in KINDS)
+        self._sizes = token_buckets(limits.max_num_batched_tokens)
+        most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
         shape = (7, max(self._sizes[-1], most_seqs + 1))
         # Two, for the device may still be copying from the one before.
         self._staging = [_Staging(device, shape, (most_seqs, table_width(limits))) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0].inputs, device=device)
         self._tables = torch.zeros_like(self._staging[0].tables, device=device)
         self._logits: Tensor | None = None
-        self._graphs: dict[tuple[Kind, int], Graph] = {}
+        self._graphs: dict[tuple[GraphShape, int], Graph] = {}
 
     @torch.inference_mode()
-    def capture(self, capture: Capture) -> None:
+    def capture(self, capture: CaptureGraph) -> None:
         """The largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
         self._fill_nothing()
-        graphs: dict[tuple[Kind, int], Graph] = {}
-        for kind, size in variants(self._limits):
+        graphs: dict[tuple[GraphShape, int], Graph] = {}
+        for kind, size in graph_variants(self._limits):
             self._compute(kind, size)  # compiles kernels and allocates what libraries keep
             graphs[kind, size] = capture(partial(self._compute, kind, size))
         self._graphs = graphs
@@ -104,7 +108,7 @@ class PromptGraphs:
         """Starts the step and does not wait for it: logits [num_logits, vocab_size], overwritten by the next one.
         None: no graph fits, and nothing has been started."""
         count = len(arrays.tokens)
-        if not self._graphs or count > self._sizes[-1] or (kind := kind_for(arrays)) is None:
+        if not self._graphs or count > self._sizes[-1] or (kind := graph_shape_for(arrays)) is None:
             return None
         size = next(size for size in self._sizes if size >= count)
         self._staging.reverse()
@@ -125,7 +129,7 @@ class PromptGraphs:
         inputs[SLOTS] = -1
         self._inputs.copy_(inputs)
 
-    def _compute(self, kind: Kind, size: int) -> None:
+    def _compute(self, kind: GraphShape, size: int) -> None:
         """What a graph does. Every tensor here keeps its memory, or is scratch."""
         inputs, num_seqs = self._inputs[:, :size], kind.num_seqs
         told = inputs[TOKENS]
@@ -142,7 +146,7 @@ class PromptGraphs:
         step = StepInputs(tokens, inputs[POSITIONS], self._inputs[LOGIT_ROWS, :num_seqs], meta)
         logits = self._forward(step, self._layers)
         if self._logits is None:
-            most_seqs = max(kind.num_seqs for kind in KINDS)
+            most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
             self._logits = logits.new_empty((most_seqs, logits.shape[1]))
         self._logits[:num_seqs] = logits
 

@@ -6,7 +6,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.kernels import attention_backend, layer_kernels
 from baton_serve.engine.model.forward import choose_forward
@@ -16,7 +16,7 @@ from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
 
 
-class Setup:
+class EngineSetup:
     """`layout` is of whole blocks, all ranks' heads in them."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Setup:
             num_planes=model.num_planes,
         )
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
-        self.limits = Limits(
+        self.limits = SchedulerConfig(
             block_tokens=self.layout.block_tokens,
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,

@@ -8,12 +8,12 @@ The scales of a head's tokens follow them in memory, in bfloat16 (`contracts.lay
 import torch
 from torch import Tensor
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.int8: 127.0}
+MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.int8: 127.0}
 """The code that a row's largest element becomes. E5M2 could go further, but its precision does not depend on it."""
 
 
 def is_coded(cache: Tensor) -> bool:
-    return cache.dtype in LARGEST
+    return cache.dtype in MAX_CODE_VALUE
 
 
 def scales_of(cache: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def scales_of(cache: Tensor) -> Tensor:
 
 def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., head_dim] -> codes of `dtype`, and scales in bfloat16 [...]."""
-    wide, largest = rows.float(), LARGEST[dtype]
+    wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
     divisor = scales.float()
     inverse = torch.where(divisor > 0, 1.0 / divisor, 0.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.core.host_tier import HostTier, Move
+from baton_serve.engine.core.host_tier import HostTier, HostTierCopy
 from baton_serve.engine.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ BATCH_BYTES = 32 << 20
 """Copies that wait and are waited for together."""
 
 
-class HostBlocks:
+class HostTierMemory:
     """Does what `tier` has decided; without one, nothing."""
 
     def __init__(self, cache: KVCache, tier: HostTier | None) -> None:
@@ -44,11 +44,11 @@ class HostBlocks:
         self._slots: dict[int, devices.DeviceEvent] = {}
         self._over: devices.DeviceEvent | None = None
 
-    def end_of_step(self) -> devices.DeviceEvent | None:
+    def record_step_end(self) -> devices.DeviceEvent | None:
         """Call when a step has been given to the device."""
         return devices.record(self._device) if self._streams is not None else None
 
-    def step_is_over(self, event: devices.DeviceEvent | None) -> None:
+    def on_step_end(self, event: devices.DeviceEvent | None) -> None:
         """Blocks that are free from now on are used by no step whose end is later."""
         self._over = event
         for events in (self._cache.copying, self._slots):
@@ -57,24 +57,24 @@ class HostBlocks:
 
     def move(self) -> None:
         """All copies that the tier has decided since the last call, in order; before anything touches their blocks."""
-        moves = self.tier.take_moves() if self.tier is not None else []
-        for is_out, group in groupby(moves, key=lambda move: move.is_out):
+        moves = self.tier.take_tier_copies() if self.tier is not None else []
+        for is_to_host, group in groupby(moves, key=lambda move: move.is_to_host):
             for batch in _batches(list(group), self._per_batch):
-                self._copy(batch, is_out=is_out)
+                self._copy(batch, is_to_host=is_to_host)
 
     def before(self, blocks: Iterable[int]) -> None:
         """What the device computes from now on may read and write these blocks."""
         copying = self._cache.copying
         if copying:
             for event in _distinct(copying.get(block) for block in blocks):
-                devices.compute_after(self._device, event)
+                devices.order_after(self._device, event)
 
-    def are_there(self, blocks: Iterable[int]) -> bool:
+    def are_copied(self, blocks: Iterable[int]) -> bool:
         """No copy touches these blocks any more."""
         return all(event.query() for event in _distinct(self._cache.copying.get(block) for block in blocks))
 
     def wait(self, blocks: Iterable[int]) -> None:
-        """As `are_there`, when it returns."""
+        """As `are_copied`, when it returns."""
         for event in _distinct(self._cache.copying.get(block) for block in blocks):
             event.synchronize()
 
@@ -84,25 +84,25 @@ class HostBlocks:
         self._slabs = []
         self._blocks = torch.empty(0)
 
-    def _copy(self, batch: Sequence[Move], *, is_out: bool) -> None:
+    def _copy(self, batch: Sequence[HostTierCopy], *, is_to_host: bool) -> None:
         if self._streams is None:
-            self._exchange(batch, is_out=is_out)
+            self._exchange(batch, is_to_host=is_to_host)
             return
-        copying, stream = self._cache.copying, self._streams[is_out]
+        copying, stream = self._cache.copying, self._streams[is_to_host]
         before = [copying.get(move.block) for move in batch] + [self._slots.get(move.slot) for move in batch]
         for event in _distinct([self._over, *before]):
             stream.wait(event)
         with stream:
-            self._exchange(batch, is_out=is_out)
+            self._exchange(batch, is_to_host=is_to_host)
         done = stream.record()
         for move in batch:
             copying[move.block] = done
             self._slots[move.slot] = done
 
-    def _exchange(self, batch: Sequence[Move], *, is_out: bool) -> None:
+    def _exchange(self, batch: Sequence[HostTierCopy], *, is_to_host: bool) -> None:
         for block, slot, _ in batch:
             there, here = self._slabs[slot // self._per_slab][slot % self._per_slab], self._blocks[block]
-            if is_out:
+            if is_to_host:
                 there.copy_(here, non_blocking=True)
             else:
                 here.copy_(there, non_blocking=True)
@@ -118,7 +118,7 @@ def _slab(device: torch.device, count: int, block_bytes: int) -> Tensor:
     return memory.view(count, block_bytes)
 
 
-def _batches(moves: list[Move], size: int) -> Iterator[list[Move]]:
+def _batches(moves: list[HostTierCopy], size: int) -> Iterator[list[HostTierCopy]]:
     for first in range(0, len(moves), size):
         yield moves[first : first + size]
 

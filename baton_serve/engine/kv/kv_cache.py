@@ -26,7 +26,7 @@ DTYPES = {
     "int8": torch.int8,
 }
 
-Place = Literal["shared", "device", "mirrored"]
+KVMemoryKind = Literal["shared", "device", "mirrored"]
 
 
 class KVCache:
@@ -43,7 +43,7 @@ class KVCache:
         num_blocks: int,
         device: torch.device,
         *,
-        place: Place | None = None,
+        place: KVMemoryKind | None = None,
         heads: slice | None = None,
         shared_fd: int | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class KVCache:
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
 
-def _place(device: torch.device, heads: slice | None) -> Place:
+def _place(device: torch.device, heads: slice | None) -> KVMemoryKind:
     if devices.is_host(device):
         return "shared"
     return "device" if heads is None else "mirrored"

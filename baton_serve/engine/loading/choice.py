@@ -2,13 +2,13 @@
 
 import torch
 
-from baton_serve.engine.collectives.shard import WHOLE, Shard
+from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.loading.native.loader import load_dense
-from baton_serve.engine.model.loaded_model import LoadedModel, Progress
+from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 
 
-def load(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
+def load(config: EngineConfig, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED) -> LoadedModel:
     """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     dense = load_dense(config, target, progress) if shard.is_whole else None
     if dense is not None:

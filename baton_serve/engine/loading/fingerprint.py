@@ -8,7 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
-SAMPLES = 64
+NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 << 20
 GGUF_HEADER_BYTES = 1 << 20  # read whole: names, shapes and the first weights
@@ -25,8 +25,10 @@ def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) ->
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little") if gguf is None else min(size, GGUF_HEADER_BYTES) - 8
             digest.update(file.read(min(header_bytes, MAX_HEADER_BYTES)))
-            for sample in range(SAMPLES):
-                file.seek(8 + header_bytes + max(0, size - 8 - header_bytes - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            for sample in range(NUM_SAMPLES):
+                file.seek(
+                    8 + header_bytes + max(0, size - 8 - header_bytes - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1)
+                )
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 

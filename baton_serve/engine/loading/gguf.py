@@ -25,7 +25,7 @@ from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 ROW_PROCESSORS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor")
 """Of transformers: those that at most put a matrix's rows in another order, or add to vectors."""
-MOST_DIMENSIONS = 2
+MAX_DIMENSIONS = 2
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that are one product where they are stored alike (engine.model.fused)."""
 GGUF_ERRORS = (*LOAD_ERRORS, LookupError, NotImplementedError)
@@ -88,7 +88,7 @@ def _sorted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel
     process = processor(config=theirs.load_gguf_checkpoint(str(file))["config"]).process
     names = theirs.get_gguf_hf_weights_map(skeleton, processor(config={}))
     tensors = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
-    if any(len(tensor.shape) > MOST_DIMENSIONS for tensor in tensors.values()):
+    if any(len(tensor.shape) > MAX_DIMENSIONS for tensor in tensors.values()):
         return None
     linears = {f"{name}.weight" for name in linear_names(skeleton)} if keep_codes else set()
     if (embedding := tied_embedding(skeleton)) is not None:

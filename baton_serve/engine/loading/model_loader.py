@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import device
-from baton_serve.engine.collectives.shard import WHOLE, Shard, check_shardable
+from baton_serve.engine.collectives.shard import UNSHARDED, Shard, check_shardable
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
@@ -24,14 +24,14 @@ from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.shard_weights import load_shard, make_dummy_shard
-from baton_serve.engine.loading.weight_files import fill, map_tensors, stored_pieces
+from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
-from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, bridge
-from baton_serve.engine.model.loaded_model import LoadedModel, Progress
+from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention
+from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.quantized.formats import scheme
-from baton_serve.engine.model.quantized.online import Plan
+from baton_serve.engine.model.quantized.online import QuantizationPlan
 from baton_serve.engine.model.vision.decoder import decoder_config, reads_images
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def load_model(config: EngineConfig, target: torch.device, progress: Progress, shard: Shard = WHOLE) -> LoadedModel:
+def load_model(
+    config: EngineConfig, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED
+) -> LoadedModel:
     """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
     hf_config = decoder_config(read_config(folder, config))
@@ -77,7 +79,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
         module = _load_whole(folder, hf_config, config, dtype, target, progress)
     module.eval().requires_grad_(False)
     cast(Any, module).config._attn_implementation = attention.NAME
-    bridge(module)
+    adapt_attention(module)
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
     probe = _probe(module, name, target)
@@ -97,7 +99,7 @@ def load_model(config: EngineConfig, target: torch.device, progress: Progress, s
         head_dim=shapes[0].key_dim,
         num_planes=1 if shapes[0].is_latent else 2,
         specs=[shape.spec for shape in shapes],
-        eos_ids=_eos_ids(module, text_config),
+        eos_token_ids=_eos_token_ids(module, text_config),
         fingerprint=fingerprint,
         is_whole=shard.is_whole,
     )
@@ -140,14 +142,14 @@ def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) 
     return form
 
 
-def _quantization_plan(config: EngineConfig) -> Plan | None:
+def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
     if config.quantization is None:
         return None
     chosen = scheme(config.quantization, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
-    return Plan(chosen, config.quantization_skip)
+    return QuantizationPlan(chosen, config.quantization_skip)
 
 
-def _variant(plan: Plan | None, form: CheckpointFormat | None) -> str:
+def _variant(plan: QuantizationPlan | None, form: CheckpointFormat | None) -> str:
     """What the fingerprint says of weights in few bits."""
     quantized = plan if plan is not None else form
     return "" if quantized is None else f"|{quantized.label}"
@@ -176,14 +178,19 @@ def _load_stored(
 
 
 def _load_quantized(
-    folder: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan, dtype: torch.dtype, target: torch.device
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    plan: QuantizationPlan,
+    dtype: torch.dtype,
+    target: torch.device,
 ) -> nn.Module:
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
             std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
-            tensors = loading.made_up(skeleton, target, dtype, std)
+            tensors = loading.random_tensors(skeleton, target, dtype, std)
         else:
             tensors = _open_checkpoint(folder, files)
         if loading.fits(skeleton, tensors):
@@ -198,7 +205,12 @@ def _load_quantized(
 
 
 def _load_gguf(
-    file: Path, hf_config: HfConfig, config: EngineConfig, plan: Plan | None, dtype: torch.dtype, target: torch.device
+    file: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    plan: QuantizationPlan | None,
+    dtype: torch.dtype,
+    target: torch.device,
 ) -> nn.Module:
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     kept = gguf_layers(file, skeleton, keep_codes=plan is None)
@@ -252,7 +264,7 @@ def _load_whole(
     config: EngineConfig,
     dtype: torch.dtype,
     target: torch.device,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> nn.Module:
     """Straight from the files to a device, where they hold the model's own parameters; else as transformers reads and
     converts them. On hosts it maps the files, which is nothing to improve upon."""
@@ -262,7 +274,7 @@ def _load_whole(
         module = _make_dummy(hf_config, config, dtype, target)
     cast(Any, module).tie_weights()
     try:
-        pieces = stored_pieces(module, map_tensors(folder)) if folder.is_dir() else None
+        pieces = tensor_copies(module, map_tensors(folder)) if folder.is_dir() else None
         if pieces is None:
             del module
             return _load_weights(folder, hf_config, config, dtype).to(target)
@@ -348,7 +360,7 @@ def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[L
     return shapes
 
 
-def _eos_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
+def _eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
     ids: set[int] = set()
     for source in (getattr(module, "generation_config", None), text_config):
         value = getattr(source, "eos_token_id", None)

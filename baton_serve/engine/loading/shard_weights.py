@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from baton_serve.engine.collectives.shard import Shard, cut_of, cuts_head, shard_config
+from baton_serve.engine.collectives.shard import Shard, shard_config, shards_head, tensor_slice
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.loading.weight_files import Piece, fill, map_tensors
+from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
 from baton_serve.engine.model import paged_attention as attention
-from baton_serve.engine.model.loaded_model import Progress
+from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, weights_error
 
 
@@ -23,7 +23,7 @@ def load_shard(
     dtype: torch.dtype,
     target: torch.device,
     shard: Shard,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> nn.Module:
     """A module of the shard's shape on `target`. Raises `ModelError`."""
     folder = Path(config.model)
@@ -68,7 +68,7 @@ def _cut_head(module: nn.Module, shard: Shard) -> None:
     """A tied head stays a view of the embeddings, which every rank holds whole."""
     model = cast(Any, module)
     weight: Tensor = model.lm_head.weight.data
-    if not cuts_head(weight.shape[0], shard):
+    if not shards_head(weight.shape[0], shard):
         return
     is_tied = weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     rows = weight[shard.part(weight.shape[0])]
@@ -78,21 +78,21 @@ def _cut_head(module: nn.Module, shard: Shard) -> None:
     model.lm_head = head
 
 
-def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: Shard) -> list[Piece]:
+def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: Shard) -> list[TensorCopy]:
     """What this rank reads, and where to."""
     model = cast(Any, module)
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    cuts = cuts_head(model.config.vocab_size, shard)
-    pieces: list[Piece] = []
+    cuts = shards_head(model.config.vocab_size, shard)
+    pieces: list[TensorCopy] = []
     missing: list[str] = []
     for name, parameter in module.named_parameters():
         if name == "lm_head.weight" and is_tied:
             continue
-        cut = cut_of(name, shard, cuts_head=cuts)
+        cut = tensor_slice(name, shard, shards_head=cuts)
         if cut.is_zero:
             parameter.data.zero_()
         elif name in stored:
-            pieces.append(Piece(parameter.data, _part(stored[name], cut.dim, shard)))
+            pieces.append(TensorCopy(parameter.data, _part(stored[name], cut.dim, shard)))
         else:
             missing.append(name)
     if missing:

@@ -47,7 +47,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorCopy:
     """Of equal shape; `source` is a view of a mapped file."""
 
     target: Tensor
@@ -67,7 +67,7 @@ def map_tensors(folder: Path) -> dict[str, Tensor]:
     return decoder_tensors(found)
 
 
-def stored_pieces(module: nn.Module, stored: dict[str, Tensor]) -> list[Piece] | None:
+def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCopy] | None:
     """All of a module's parameters and lasting buffers. None: the files hold others, or in another form."""
     if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
         return None
@@ -81,10 +81,10 @@ def stored_pieces(module: nn.Module, stored: dict[str, Tensor]) -> list[Piece] |
         return None
     if any(wanted[name].shape != stored[name].shape for name in set(wanted) - tied):
         return None
-    return [Piece(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied]
+    return [TensorCopy(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied]
 
 
-def fill(pieces: list[Piece], device: torch.device, told: Callable[[float], None]) -> None:
+def fill(pieces: list[TensorCopy], device: torch.device, told: Callable[[float], None]) -> None:
     """Copies all of them; dtypes may differ. Returns when the device has them. `told`: which part is done."""
     small = [cut for piece in pieces for cut in _cut(piece)]
     total = sum(piece.source.nbytes for piece in small)
@@ -111,7 +111,7 @@ class _Buffers:
         self._own = local()
 
     @torch.inference_mode()
-    def copy(self, piece: Piece) -> None:
+    def copy(self, piece: TensorCopy) -> None:
         target, source = piece.target, piece.source
         if devices.is_host(self._device):
             if target.dtype == source.dtype:
@@ -144,7 +144,7 @@ class _Buffer:
     busy: devices.DeviceEvent | None = None
 
 
-def _cut(piece: Piece) -> Iterator[Piece]:
+def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
     """Along the first dimension, or through all of them where memory is in one piece."""
     target, source = piece.target, piece.source
     if target.shape != source.shape:
@@ -154,7 +154,7 @@ def _cut(piece: Piece) -> Iterator[Piece]:
     row_bytes = max(1, source[:1].nbytes)
     count = max(1, PIECE_BYTES // row_bytes)
     for start in range(0, len(source), count):
-        yield Piece(target[start : start + count], source[start : start + count])
+        yield TensorCopy(target[start : start + count], source[start : start + count])
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:

@@ -20,16 +20,16 @@ OWN_ATTENTION = frozenset({"codegen", "falcon", "gptj", "gpt_neo"})
 """Model types that look their attention class up by the implementation's name: they are built as `eager`."""
 
 
-def bridge(module: nn.Module) -> None:
+def adapt_attention(module: nn.Module) -> None:
     """Teaches all attention modules of a model that need it."""
     for part in module.modules():
-        if (teach := _BRIDGES.get(type(part).__name__)) is not None:
+        if (teach := _ADAPTERS.get(type(part).__name__)) is not None:
             teach(part)
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
-    """`attention.Latent`: the up-projection of keys moves to the query, that of values behind attention.
+class MLAProjection:
+    """`attention.MLAProjection`: the up-projection of keys moves to the query, that of values behind attention.
 
     So attention is over the latents themselves, as one KV head (https://arxiv.org/abs/2405.04434, 2.1.2).
     """
@@ -59,7 +59,7 @@ def _mla(module: Module) -> None:
         return both, both
 
     module.expand_kv = compressed
-    module.baton_latent = Latent(keys, values)
+    module.baton_latent = MLAProjection(keys, values)
 
 
 def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
@@ -126,7 +126,7 @@ def _slopes(num_heads: int, device: torch.device) -> Tensor:
     return biases.view(num_heads, 2)[:, 1].contiguous()
 
 
-_BRIDGES: dict[str, Callable[[Module], None]] = {
+_ADAPTERS: dict[str, Callable[[Module], None]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
     "DeepseekV2Attention": _mla,

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_serve.engine.core.scheduler import Chunk, Plan
+from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.kernels import AttentionMetadata
 from baton_serve.engine.model.block_tables import BlockTables
 
@@ -80,7 +80,7 @@ class StepArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class BatchInputs:
     arrays: StepArrays
     sample_at: list[int]
     """For each row of the plan, which logits row."""
@@ -93,7 +93,7 @@ class InputBuilder:
         self._tables = tables
         self._block_tokens = block_tokens
 
-    def describe(self, plan: Plan, images: Sequence[ImageRows] = ()) -> Described:
+    def build_inputs(self, plan: ScheduledBatch, images: Sequence[ImageRows] = ()) -> BatchInputs:
         chunks = plan.chunks
         for chunk in chunks:
             self._tables.update(chunk.sequence)
@@ -126,19 +126,21 @@ class InputBuilder:
             adapters=_adapter_rows(plan, query_starts),
             images=images,
         )
-        return Described(arrays, sample_at, prompt_at)
+        return BatchInputs(arrays, sample_at, prompt_at)
 
 
-def _pending(plan: Plan, query_starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
+def _pending(plan: ScheduledBatch, query_starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
     found = [
         (int(start), c.sequence.slot)
         for c, start in zip(plan.chunks, query_starts, strict=False)
-        if c.sequence.num_pending
+        if c.sequence.num_output_placeholders
     ]
     return np.array(found).T.copy() if found else None
 
 
-def _adapter_rows(plan: Plan, query_starts: NDArray[np.int32]) -> Sequence[tuple[str, NDArray[np.int64] | None]]:
+def _adapter_rows(
+    plan: ScheduledBatch, query_starts: NDArray[np.int32]
+) -> Sequence[tuple[str, NDArray[np.int64] | None]]:
     names = [chunk.sequence.request.work.lora for chunk in plan.chunks]
     if not any(names):
         return ()
@@ -156,15 +158,19 @@ def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def _next_token(chunk: Chunk) -> int:
-    return 0 if chunk.sequence.num_pending else chunk.sequence.token_ids[chunk.start]
+def _next_token(chunk: ScheduledChunk) -> int:
+    return 0 if chunk.sequence.num_output_placeholders else chunk.sequence.token_ids[chunk.start]
 
 
-def _tokens(chunk: Chunk) -> list[int]:
-    return [0] if chunk.sequence.num_pending else chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+def _tokens(chunk: ScheduledChunk) -> list[int]:
+    return (
+        [0]
+        if chunk.sequence.num_output_placeholders
+        else chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+    )
 
 
-def _logit_rows(plan: Plan, query_starts: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
+def _logit_rows(plan: ScheduledBatch, query_starts: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
     """Which rows of hidden states become logits, and where each is found among them."""
     rows: list[int] = []
     last_of: dict[int, int] = {}

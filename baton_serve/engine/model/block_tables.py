@@ -9,24 +9,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.sequence import Sequence
 
 
 class BlockTables:
     """The host's. The last row belongs to no slot: padding points there."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerConfig) -> None:
         self.width = table_width(limits)
         self.host: NDArray[np.int32] = np.zeros((limits.max_num_seqs + 1, self.width), dtype=np.int32)
         self._filled = [0] * limits.max_num_seqs
-        self._epochs = [-1] * limits.max_num_seqs
+        self._versions = [-1] * limits.max_num_seqs
         self._stale: dict[int, int] = {}  # by slot: from which column on the copy is behind
 
     def update(self, sequence: Sequence) -> None:
         slot, blocks = sequence.slot, sequence.blocks
-        if self._epochs[slot] != sequence.epoch:
-            self._epochs[slot] = sequence.epoch
+        if self._versions[slot] != sequence.block_table_version:
+            self._versions[slot] = sequence.block_table_version
             self._filled[slot] = 0
         filled = self._filled[slot]
         if filled < len(blocks):
@@ -45,13 +45,13 @@ class BlockTables:
 
     def forget(self) -> None:
         """Epochs count within one roster: call before another one's plans are run."""
-        self._epochs = [-1] * len(self._epochs)
+        self._versions = [-1] * len(self._versions)
 
 
 class DeviceTables:
     """The copy: int32 [max_num_seqs + 1, width], in the same memory always. Beyond a row's end nothing has meaning."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: SchedulerConfig, device: torch.device) -> None:
         self.tensor = torch.zeros((limits.max_num_seqs + 1, table_width(limits)), dtype=torch.int32, device=device)
 
     def apply(self, changes: NDArray[np.int64] | None) -> None:
@@ -60,5 +60,5 @@ class DeviceTables:
             self.tensor.view(-1)[packed[0]] = packed[1].int()
 
 
-def table_width(limits: Limits) -> int:
+def table_width(limits: SchedulerConfig) -> int:
     return -(-limits.max_model_len // limits.block_tokens)

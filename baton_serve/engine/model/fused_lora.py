@@ -15,20 +15,20 @@ from baton_serve.engine.kernels.metadata import Linear, Norm
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
 from baton_serve.engine.model.fused import FusedForward, Layer
 from baton_serve.engine.model.loaded_model import LoadedModel
-from baton_serve.engine.model.lora.products import Part, add_products, parts_of
+from baton_serve.engine.model.lora.products import OutputSlice, add_products, output_slices
 from baton_serve.engine.model.lora.store import AdapterRows, AdapterStore
 
-Parts = tuple[Part, ...]
+OutputSlices = tuple[OutputSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """Which modules lie side by side in the outputs of a layer's products. Experts have none."""
 
-    qkv: Parts
-    output: Parts
-    gate_up: Parts
-    down: Parts
+    qkv: OutputSlices
+    output: OutputSlices
+    gate_up: OutputSlices
+    down: OutputSlices
 
 
 class AdaptedForward(FusedForward):
@@ -78,7 +78,7 @@ class AdaptedForward(FusedForward):
         gate_up = self._product(hidden, layer.gate_up, parts.gate_up, step)
         return self._product(self._kernels.silu_mul(gate_up), layer.down, parts.down, step)
 
-    def _product(self, x: Tensor, linear: Linear, parts: Parts, step: Sequence[AdapterRows]) -> Tensor:
+    def _product(self, x: Tensor, linear: Linear, parts: OutputSlices, step: Sequence[AdapterRows]) -> Tensor:
         output = self._kernels.linear(x, linear.weight, linear.bias)
         add_products(output, x, parts, step)
         return output
@@ -100,5 +100,5 @@ def _parts_of(layer: Any, prefix: str) -> LayerParts:
     )
 
 
-def _side_by_side(owner: Any, names: Sequence[str], prefix: str) -> Parts:
-    return parts_of(prefix, [(name, getattr(owner, name)) for name in names])
+def _side_by_side(owner: Any, names: Sequence[str], prefix: str) -> OutputSlices:
+    return output_slices(prefix, [(name, getattr(owner, name)) for name in names])

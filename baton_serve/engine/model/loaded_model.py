@@ -8,7 +8,7 @@ from torch import nn
 
 from baton_serve.engine.kernels import AttentionSpec
 
-Progress = Callable[[str, float], None]
+LoadProgress = Callable[[str, float], None]
 """Told what is being done and how far it is, from 0 to 1."""
 
 
@@ -26,7 +26,7 @@ class LoadedModel:
     """Of the KV cache: K and V, or the latent alone."""
     specs: list[AttentionSpec]
     """One per layer."""
-    eos_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
     fingerprint: str
     is_whole: bool = True
     """False: a rank's part of it, whose layers' outputs are to be summed over the ranks."""

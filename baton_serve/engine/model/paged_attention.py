@@ -85,7 +85,7 @@ class StepHolder:
             self.context = None
 
 
-class Latent(Protocol):
+class LatentProjection(Protocol):
     """Latent attention (MLA): what is cached is what keys and values of all heads are computed from."""
 
     def absorb(self, query: Tensor) -> Tensor: ...
@@ -118,7 +118,7 @@ def attend(
         baton = holder.context
     if baton is None or layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
-    latent: Latent | None = getattr(module, "baton_latent", None)
+    latent: LatentProjection | None = getattr(module, "baton_latent", None)
     if latent is not None:
         query = latent.absorb(query)
     spec = None if isinstance(baton, PagedAttention) else _spec(module, query.shape[-1], rules)

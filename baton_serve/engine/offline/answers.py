@@ -7,13 +7,13 @@ from typing import Any
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.engine.offline.outputs import CompletionOutput, Logprob, Logprobs
 from baton_serve.engine.offline.params import SamplingParams
-from baton_serve.engine.offline.text import Stop, StopSearch
+from baton_serve.engine.offline.text import StopMatch, StopSearch
 
 _BROKEN = "�"
 
 
 @dataclass(slots=True)
-class Answer:
+class GeneratedSequence:
     """`token_ids` include the token that ended it. `search` looks for stop strings, where any were named."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Answer:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     search: StopSearch | None = None
-    stop: Stop | None = None
+    stop: StopMatch | None = None
 
     @property
     def cumulative(self) -> float:
@@ -29,24 +29,24 @@ class Answer:
         return sum(token.chosen.logprob for token in self.logprobs)
 
 
-class Words:
+class OutputBuilder:
     """Answers in words, by a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def begin(self, params: SamplingParams) -> Answer:
+    def begin(self, params: SamplingParams) -> GeneratedSequence:
         if not params.stops:
-            return Answer()
+            return GeneratedSequence()
         search = StopSearch(
             params.stops,
             include=params.include_stop_str_in_output,
             tokenizer=self._tokenizer,
             skip_special_tokens=params.skip_special_tokens,
         )
-        return Answer(search=search)
+        return GeneratedSequence(search=search)
 
-    def shown(self, answers: Sequence[Answer], params: SamplingParams) -> list[CompletionOutput]:
+    def shown(self, answers: Sequence[GeneratedSequence], params: SamplingParams) -> list[CompletionOutput]:
         """As many as are wanted. Where more were written, the most likely first, and none before all have ended."""
         chosen = list(answers)
         if params.use_beam_search or len(chosen) > params.n:
@@ -63,7 +63,7 @@ class Words:
             for entry in [token.chosen, *token.top]
         }
 
-    def _completion(self, index: int, answer: Answer, params: SamplingParams) -> CompletionOutput:
+    def _completion(self, index: int, answer: GeneratedSequence, params: SamplingParams) -> CompletionOutput:
         stop_token = answer.stop_token_id
         reason: int | str | None = stop_token if stop_token in (params.stop_token_ids or ()) else None
         logprobs: Logprobs | None = None
@@ -79,7 +79,7 @@ class Words:
             stop_reason=answer.stop.matched if answer.stop is not None else reason,
         )
 
-    def _text(self, answer: Answer, params: SamplingParams) -> str:
+    def _text(self, answer: GeneratedSequence, params: SamplingParams) -> str:
         """Of one that still grows only what can no longer change."""
         if answer.stop is not None:
             return answer.stop.text

@@ -18,8 +18,8 @@ from baton_serve.engine.offline.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 
-_News = RequestOutput | Exception
-_Tell = Callable[[_News], None]
+_Update = RequestOutput | Exception
+_Notify = Callable[[_Update], None]
 
 
 class AsyncLLMEngine:
@@ -28,8 +28,8 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine) -> None:
         """Owns `engine` from now on."""
         self._engine = engine
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._listeners: dict[str, _Tell] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, _Notify] = {}
         self._closing = threading.Lock()
         self._is_closed = False
         """Nobody obeys orders any more; under `_closing`."""
@@ -55,16 +55,16 @@ class AsyncLLMEngine:
         """All that is written so far, whenever there is more. Whoever stops listening ends the request. Raises as
         `LLMEngine.add_request`, and `EngineError` where it fails later or is aborted."""
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[_News] = asyncio.Queue()
+        news: asyncio.Queue[_Update] = asyncio.Queue()
 
-        def tell(one: _News) -> None:
+        def notify(one: _Update) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody listens
                 loop.call_soon_threadsafe(news.put_nowait, one)
 
         def add() -> None:
             self._engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request, priority=priority)
 
-        if not self._order(lambda: self._begin(request_id, add, tell)):
+        if not self._send_command(lambda: self._begin(request_id, add, notify)):
             self._check()
         try:
             while True:
@@ -75,11 +75,11 @@ class AsyncLLMEngine:
                 if found.finished:
                     return
         finally:
-            self._order(lambda: self._end(request_id, tell))
+            self._send_command(lambda: self._end(request_id, notify))
 
     async def abort(self, request_id: str) -> None:
         """Its `generate` raises `EngineError`. One that has ended, or never was, is left alone."""
-        self._order(lambda: self._abort(request_id))
+        self._send_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
         """Raises `EngineError` when nothing can be asked any more."""
@@ -91,7 +91,7 @@ class AsyncLLMEngine:
 
     def shutdown(self) -> None:
         """Requests that are still written fail. Twice is once."""
-        self._order(self._stop)
+        self._send_command(self._stop)
         self._thread.join()
 
     def _check(self) -> None:
@@ -100,18 +100,18 @@ class AsyncLLMEngine:
         if self._is_over:
             raise EngineError("the engine was shut down")
 
-    def _order(self, order: Callable[[], None]) -> bool:
+    def _send_command(self, command: Callable[[], None]) -> bool:
         """False: the thread has ended."""
         with self._closing:
             if not self._is_closed:
-                self._orders.put(order)
+                self._commands.put(command)
             return not self._is_closed
 
     def _run(self) -> None:
         """The thread's life."""
         try:
             while not self._is_over:
-                self._obey()
+                self._run_commands()
                 if not self._is_over:
                     self._step()
         except Exception as exc:
@@ -119,19 +119,19 @@ class AsyncLLMEngine:
             self._error = exc
         finally:
             self._is_over = True
-            for tell in self._listeners.values():
-                tell(EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}"))
+            for notify in self._listeners.values():
+                notify(EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}"))
             self._listeners.clear()
             with self._closing:
                 self._is_closed = True
-            while not self._orders.empty():
-                self._orders.get()()
+            while not self._commands.empty():
+                self._commands.get()()
             self._engine.close()
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """All orders that are there; without any work, the next one is waited for."""
-        while not self._engine.has_unfinished_requests() or not self._orders.empty():
-            self._orders.get()()
+        while not self._engine.has_unfinished_requests() or not self._commands.empty():
+            self._commands.get()()
             if self._is_over:
                 return
 
@@ -145,26 +145,26 @@ class AsyncLLMEngine:
         for request_id in stepped.ended:
             self._listeners.pop(request_id)(self._engine.take(request_id))
 
-    def _begin(self, request_id: str, add: Callable[[], None], tell: _Tell) -> None:
+    def _begin(self, request_id: str, add: Callable[[], None], notify: _Notify) -> None:
         try:
             self._check()
             add()
         except Exception as exc:  # noqa: BLE001 - the request ends with it, and its caller hears of it
-            tell(exc)
+            notify(exc)
         else:
-            self._listeners[request_id] = tell
+            self._listeners[request_id] = notify
 
-    def _end(self, request_id: str, tell: _Tell) -> None:
+    def _end(self, request_id: str, notify: _Notify) -> None:
         """Unless it has ended, or another has its id by now."""
-        if self._listeners.get(request_id) is tell:
+        if self._listeners.get(request_id) is notify:
             del self._listeners[request_id]
             self._engine.abort_request(request_id)
 
     def _abort(self, request_id: str) -> None:
-        tell = self._listeners.get(request_id)
-        if tell is not None:
-            self._end(request_id, tell)
-            tell(EngineError(f"request {request_id} was aborted"))
+        notify = self._listeners.get(request_id)
+        if notify is not None:
+            self._end(request_id, notify)
+            notify(EngineError(f"request {request_id} was aborted"))
 
     def _stop(self) -> None:
         self._is_over = True

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from baton_serve.contracts.beam_search import BeamRules, BeamSearch
 from baton_serve.contracts.messages import TokenLogprobs
-from baton_serve.engine.offline.answers import Answer
+from baton_serve.engine.offline.answers import GeneratedSequence
 from baton_serve.engine.offline.params import SamplingParams
 
 
-class Beams:
+class RequestBeams:
     def __init__(self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, eos: frozenset[int]) -> None:
         """`eos`: tokens that end a sequence of this model."""
         stop_ids = frozenset(params.stop_token_ids or ())
@@ -21,7 +21,7 @@ class Beams:
         )
         self._search = BeamSearch(rules, num_prompt_tokens=num_prompt_tokens)
         self._params = params
-        self._heard: dict[int, TokenLogprobs] = {}
+        self._outputs: dict[int, TokenLogprobs] = {}
 
     @property
     def num_alternatives(self) -> int:
@@ -32,20 +32,20 @@ class Beams:
         """What comes after the prompt and these? Empty: the search is over."""
         return [beam.token_ids for beam in self._search.running]
 
-    def hear(self, question: int, answer: TokenLogprobs) -> bool:
+    def add_output(self, question: int, answer: TokenLogprobs) -> bool:
         """True: that was the last of this step, and there are new questions, or none."""
-        self._heard[question] = answer
-        if len(self._heard) < len(self._search.running):
+        self._outputs[question] = answer
+        if len(self._outputs) < len(self._search.running):
             return False
-        self._search.advance([self._heard[number] for number in range(len(self._heard))])
-        self._heard = {}
+        self._search.advance([self._outputs[number] for number in range(len(self._outputs))])
+        self._outputs = {}
         return True
 
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[GeneratedSequence]:
         """The best first, as soon as the search is over."""
         wanted = self._params.logprobs or 0
         return [
-            Answer(
+            GeneratedSequence(
                 token_ids=beam.token_ids,
                 logprobs=[TokenLogprobs(step.chosen, step.top[:wanted]) for step in beam.steps],
                 finish_reason=beam.finish_reason,

@@ -11,7 +11,7 @@ from baton_serve.contracts import pooling
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.offline.llm_engine import LLMEngine
 from baton_serve.engine.offline.lora import LoRARequest, LoRARequests
-from baton_serve.engine.offline.opening import EngineArgs, opened
+from baton_serve.engine.offline.opening import EngineArgs, open_model
 from baton_serve.engine.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -27,9 +27,9 @@ from baton_serve.engine.offline.outputs import (
     VectorRequestOutput,
 )
 from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
-from baton_serve.engine.offline.progress import Progress
-from baton_serve.engine.offline.prompts import Parsed, Prompts, check_chats, parsed
-from baton_serve.engine.offline.vectors import Reader
+from baton_serve.engine.offline.progress import PromptProgressBar
+from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, check_chats, parse_prompts
+from baton_serve.engine.offline.vectors import OfflinePooler
 from baton_serve.engine.pooling.engine import PoolingEngine
 
 Messages = list[dict[str, Any]]
@@ -40,18 +40,18 @@ class LLM:
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         """`options` are those of `EngineConfig`, under vLLM's names. Raises `engine.errors`."""
-        found = opened(EngineArgs(model, tokenizer=tokenizer, **options))
+        found = open_model(EngineArgs(model, tokenizer=tokenizer, **options))
         self._tokenizer = found.tokenizer
         self._defaults = found.defaults
         self._num_requests = 0
-        self._reader: Reader | None = None
+        self._reader: OfflinePooler | None = None
         if found.kind == "generate":
             self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
         else:
             if found.config.enable_lora:
                 raise ConfigError("enable_lora: adapters change models that write text; this one answers with vectors")
             self._engine = PoolingEngine(found.config, found.kind)
-            self._reader = Reader(self._engine, self._tokenizer)
+            self._reader = OfflinePooler(self._engine, self._tokenizer)
 
     def generate(
         self,
@@ -79,7 +79,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The most likely answers that a search by `beam_width` beams finds. Raises as `generate`; `max_logprobs` must
         be twice the width."""
-        given = parsed(prompts)
+        given = parse_prompts(prompts)
         written = self._write(
             given, [params.sampling()] * len(given), use_tqdm, lora_request, None, add_special_tokens=True
         )
@@ -116,7 +116,7 @@ class LLM:
             for chat in chats
         ]
         chosen = self._params(sampling_params, len(texts))
-        given = [Parsed(text, None) for text in texts]
+        given = [ParsedPrompt(text, None) for text in texts]
         return self._write(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
 
     def encode(
@@ -140,7 +140,7 @@ class LLM:
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
         params = pooling_params or PoolingParams()
-        inputs = self._inputs(parsed(prompts), params.truncate_prompt_tokens)
+        inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
         found = self._read(inputs, "embed", params, use_tqdm)
         return _outputs(inputs, [EmbeddingOutput(vector.tolist()) for vector in found])
 
@@ -148,7 +148,7 @@ class LLM:
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
         params = pooling_params or PoolingParams()
-        inputs = self._inputs(parsed(prompts), params.truncate_prompt_tokens)
+        inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
         found = self._read(inputs, "classify", params, use_tqdm)
         return _outputs(inputs, [ClassificationOutput(vector.tolist()) for vector in found])
 
@@ -199,7 +199,7 @@ class LLM:
 
     def _write(
         self,
-        given: Sequence[Parsed],
+        given: Sequence[ParsedPrompt],
         params: Sequence[SamplingParams],
         use_tqdm: bool,
         lora_request: LoRARequests,
@@ -225,13 +225,13 @@ class LLM:
                     priority=0 if priority is None else priority[number],
                     add_special_tokens=add_special_tokens,
                 )
-            with Progress(len(ids), shown=use_tqdm) as progress:
+            with PromptProgressBar(len(ids), shown=use_tqdm) as progress:
                 written = self._written(engine, set(ids), progress)
         finally:
             engine.abort_request(ids)
         return [written[request_id] for request_id in ids]
 
-    def _written(self, engine: LLMEngine, running: set[str], progress: Progress) -> dict[str, RequestOutput]:
+    def _written(self, engine: LLMEngine, running: set[str], progress: PromptProgressBar) -> dict[str, RequestOutput]:
         found: dict[str, RequestOutput] = {}
         while len(found) < len(running):
             stepped = engine.advance()
@@ -275,25 +275,25 @@ class LLM:
             raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
         return adapters
 
-    def _vectors(self) -> Reader:
+    def _vectors(self) -> OfflinePooler:
         if self._reader is None:
             raise ConfigError("this model writes text: use generate or chat, or load it with task='embed'")
         return self._reader
 
-    def _inputs(self, given: Sequence[Parsed], truncate: int | None) -> list[pooling.PoolingInput]:
+    def _inputs(self, given: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
         return self._vectors().inputs(given, truncate)
 
     def _read(
         self, inputs: Sequence[pooling.PoolingInput], task: pooling.PoolingTask, params: PoolingParams, shown: bool
     ) -> list[Tensor]:
-        with Progress(len(inputs), shown=shown) as progress:
+        with PromptProgressBar(len(inputs), shown=shown) as progress:
             return self._vectors().read(inputs, task, params, progress)
 
     def _cosines(
         self, first: Sequence[str], second: Sequence[str], truncate: int | None, shown: bool
     ) -> list[ScoringRequestOutput]:
         texts = list(dict.fromkeys([*first, *second]))
-        inputs = dict(zip(texts, self._inputs([Parsed(text, None) for text in texts], truncate), strict=True))
+        inputs = dict(zip(texts, self._inputs([ParsedPrompt(text, None) for text in texts], truncate), strict=True))
         found = dict(zip(texts, self._read(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
         pairs = list(zip(first, second, strict=True))
         scores = [float(functional.cosine_similarity(found[a], found[b], dim=0)) for a, b in pairs]
@@ -308,10 +308,10 @@ def _outputs(inputs: Sequence[pooling.PoolingInput], found: Sequence[Any]) -> li
     ]
 
 
-def _given(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[Parsed]:
+def _given(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[ParsedPrompt]:
     if (prompts is None) == (prompt_token_ids is None):
         raise ConfigError("give prompts, or prompt_token_ids as older code does")
-    return parsed(prompts if prompts is not None else cast(Prompts, prompt_token_ids))
+    return parse_prompts(prompts if prompts is not None else cast(Prompts, prompt_token_ids))
 
 
 def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,17 +8,17 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, EngineError
 from baton_serve.engine.offline.lora import LoRARequest, RequestedAdapters
-from baton_serve.engine.offline.opening import EngineArgs, Opened, opened
+from baton_serve.engine.offline.opening import EngineArgs, OpenedModel, open_model
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
-from baton_serve.engine.offline.prompts import Parsed, Prompt, parsed
-from baton_serve.engine.offline.writing import Prompted, Stepped, Writer
+from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, parse_prompts
+from baton_serve.engine.offline.writing import PreparedPrompt, RequestRunner, StepChanges
 
 
 class LLMEngine:
     """`engine = LLMEngine.from_engine_args(EngineArgs("/models/llama"))`."""
 
-    def __init__(self, model: Opened) -> None:
+    def __init__(self, model: OpenedModel) -> None:
         """Loads it. Raises `engine.errors`."""
         config = model.config
         if model.kind != "generate":
@@ -27,7 +27,7 @@ class LLMEngine:
         self._defaults = model.defaults
         self._enable_lora = config.enable_lora
         self._engine = Engine(config)
-        self._writer = Writer(self._engine, self.tokenizer, seed=config.seed)
+        self._writer = RequestRunner(self._engine, self.tokenizer, seed=config.seed)
         most = config.max_adapters - len(config.lora_modules)
         self._adapters = RequestedAdapters(self._engine.adapters, most=most)
         self._outputs: list[RequestOutput] = []
@@ -35,7 +35,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        return cls(opened(engine_args))
+        return cls(open_model(engine_args))
 
     def add_request(
         self,
@@ -47,7 +47,7 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Raises `RequestError`, `ConfigError` or `AdapterError`, and nothing is left of it then."""
-        given = parsed(prompt)
+        given = parse_prompts(prompt)
         if len(given) != 1:
             raise ConfigError("add_request takes one prompt")
         self.add(request_id, given[0], params or self.default_params(), lora_request=lora_request, priority=priority)
@@ -55,7 +55,7 @@ class LLMEngine:
     def add(
         self,
         request_id: str,
-        prompt: Parsed,
+        prompt: ParsedPrompt,
         params: SamplingParams,
         *,
         lora_request: LoRARequest | None = None,
@@ -70,7 +70,7 @@ class LLMEngine:
         keep = params.truncate_prompt_tokens
         kept = ids if keep is None else ids[-keep:]
         self._writer.add(
-            RequestId(request_id), Prompted(prompt.text, kept, params, priority, lora_request, fingerprint)
+            RequestId(request_id), PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
         )
 
     def load_adapters(self, asked: Sequence[LoRARequest | None]) -> list[str]:
@@ -91,9 +91,9 @@ class LLMEngine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def advance(self) -> Stepped:
+    def advance(self) -> StepChanges:
         """One step, for a caller that takes what has ended with `take`."""
-        return self._writer.step() if self._writer.has_requests else Stepped()
+        return self._writer.step() if self._writer.has_requests else StepChanges()
 
     def look(self, request_id: str) -> RequestOutput:
         """What it has written so far."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.model.lora.loaded import Adapters
+from baton_serve.engine.model.lora.loaded import LoadedAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 class RequestedAdapters:
     """Loads an adapter when it is asked for and not there. Beyond `most`, the one asked for longest ago makes room."""
 
-    def __init__(self, adapters: Adapters, *, most: int) -> None:
+    def __init__(self, adapters: LoadedAdapters, *, most: int) -> None:
         self._adapters = adapters
         self._most = most
         self._loaded: list[LoRARequest] = []

@@ -8,7 +8,7 @@ from typing import Any
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
-from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0,),
@@ -33,23 +33,23 @@ class EngineArgs:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModel:
     """`tokenizer` is one of transformers; `defaults` is what the model's own generation_config.json says."""
 
     config: EngineConfig
     tokenizer: Any
     defaults: Defaults
-    kind: Kind
+    kind: ModelKind
 
 
-def opened(args: EngineArgs) -> Opened:
+def open_model(args: EngineArgs) -> OpenedModel:
     """Raises `engine.errors`."""
     config = _config(args.model, args.options)
-    return Opened(
+    return OpenedModel(
         config=config,
         tokenizer=_tokenizer(args.tokenizer, config),
         defaults=_defaults(Path(args.model)),
-        kind=kind_of(Path(args.model), runner=config.runner, task=config.task),
+        kind=detect_model_kind(Path(args.model), runner=config.runner, task=config.task),
     )
 
 

@@ -14,7 +14,7 @@ UNSERVED = {
 }
 """Parameters that this engine does not know, with the values that ask for nothing."""
 
-OF_BEAMS = {"length_penalty": (1.0, 1), "early_stopping": (False,)}
+BEAM_SEARCH_ONLY = {"length_penalty": (1.0, 1), "early_stopping": (False,)}
 """What is said of a search for beams alone, with the values that ask for nothing."""
 
 WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
@@ -87,7 +87,7 @@ class SamplingParams:
     def _check_beams(self) -> None:
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(f"SamplingParams: early_stopping is {self.early_stopping!r}; True, False or 'never'")
-        for name, neutral in (WITHOUT_BEAMS if self.use_beam_search else OF_BEAMS).items():
+        for name, neutral in (WITHOUT_BEAMS if self.use_beam_search else BEAM_SEARCH_ONLY).items():
             value = getattr(self, name)
             if value not in neutral:
                 how = "cannot be combined with" if self.use_beam_search else "needs"

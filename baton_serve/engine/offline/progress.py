@@ -6,7 +6,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 
-class Progress:
+class PromptProgressBar:
     def __init__(self, total: int, *, shown: bool) -> None:
         self._started = time.monotonic()
         self._num_read = self._num_written = 0
@@ -21,7 +21,7 @@ class Progress:
         self._bar.set_postfix_str(speeds, refresh=False)
         self._bar.update(1)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "PromptProgressBar":
         return self
 
     def __exit__(

@@ -18,20 +18,20 @@ Prompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
-class Parsed(NamedTuple):
+class ParsedPrompt(NamedTuple):
     """One of them is None."""
 
     text: str | None
     token_ids: list[int] | None
 
 
-def parsed(prompts: Prompts) -> list[Parsed]:
+def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
     """Raises `ConfigError`."""
     if isinstance(prompts, (str, dict)):
         return [_one(prompts)]
     given = list(prompts)
     if given and all(isinstance(item, int) for item in given):
-        return [Parsed(None, cast("list[int]", given))]
+        return [ParsedPrompt(None, cast("list[int]", given))]
     return [_one(item) for item in given]
 
 
@@ -46,17 +46,17 @@ def check_chats(chats: Iterable[Iterable[Mapping[str, object]]]) -> None:
 _TEXT_ALONE = "prompts are texts here: images are read by servers, such as `baton serve`"
 
 
-def _one(prompt: object) -> Parsed:
+def _one(prompt: object) -> ParsedPrompt:
     match prompt:
         case {"multi_modal_data": data} if data:
             raise ConfigError(_TEXT_ALONE)
         case str():
-            return Parsed(prompt, None)
+            return ParsedPrompt(prompt, None)
         case {"prompt_token_ids": list() as token_ids}:
-            return Parsed(None, [int(token) for token in token_ids])
+            return ParsedPrompt(None, [int(token) for token in token_ids])
         case {"prompt": str() as text}:
-            return Parsed(text, None)
+            return ParsedPrompt(text, None)
         case list() if all(isinstance(token, int) for token in prompt):
-            return Parsed(None, prompt)
+            return ParsedPrompt(None, prompt)
         case _:
             raise ConfigError("a prompt is a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'")

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 _BROKEN = "�"
 
 
-class Decodes(Protocol):
+class IncrementalTokenizer(Protocol):
     """A tokenizer of transformers."""
 
     def decode(
@@ -14,7 +14,7 @@ class Decodes(Protocol):
     ) -> str: ...
 
 
-class Stop(NamedTuple):
+class StopMatch(NamedTuple):
     """`text` ends where the stop string `matched` begins, or after it."""
 
     text: str
@@ -24,7 +24,9 @@ class Stop(NamedTuple):
 class StopSearch:
     """The text of one sequence while it grows, searched for stop strings."""
 
-    def __init__(self, stops: Sequence[str], *, include: bool, tokenizer: Decodes, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, stops: Sequence[str], *, include: bool, tokenizer: IncrementalTokenizer, skip_special_tokens: bool
+    ) -> None:
         self._stops = stops
         self._include = include
         self._tokenizer = tokenizer
@@ -34,7 +36,7 @@ class StopSearch:
         self._prefix = self._read = 0
         """Ids before `_read` are in the text; decoding begins at `_prefix`, for tokens that depend on those before."""
 
-    def push(self, token_id: int) -> Stop | None:
+    def push(self, token_id: int) -> StopMatch | None:
         """The earliest stop string that the text has now."""
         self._ids.append(token_id)
         known, grown = self._decode(self._prefix, self._read), self._decode(self._prefix, len(self._ids))
@@ -47,7 +49,7 @@ class StopSearch:
         if not found:
             return None
         at, stop = min(found)
-        return Stop(self._text[: at + len(stop)] if self._include else self._text[:at], stop)
+        return StopMatch(self._text[: at + len(stop)] if self._include else self._text[:at], stop)
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(

@@ -11,18 +11,18 @@ from baton_serve.contracts import pooling
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.errors import ConfigError, EngineError
 from baton_serve.engine.offline.params import PoolingParams
-from baton_serve.engine.offline.progress import Progress
-from baton_serve.engine.offline.prompts import Parsed
+from baton_serve.engine.offline.progress import PromptProgressBar
+from baton_serve.engine.offline.prompts import ParsedPrompt
 from baton_serve.engine.pooling.engine import PoolingEngine
 
 
-class Reader:
+class OfflinePooler:
     def __init__(self, engine: PoolingEngine, tokenizer: Any) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._num_requests = 0
 
-    def inputs(self, prompts: Sequence[Parsed], truncate: int | None) -> list[pooling.PoolingInput]:
+    def inputs(self, prompts: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
         """Cut on the right to `truncate` tokens, special tokens kept; -1 cuts to what the model takes."""
         texts = [prompt.text for prompt in prompts if prompt.text is not None]
         read = iter(self._tokenized(texts, None, truncate))
@@ -37,7 +37,11 @@ class Reader:
         return self._tokenized(first, second, truncate)
 
     def read(
-        self, inputs: Sequence[pooling.PoolingInput], task: pooling.PoolingTask, params: PoolingParams, bar: Progress
+        self,
+        inputs: Sequence[pooling.PoolingInput],
+        task: pooling.PoolingTask,
+        params: PoolingParams,
+        bar: PromptProgressBar,
     ) -> list[Tensor]:
         """Each float32, in the order of the inputs. Raises `RequestError`."""
         if not inputs:

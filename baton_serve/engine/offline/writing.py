@@ -6,21 +6,21 @@ from typing import Any
 import msgspec
 
 from baton_serve.contracts import sampling
-from baton_serve.contracts.block_hash import root_name
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import TokenLogprobs, Work
 from baton_serve.engine.core.outputs import SequenceOutput
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import EngineError, RequestError
-from baton_serve.engine.offline.answers import Answer, Words
-from baton_serve.engine.offline.beams import Beams
+from baton_serve.engine.offline.answers import GeneratedSequence, OutputBuilder
+from baton_serve.engine.offline.beams import RequestBeams
 from baton_serve.engine.offline.lora import LoRARequest
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class PreparedPrompt:
     """`priority`: smaller runs first. `lora` is an adapter's fingerprint; empty: none."""
 
     text: str | None
@@ -32,7 +32,7 @@ class Prompted:
 
 
 @dataclass(slots=True)
-class Stepped:
+class StepChanges:
     """Of one step: requests that have something new, those of them that have ended, and those that failed."""
 
     changed: dict[RequestId, None] = field(default_factory=dict)
@@ -44,10 +44,10 @@ class Stepped:
 class _Request:
     """`asked`: the engine's own requests that work for it now, which is one unless it searches for beams."""
 
-    prompted: Prompted
+    prompted: PreparedPrompt
     sampling: sampling.SamplingParams
-    answers: list[Answer]
-    beams: Beams | None = None
+    answers: list[GeneratedSequence]
+    beams: RequestBeams | None = None
     asked: list[RequestId] = field(default_factory=list)
     num_steps: int = 0
     num_cached_tokens: int = 0
@@ -58,10 +58,10 @@ class _Request:
         return all(answer.finish_reason is not None for answer in self.answers)
 
 
-class Writer:
+class RequestRunner:
     def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
         self._engine = engine
-        self._words = Words(tokenizer)
+        self._words = OutputBuilder(tokenizer)
         self._seed = seed
         self._num_requests = 0
         self._requests: dict[RequestId, _Request] = {}
@@ -72,7 +72,7 @@ class Writer:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request_id: RequestId, prompted: Prompted) -> None:
+    def add(self, request_id: RequestId, prompted: PreparedPrompt) -> None:
         """Raises `RequestError` for what can never be served; nothing is left of it then."""
         if request_id in self._requests:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
@@ -82,8 +82,8 @@ class Writer:
         self._num_requests += 1
         request = _Request(prompted, resolved, [self._words.begin(params) for _ in range(params.width)])
         if params.use_beam_search:
-            request.beams = Beams(
-                params, num_prompt_tokens=num_tokens, max_tokens=resolved.max_tokens, eos=engine.eos_ids
+            request.beams = RequestBeams(
+                params, num_prompt_tokens=num_tokens, max_tokens=resolved.max_tokens, eos=engine.eos_token_ids
             )
         self._requests[request_id] = request
         try:
@@ -92,9 +92,9 @@ class Writer:
             self.forget(request_id)
             raise
 
-    def step(self) -> Stepped:
+    def step(self) -> StepChanges:
         """One step of the engine, for all."""
-        stepped = Stepped()
+        stepped = StepChanges()
         result = self._engine.step()
         for asked_id, message, code in result.failed:
             if asked_id in self._questions:
@@ -161,7 +161,7 @@ class Writer:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             sampling=asked,
-            root=root_name(
+            root=root_hash(
                 fingerprint=layout.fingerprint,
                 kv_dtype=layout.dtype,
                 block_tokens=layout.block_tokens,
@@ -175,12 +175,12 @@ class Writer:
         request.asked.append(asked_id)
         self._questions[asked_id] = (request_id, number)
 
-    def _take(self, output: SequenceOutput, stepped: Stepped) -> None:
+    def _take(self, output: SequenceOutput, stepped: StepChanges) -> None:
         request_id, number = self._questions[output.request_id]
         request = self._requests[request_id]
         if request.beams is None:
             self._extend(output, request)
-        elif output.logprobs and request.beams.hear(number, output.logprobs[0]):
+        elif output.logprobs and request.beams.add_output(number, output.logprobs[0]):
             self._end_questions(request)
             if request.beams.questions():
                 try:
@@ -207,7 +207,7 @@ class Writer:
                 return
         answer.finish_reason, answer.stop_token_id = output.finish_reason, output.stop_token_id
 
-    def _fail(self, request_id: RequestId, error: EngineError, stepped: Stepped) -> None:
+    def _fail(self, request_id: RequestId, error: EngineError, stepped: StepChanges) -> None:
         self.forget(request_id)
         stepped.changed.pop(request_id, None)
         stepped.failed[request_id] = error
@@ -233,7 +233,7 @@ def _sampling_of_beams(
     )
 
 
-def _ends_text(output: SequenceOutput, answer: Answer, token_id: int, min_tokens: int) -> bool:
+def _ends_text(output: SequenceOutput, answer: GeneratedSequence, token_id: int, min_tokens: int) -> bool:
     if answer.search is None or token_id == output.stop_token_id:
         return False
     stop = answer.search.push(token_id)

@@ -11,7 +11,7 @@ from baton_serve.engine.execution.decode_graphs import CONTEXTS, DecodeArrays
 from baton_serve.engine.model.batch_inputs import StepArrays
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadRank(msgspec.Struct, frozen=True, tag=True):
     """The first: who this rank is and which model it holds. Answered."""
 
     config: EngineConfig
@@ -20,27 +20,28 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Of the CPU."""
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True):
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     """Join the group that forms around this file. Answered."""
 
     store: str
 
 
-class Build(msgspec.Struct, frozen=True, tag=True):
+class BuildCache(msgspec.Struct, frozen=True, tag=True):
     """Make the KV cache, in place of an earlier one. The descriptor of rank 0's host memory follows. Answered."""
 
     num_blocks: int
 
 
-class Measure(msgspec.Struct, frozen=True, tag=True):
-    """How much memory could the KV cache take, after what was computed since `Build`? Answered; that cache is gone."""
+class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
+    """How much memory could the KV cache take, after what was computed since `BuildCache`? Answered; that cache is
+    gone."""
 
     work_factor: int
     """The most memory that work took counts so many times."""
     extra_bytes: int
 
 
-class Capture(msgspec.Struct, frozen=True, tag=True):
+class CaptureGraphs(msgspec.Struct, frozen=True, tag=True):
     """Capture graphs. Answered with 1 if there are any now."""
 
 
@@ -60,19 +61,19 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
     changes: memoryview | None
 
 
-class Gather(msgspec.Struct, frozen=True, tag=True):
+class GatherLogits(msgspec.Struct, frozen=True, tag=True):
     """The logits of the step that was replayed last are put together, so many rows of them."""
 
     count: int
 
 
-class Put(msgspec.Struct, frozen=True, tag=True):
+class SetSampledTokens(msgspec.Struct, frozen=True, tag=True):
     """So many tokens are broadcast by rank 0: what was chosen after the step that was replayed last."""
 
     count: int
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class StoreLastTokens(msgspec.Struct, frozen=True, tag=True):
     """A token for each of these slots is broadcast by rank 0: its last."""
 
     slots: memoryview
@@ -96,20 +97,32 @@ class FromHost(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    Load | Meet | Build | Measure | Capture | Compute | Replay | Gather | Put | Keep | CopyBlocks | ToHost | FromHost
+    LoadRank
+    | JoinGroup
+    | BuildCache
+    | MeasureMemory
+    | CaptureGraphs
+    | Compute
+    | Replay
+    | GatherLogits
+    | SetSampledTokens
+    | StoreLastTokens
+    | CopyBlocks
+    | ToHost
+    | FromHost
 )
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class CommandDone(msgspec.Struct, frozen=True, tag=True):
     value: int = 0
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["config", "model", "unsupported", "capacity", "other"]
     message: str
 
 
-Answer = Done | Failed
+CommandAnswer = CommandDone | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:
@@ -149,11 +162,11 @@ def decode_arrays(command: Replay) -> DecodeArrays:
     return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes)
 
 
-def keep_command(slots: NDArray[np.int64]) -> Keep:
-    return Keep(_bytes(slots))
+def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:
+    return StoreLastTokens(_bytes(slots))
 
 
-def kept_slots(command: Keep) -> NDArray[np.int64]:
+def kept_slots(command: StoreLastTokens) -> NDArray[np.int64]:
     return _int64(command.slots)
 
 

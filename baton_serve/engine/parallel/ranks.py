@@ -20,12 +20,22 @@ from pathlib import Path
 import torch
 
 from baton_serve.child_command import module_command
-from baton_serve.engine.collectives.backends import Alone, Collectives, Group
+from baton_serve.engine.collectives.backends import Collectives, SingleRank, TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.parallel.channel import Channel, ChannelError
-from baton_serve.engine.parallel.commands import Answer, Build, Capture, Command, Done, Failed, Load, Measure, Meet
+from baton_serve.engine.parallel.commands import (
+    BuildCache,
+    CaptureGraphs,
+    Command,
+    CommandAnswer,
+    CommandDone,
+    CommandFailed,
+    JoinGroup,
+    LoadRank,
+    MeasureMemory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +58,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 class _Rank:
     number: int
     process: "subprocess.Popen[bytes]"
-    channel: Channel[Answer]
+    channel: Channel[CommandAnswer]
 
 
 class Ranks:
@@ -58,7 +68,7 @@ class Ranks:
         """Starts the others, which begin to load. `on_lost` is called at most once, from another thread."""
         self.shard = Shard(0, config.tensor_parallel_size)
         self._maps_memory = not config.disable_custom_all_reduce
-        self.group: Collectives = Alone()
+        self.group: Collectives = SingleRank()
         self._ranks: list[_Rank] = []
         self._on_lost = on_lost
         self._folder: Path | None = None
@@ -68,26 +78,26 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         for number in range(1, self.shard.size):
             self._ranks.append(_start(number))
-            self._send([self._ranks[-1]], Load(config, number, torch.get_num_threads()))
+            self._send([self._ranks[-1]], LoadRank(config, number, torch.get_num_threads()))
         self._wake, self._woken = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    def meet(self, device: torch.device) -> None:
+    def join_group(self, device: torch.device) -> None:
         """When this rank has loaded its part. Raises what another rank's loading raised."""
         if self._folder is None:
             return
         self._collect(LOAD_TIMEOUT_S)
         store = self._folder / "store"
-        self.tell(Meet(str(store)))
-        self.group = Group(store, self.shard, device, maps_memory=self._maps_memory)
+        self.send_command(JoinGroup(str(store)))
+        self.group = TorchCollectives(store, self.shard, device, maps_memory=self._maps_memory)
         self._collect(ANSWER_TIMEOUT_S)
 
-    def tell(self, command: Command) -> None:
+    def send_command(self, command: Command) -> None:
         """Without waiting. Raises `ChannelError`."""
         self._send(self._ranks, command)
 
-    def ask(self, command: Command, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
+    def query_ranks(self, command: Command, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
         """One value of each other rank. Raises `EngineError`."""
         self._send(self._ranks, command)
         return self._collect(timeout_s)
@@ -100,18 +110,18 @@ class Ranks:
         """`descriptor` is of the memory in which all ranks' blocks lie, or are mirrored; None: there is one rank."""
         if descriptor is None:
             return
-        self.tell(Build(num_blocks))
+        self.send_command(BuildCache(num_blocks))
         for rank in self._ranks:
             rank.channel.send_descriptor(descriptor)
         self._collect(ANSWER_TIMEOUT_S)
 
-    def available_bytes(self, own: int, measure: Measure) -> int:
+    def available_bytes(self, own: int, measure: MeasureMemory) -> int:
         """What every rank has."""
-        return min([own, *self.ask(measure)])
+        return min([own, *self.query_ranks(measure)])
 
     def capture(self, capture_here: Callable[[], bool]) -> None:
         """All ranks at the same time. Raises `EngineError` where only some could."""
-        self.tell(Capture())
+        self.send_command(CaptureGraphs())
         captured = [int(capture_here()), *self._collect(ANSWER_TIMEOUT_S)]
         if len(set(captured)) > 1:
             raise EngineError("only some ranks could capture graphs; start with --enforce-eager")
@@ -124,7 +134,7 @@ class Ranks:
         for rank in self._ranks:
             rank.channel.close()
         # One that has not begun to work has nothing to end in good order.
-        deadline = time.monotonic() + (0.0 if isinstance(self.group, Alone) else END_TIMEOUT_S)
+        deadline = time.monotonic() + (0.0 if isinstance(self.group, SingleRank) else END_TIMEOUT_S)
         for rank in self._ranks:
             try:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
@@ -155,9 +165,9 @@ class Ranks:
             except ChannelError as exc:
                 raise ChannelError(f"rank {rank.number} of {self.shard.size}: {exc}") from exc
             match answer:
-                case Done():
+                case CommandDone():
                     values.append(answer.value)
-                case Failed():
+                case CommandFailed():
                     raise _ERRORS.get(answer.kind, EngineError)(answer.message)
         return values
 
@@ -182,4 +192,4 @@ def _start(number: int) -> _Rank:
     with its:
         command = module_command("baton_serve.engine.parallel.tp_worker", str(its.fileno()), str(os.getpid()))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
-    return _Rank(number, process, Channel(ours, Answer, send_timeout_s=SEND_TIMEOUT_S))
+    return _Rank(number, process, Channel(ours, CommandAnswer, send_timeout_s=SEND_TIMEOUT_S))

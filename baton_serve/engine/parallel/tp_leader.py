@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.engine.errors import EngineError
-from baton_serve.engine.execution.decode_graphs import Capture, DecodeArrays, DecodeResult
+from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeResult
 from baton_serve.engine.execution.executor import AfterLayer, Executor, LocalExecutor
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.model.batch_inputs import StepArrays
 from baton_serve.engine.parallel.commands import (
     CopyBlocks,
     FromHost,
-    Gather,
-    Put,
+    GatherLogits,
+    SetSampledTokens,
     ToHost,
     compute_command,
-    keep_command,
     replay_command,
+    store_last_tokens_command,
 )
 from baton_serve.engine.parallel.ranks import Ranks
 
 
-class LeadingExecutor:
+class TPExecutor:
     """Fits `Executor`."""
 
     def __init__(self, own: LocalExecutor, ranks: Ranks) -> None:
@@ -43,35 +43,35 @@ class LeadingExecutor:
         return self._own.has_graphs
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        self._ranks.tell(compute_command(arrays))
-        with _together():
+        self._ranks.send_command(compute_command(arrays))
+        with _run_on_all_ranks():
             return self._own.compute(arrays, after_layer)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        self._ranks.tell(replay_command(arrays))
-        with _together():
+        self._ranks.send_command(replay_command(arrays))
+        with _run_on_all_ranks():
             return self._own.replay(arrays)
 
     def logits(self, count: int) -> Tensor:
-        self._ranks.tell(Gather(count))
-        with _together():
+        self._ranks.send_command(GatherLogits(count))
+        with _run_on_all_ranks():
             return self._own.logits(count)
 
     @torch.inference_mode()
-    def put(self, tokens: Tensor) -> None:
-        self._ranks.tell(Put(len(tokens)))
-        with _together():
+    def set_sampled_tokens(self, tokens: Tensor) -> None:
+        self._ranks.send_command(SetSampledTokens(len(tokens)))
+        with _run_on_all_ranks():
             self._ranks.group.broadcast(tokens)
-            self._own.put(tokens)
+            self._own.set_sampled_tokens(tokens)
 
     @torch.inference_mode()
-    def keep(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
-        self._ranks.tell(keep_command(slots))
-        with _together():
+    def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
+        self._ranks.send_command(store_last_tokens_command(slots))
+        with _run_on_all_ranks():
             self._ranks.group.broadcast(tokens)
-            self._own.keep(tokens, slots)
+            self._own.store_last_tokens(tokens, slots)
 
-    def capture_graphs(self, capturing: Callable[[], Capture]) -> None:
+    def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
         def capture_here() -> bool:
             self._own.capture_graphs(capturing)
             return self._own.has_graphs
@@ -83,7 +83,7 @@ class LeadingExecutor:
         self._own.close()
 
 
-class BlockCopies(Protocol):
+class BlockCopier(Protocol):
     """`KVCache`, as far as blocks are copied; on all ranks."""
 
     @property
@@ -94,8 +94,8 @@ class BlockCopies(Protocol):
     def forget_host(self, blocks: Iterable[int]) -> None: ...
 
 
-class LeadingCopies:
-    """Fits `BlockCopies`."""
+class TPBlockCopier:
+    """Fits `BlockCopier`."""
 
     def __init__(self, own: KVCache, ranks: Ranks) -> None:
         self._own = own
@@ -103,20 +103,20 @@ class LeadingCopies:
         self.is_mirrored = own.is_mirrored
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._ranks.tell(CopyBlocks(list(sources), list(targets)))
+        self._ranks.send_command(CopyBlocks(list(sources), list(targets)))
         self._own.copy_blocks(sources, targets)
 
     def to_host(self, blocks: Iterable[int]) -> None:
         """Returns when all ranks' parts are there."""
         if self.is_mirrored and (chosen := list(blocks)):
-            self._ranks.tell(ToHost(chosen))
+            self._ranks.send_command(ToHost(chosen))
             self._own.to_host(chosen)
             self._ranks.wait()
 
     def from_host(self, blocks: Iterable[int]) -> None:
         """Returns when no rank reads the mirror any more."""
         if self.is_mirrored and (chosen := list(blocks)):
-            self._ranks.tell(FromHost(chosen))
+            self._ranks.send_command(FromHost(chosen))
             self._own.from_host(chosen)
             self._ranks.wait()
 
@@ -125,7 +125,7 @@ class LeadingCopies:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def _run_on_all_ranks() -> Iterator[None]:
     """What the other ranks were told to do as well. Raises `EngineError`: this rank lacks memory for it."""
     try:
         yield
@@ -136,9 +136,9 @@ def _together() -> Iterator[None]:
         ) from exc
 
 
-def lead(own: LocalExecutor, ranks: Ranks) -> Executor:
-    return own if ranks.shard.is_whole else LeadingExecutor(own, ranks)
+def make_executor(own: LocalExecutor, ranks: Ranks) -> Executor:
+    return own if ranks.shard.is_whole else TPExecutor(own, ranks)
 
 
-def lead_copies(own: KVCache, ranks: Ranks) -> BlockCopies:
-    return own if ranks.shard.is_whole else LeadingCopies(own, ranks)
+def make_block_copier(own: KVCache, ranks: Ranks) -> BlockCopier:
+    return own if ranks.shard.is_whole else TPBlockCopier(own, ranks)

@@ -17,31 +17,31 @@ from typing import Literal
 import torch
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.collectives.backends import Group
+from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.execution.executor import LocalExecutor
-from baton_serve.engine.execution.setup import Setup
+from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
-    Build,
-    Capture,
+    BuildCache,
+    CaptureGraphs,
     Command,
+    CommandDone,
+    CommandFailed,
     Compute,
     CopyBlocks,
-    Done,
-    Failed,
     FromHost,
-    Gather,
-    Keep,
-    Load,
-    Measure,
-    Meet,
-    Put,
+    GatherLogits,
+    JoinGroup,
+    LoadRank,
+    MeasureMemory,
     Replay,
+    SetSampledTokens,
+    StoreLastTokens,
     ToHost,
     decode_arrays,
     kept_slots,
@@ -51,8 +51,8 @@ from baton_serve.engine.parallel.ranks import SEND_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["config", "model", "unsupported", "capacity", "other"]
-_KINDS: list[tuple[type[EngineError], Kind]] = [
+ErrorKind = Literal["config", "model", "unsupported", "capacity", "other"]
+_KINDS: list[tuple[type[EngineError], ErrorKind]] = [
     (UnsupportedModelError, "unsupported"),
     (ModelError, "model"),
     (ConfigError, "config"),
@@ -60,11 +60,11 @@ _KINDS: list[tuple[type[EngineError], Kind]] = [
 ]
 
 
-class Follower:
+class TPWorker:
     def __init__(self, channel: Channel[Command]) -> None:
         self._channel = channel
         first = channel.receive(None)
-        if not isinstance(first, Load):
+        if not isinstance(first, LoadRank):
             raise ChannelError(f"the first command is {type(first).__name__}")
         torch.set_num_threads(first.threads)
         config = first.config
@@ -87,13 +87,13 @@ class Follower:
                 self._executor.replay(decode_arrays(command))
             case Compute():
                 self._executor.compute(step_arrays(command))
-            case Gather():
+            case GatherLogits():
                 self._executor.logits(command.count)
-            case Put():
-                self._executor.put(self._hear(command.count))
-            case Keep():
+            case SetSampledTokens():
+                self._executor.set_sampled_tokens(self._receive_tokens(command.count))
+            case StoreLastTokens():
                 slots = kept_slots(command)
-                self._executor.keep(self._hear(len(slots)), slots)
+                self._executor.store_last_tokens(self._receive_tokens(len(slots)), slots)
             case CopyBlocks():
                 self._blocks.copy_blocks(command.sources, command.targets)
             case ToHost():
@@ -108,27 +108,27 @@ class Follower:
     def _prepare(self, command: Command) -> None:
         """Before the first request."""
         match command:
-            case Meet():
+            case JoinGroup():
                 maps_memory = not self._config.disable_custom_all_reduce
-                self._group = Group(Path(command.store), self._shard, self._device, maps_memory=maps_memory)
+                self._group = TorchCollectives(Path(command.store), self._shard, self._device, maps_memory=maps_memory)
                 self._answer(0)  # rank 0 makes its setup together with this one
-                self._setup = Setup(self._config, self._model, self._device, self._group)
-            case Build():
+                self._setup = EngineSetup(self._config, self._model, self._device, self._group)
+            case BuildCache():
                 self._build(command)
                 self._answer(0)
-            case Measure():
+            case MeasureMemory():
                 used = devices.peak_bytes(self._device) - self._memory_before
                 self._blocks.close()
                 del self._executor
                 activation = used * command.work_factor + command.extra_bytes
                 self._answer(cache_bytes(self._config, self._device, activation))
-            case Capture():
+            case CaptureGraphs():
                 self._executor.capture_graphs(lambda: devices.Capturing(self._device))
                 self._answer(int(self._executor.has_graphs))
             case _:
                 raise ChannelError(f"{type(command).__name__} comes once")
 
-    def _build(self, command: Build) -> None:
+    def _build(self, command: BuildCache) -> None:
         descriptor = self._channel.receive_descriptor()
         if self._cache is not None:
             self._cache.close()
@@ -148,13 +148,13 @@ class Follower:
         assert self._cache is not None
         return self._cache
 
-    def _hear(self, count: int) -> torch.Tensor:
+    def _receive_tokens(self, count: int) -> torch.Tensor:
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         self._group.broadcast(tokens)
         return tokens
 
     def _answer(self, value: int) -> None:
-        self._channel.send(self._channel.encode(Done(value)))
+        self._channel.send(self._channel.encode(CommandDone(value)))
 
 
 def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
@@ -170,9 +170,9 @@ def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
     leave(1)
 
 
-def _failure(error: EngineError) -> Failed:
-    kind: Kind = next((kind for made, kind in _KINDS if isinstance(error, made)), "other")
-    return Failed(kind, str(error))
+def _failure(error: EngineError) -> CommandFailed:
+    kind: ErrorKind = next((kind for made, kind in _KINDS if isinstance(error, made)), "other")
+    return CommandFailed(kind, str(error))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -182,9 +182,9 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     channel: Channel[Command] = Channel(socket.socket(fileno=descriptor), Command, send_timeout_s=SEND_TIMEOUT_S)
-    follower: Follower | None = None
+    follower: TPWorker | None = None
     try:
-        follower = Follower(channel)
+        follower = TPWorker(channel)
         follower.serve()
     except ChannelError:
         return 0
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     except BaseException as error:  # noqa: BLE001 - the process ends, and rank 0 is told why where it waits to hear
         traceback.print_exc()
-        channel.send(channel.encode(Failed("other", f"{type(error).__name__}: {error}")))
+        channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
         return 1
     return 0
 

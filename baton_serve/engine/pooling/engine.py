@@ -10,29 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import ConfigError, ModelError, RequestError
-from baton_serve.engine.model.loaded_model import Progress
+from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.pooling.heads import embedding, pool, scores
-from baton_serve.engine.pooling.kind import Kind
-from baton_serve.engine.pooling.network import Batch
-from baton_serve.engine.pooling.waiting import Item, Waiting
+from baton_serve.engine.pooling.kind import ModelKind
+from baton_serve.engine.pooling.network import PaddedBatch
+from baton_serve.engine.pooling.waiting import PoolingInputQueue, QueuedInput
 
 logger = logging.getLogger(__name__)
 
-SPEED_WEIGHT = 0.1
+EMA_WEIGHT = 0.1
 """Of the newest pass in the moving average."""
 
 
 class PoolingEngine:
     """`layout` is that of empty blocks: it tells instances of one model from those of another, no more."""
 
-    def __init__(self, config: EngineConfig, kind: Kind, *, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, kind: ModelKind, *, progress: LoadProgress | None = None) -> None:
         """Loads the model and tries the largest pass. Raises `engine.errors`."""
         from baton_serve.engine.pooling.loader import (
             load_pooling_model,  # transformers: seconds that only an engine should cost
@@ -55,7 +55,7 @@ class PoolingEngine:
         )
         self._max_inputs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens or device.defaults(self.device).max_num_pooled_tokens
-        self._waiting = Waiting()
+        self._waiting = PoolingInputQueue()
         self._num_left: dict[RequestId, int] = {}
         """Inputs of a request whose vectors are still to come."""
         self._tokens_per_s = 0.0
@@ -101,10 +101,10 @@ class PoolingEngine:
         self._num_tokens += num_tokens
         self._num_passes += 1
         speed = num_tokens / max(time.monotonic() - started, 1e-9)
-        self._tokens_per_s += (speed - self._tokens_per_s) * (SPEED_WEIGHT if self._tokens_per_s else 1.0)
+        self._tokens_per_s += (speed - self._tokens_per_s) * (EMA_WEIGHT if self._tokens_per_s else 1.0)
         return result
 
-    def cached_names(self) -> list[BlockName]:
+    def cached_block_hashes(self) -> list[BlockHash]:
         return []
 
     def stats(self) -> EngineStats:
@@ -135,7 +135,7 @@ class PoolingEngine:
         """There is nothing to give up but memory."""
 
     @torch.inference_mode()
-    def _run(self, items: list[Item]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
+    def _run(self, items: list[QueuedInput]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
         """A vector or matrix for each item."""
         batch = self._batch(items)
         output = self._model.network(batch)
@@ -146,7 +146,7 @@ class PoolingEngine:
                 vectors[row] = vector[: items[row].length] if params.task == "token_embed" else vector
         return [vector.cpu().numpy() for vector in vectors]
 
-    def _heads(self, output: Tensor, batch: Batch, rows: list[int], params: PoolingParams) -> Tensor:
+    def _heads(self, output: Tensor, batch: PaddedBatch, rows: list[int], params: PoolingParams) -> Tensor:
         model = self._model
         chosen = output if len(rows) == len(output) else output[rows]
         if model.recipe is None:
@@ -159,7 +159,7 @@ class PoolingEngine:
             vectors = layer(vectors)
         return embedding(vectors, params, normalize=model.recipe.normalize)
 
-    def _batch(self, items: list[Item]) -> Batch:
+    def _batch(self, items: list[QueuedInput]) -> PaddedBatch:
         longest = max(item.length for item in items)
         ids = np.full((len(items), longest), self._model.pad_id, dtype=np.int64)
         mask = np.zeros((len(items), longest), dtype=np.int64)
@@ -174,7 +174,9 @@ class PoolingEngine:
                     array[row, : item.length] = item.input.token_type_ids
             types = torch.from_numpy(array).to(self.device)
         lengths = torch.tensor([item.length for item in items], device=self.device)
-        return Batch(torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device), lengths, types)
+        return PaddedBatch(
+            torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device), lengths, types
+        )
 
     def _check(self, inputs: list[PoolingInput], params: PoolingParams) -> None:
         if params.task not in self.profile.tasks:
@@ -196,12 +198,12 @@ class PoolingEngine:
         if not inputs:
             raise RequestError("invalid", "there is no input")
 
-    def _count(self, item: Item) -> None:
+    def _count(self, item: QueuedInput) -> None:
         self._num_left[item.request_id] -= 1
         if not self._num_left[item.request_id]:
             del self._num_left[item.request_id]
 
-    def _give_up(self, items: list[Item], result: StepResult) -> None:
+    def _give_up(self, items: list[QueuedInput], result: StepResult) -> None:
         """The pass's requests fail; all others live on."""
         message = "the device ran out of memory; lower max_num_batched_tokens or max_model_len"
         for request_id in {item.request_id for item in items}:
@@ -217,7 +219,7 @@ class PoolingEngine:
         try:
             for lengths in passes:
                 items = [
-                    Item(RequestId("warm-up"), row, PoolingInput([0] * length), params, 0, row)
+                    QueuedInput(RequestId("warm-up"), row, PoolingInput([0] * length), params, 0, row)
                     for row, length in enumerate(lengths)
                 ]
                 if any(np.isnan(vector).any() for vector in self._run(items)):

@@ -8,17 +8,17 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from baton_serve.engine.config import Runner, Task
+from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import ConfigError
 
-Kind = Literal["generate", "embed", "classify"]
+ModelKind = Literal["generate", "embed", "classify"]
 
-CLASSIFIERS = ("ForSequenceClassification",)
-WRITERS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-EMBEDDERS = ("Model", "ForTextEncoding", "ForMaskedLM")
+CLASSIFIER_SUFFIXES = ("ForSequenceClassification",)
+GENERATOR_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+EMBEDDER_SUFFIXES = ("Model", "ForTextEncoding", "ForMaskedLM")
 
 
-def kind_of(folder: Path, *, runner: Runner = "auto", task: Task = "auto") -> Kind:
+def detect_model_kind(folder: Path, *, runner: RunnerType = "auto", task: Task = "auto") -> ModelKind:
     """A folder that cannot be read counts as a writer: loading it tells what is wrong.
 
     Raises `ConfigError` for a runner and a task that contradict each other.
@@ -42,13 +42,13 @@ def architecture_of(folder: Path) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-def _by_folder(folder: Path) -> Kind:
+def _by_folder(folder: Path) -> ModelKind:
     if (folder / "modules.json").is_file():
         return "embed"
     name = architecture_of(folder)
-    if name.endswith(CLASSIFIERS):
+    if name.endswith(CLASSIFIER_SUFFIXES):
         return "classify"
-    if name.endswith(WRITERS) or not name.endswith(EMBEDDERS):
+    if name.endswith(GENERATOR_SUFFIXES) or not name.endswith(EMBEDDER_SUFFIXES):
         return "generate"
     return "embed"
 

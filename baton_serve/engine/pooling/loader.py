@@ -21,7 +21,7 @@ from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelE
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.loading.gguf import gguf_file
 from baton_serve.engine.model import rotary
-from baton_serve.engine.model.loaded_model import Progress
+from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
@@ -31,7 +31,7 @@ from baton_serve.engine.model_folder import (
     weights_error,
 )
 from baton_serve.engine.pooling.heads import ACTIVATIONS, Activation
-from baton_serve.engine.pooling.kind import Kind, architecture_of
+from baton_serve.engine.pooling.kind import ModelKind, architecture_of
 from baton_serve.engine.pooling.network import EncoderLogits, HiddenStates, LastTokenLogits, Network
 from baton_serve.engine.pooling.recipe import Recipe, read_json, read_recipe
 
@@ -67,7 +67,9 @@ class _Source:
     target: torch.device
 
 
-def load_pooling_model(config: EngineConfig, kind: Kind, target: torch.device, progress: Progress) -> PoolingModel:
+def load_pooling_model(
+    config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress
+) -> PoolingModel:
     """`kind` is embed or classify. Raises `ModelError` or `ConfigError`."""
     folder = model_folder(config.model)
     hf_config = read_config(folder, config)

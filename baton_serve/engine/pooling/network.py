@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedBatch:
     """Padded on the right. `token_type_ids` is None where the model or the inputs have none."""
 
     input_ids: Tensor  # int64 [num_inputs, longest]
@@ -18,7 +18,7 @@ class Batch:
 
 
 class Network(Protocol):
-    def __call__(self, batch: Batch) -> Tensor: ...
+    def __call__(self, batch: PaddedBatch) -> Tensor: ...
 
 
 class HiddenStates:
@@ -28,7 +28,7 @@ class HiddenStates:
         self._module = module
         self._extra = {"use_cache": False} if is_decoder else {}
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: PaddedBatch) -> Tensor:
         return cast(Tensor, self._module(**_arguments(batch), **self._extra).last_hidden_state)
 
 
@@ -38,7 +38,7 @@ class EncoderLogits:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: PaddedBatch) -> Tensor:
         return cast(Tensor, self._module(**_arguments(batch)).logits)
 
 
@@ -50,13 +50,13 @@ class LastTokenLogits:
         """`weight` [num_labels, hidden_size]."""
         self._states, self._weight, self._bias = states, weight, bias
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: PaddedBatch) -> Tensor:
         hidden = self._states(batch)
         last = hidden[torch.arange(len(hidden), device=hidden.device), batch.lengths - 1]
         return nn.functional.linear(last, self._weight, self._bias)
 
 
-def _arguments(batch: Batch) -> dict[str, Any]:
+def _arguments(batch: PaddedBatch) -> dict[str, Any]:
     arguments = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if batch.token_type_ids is not None:
         arguments["token_type_ids"] = batch.token_type_ids

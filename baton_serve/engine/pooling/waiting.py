@@ -13,13 +13,13 @@ from msgspec import Struct
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
 
-LEAST_FILL = 0.6
+MIN_FILL_RATIO = 0.6
 """Of the longest input: a shorter one waits for a pass of its like, rather than be padded further."""
 NEGLIGIBLE_TOKENS = 16
 """Padding of so few tokens costs less than a pass."""
 
 
-class Item(Struct, frozen=True, eq=False, gc=False):
+class QueuedInput(Struct, frozen=True, eq=False, gc=False):
     """One input of a request. `number` grows with each."""
 
     request_id: RequestId
@@ -39,11 +39,11 @@ class _Turn(NamedTuple):
     number: int
 
 
-class Waiting:
+class PoolingInputQueue:
     def __init__(self) -> None:
-        self._by_length: list[Item] = []
+        self._by_length: list[QueuedInput] = []
         self._turns: list[_Turn] = []
-        self._items: dict[int, Item] = {}
+        self._items: dict[int, QueuedInput] = {}
         self._num_added = 0
         self.num_tokens = 0
 
@@ -53,7 +53,7 @@ class Waiting:
     def add(self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, priority: int) -> None:
         for index, given in enumerate(inputs):
             self._num_added += 1
-            item = Item(request_id, index, given, params, priority, self._num_added)
+            item = QueuedInput(request_id, index, given, params, priority, self._num_added)
             self._items[item.number] = item
             insort(self._by_length, item, key=_length_key)
             heappush(self._turns, _Turn(priority, item.number))
@@ -65,7 +65,7 @@ class Waiting:
         self._turns = [turn for turn in self._turns if turn.number in self._items]
         heapify(self._turns)
 
-    def take(self, *, max_tokens: int, max_inputs: int) -> list[Item]:
+    def take(self, *, max_tokens: int, max_inputs: int) -> list[QueuedInput]:
         """The next pass, shortest first: at most `max_tokens` padding included, unless one input alone has more."""
         while self._turns and self._turns[0].number not in self._items:
             heappop(self._turns)
@@ -98,20 +98,20 @@ class Waiting:
         if low < 0 or high > len(self._by_length):
             return False
         shortest, longest = self._by_length[low].length, self._by_length[high - 1].length
-        is_alike = longest - shortest <= NEGLIGIBLE_TOKENS or shortest >= LEAST_FILL * longest
+        is_alike = longest - shortest <= NEGLIGIBLE_TOKENS or shortest >= MIN_FILL_RATIO * longest
         return is_alike and (high - low) * longest <= max_tokens
 
-    def _distance(self, position: int, head: Item) -> int:
+    def _distance(self, position: int, head: QueuedInput) -> int:
         return abs(self._by_length[position].length - head.length)
 
-    def _position(self, item: Item) -> int:
+    def _position(self, item: QueuedInput) -> int:
         return bisect_left(self._by_length, _length_key(item), key=_length_key)
 
-    def _remove(self, item: Item) -> None:
+    def _remove(self, item: QueuedInput) -> None:
         del self._items[item.number]
         del self._by_length[self._position(item)]
         self.num_tokens -= item.length
 
 
-def _length_key(item: Item) -> tuple[int, int]:
+def _length_key(item: QueuedInput) -> tuple[int, int]:
     return item.length, item.number

@@ -29,7 +29,7 @@ class Constraints:
 
 
 @dataclass(slots=True)
-class _Known:
+class _SequenceRules:
     """What does not change while a sequence is written."""
 
     grammar: GrammarState | None
@@ -43,7 +43,7 @@ class ConstraintBuilder:
         self.width = -(-vocab_size // 8)
         self._grammars = grammars
         self._vocab_size = vocab_size
-        self._known: WeakKeyDictionary[TokenSequence, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[TokenSequence, _SequenceRules] = WeakKeyDictionary()
 
     def prepare(self, grammar: str) -> None:
         """Begin to compile a grammar before it is needed; errors are for the sequence that needs it."""
@@ -55,7 +55,7 @@ class ConstraintBuilder:
     def build(self, rows: Mapping[int, SampleRow]) -> Constraints:
         """`rows` are those that `is_constrained` says of, by their place in the step."""
         failed: dict[int, str] = {}
-        sequences: dict[TokenSequence, _Known] = {}
+        sequences: dict[TokenSequence, _SequenceRules] = {}
         for number, row in rows.items():
             try:
                 sequences[row.sequence] = self._advanced(row.sequence)
@@ -82,17 +82,17 @@ class ConstraintBuilder:
             result.bits = np.stack(bits)
         return result
 
-    def _advanced(self, sequence: TokenSequence) -> _Known:
+    def _advanced(self, sequence: TokenSequence) -> _SequenceRules:
         known = self._known.get(sequence)
         if known is None:
             sampling = sequence.request.work.sampling
             grammar = None if sampling.grammar is None else self._grammars.start(sampling.grammar)
-            known = self._known[sequence] = _Known(grammar, self._allowed(sampling))
+            known = self._known[sequence] = _SequenceRules(grammar, self._allowed(sampling))
         if known.grammar is not None:
             known.grammar.take(_generated(sequence))
         return known
 
-    def _grammar_bits(self, sequences: Mapping[TokenSequence, _Known]) -> dict[TokenSequence, Bits]:
+    def _grammar_bits(self, sequences: Mapping[TokenSequence, _SequenceRules]) -> dict[TokenSequence, Bits]:
         bound = {s: k.grammar for s, k in sequences.items() if k.grammar is not None and not k.grammar.is_over}
         if not bound:
             return {}
@@ -102,7 +102,7 @@ class ConstraintBuilder:
         bits[:, :width] = found[:, :width]
         return dict(zip(bound, bits, strict=True))
 
-    def _mask(self, sequence: TokenSequence, known: _Known, grammar: Bits | None) -> Bits:
+    def _mask(self, sequence: TokenSequence, known: _SequenceRules, grammar: Bits | None) -> Bits:
         """Raises `RequestError` when nothing is left to choose."""
         if known.grammar is not None and not known.grammar.is_over:
             known.grammar.check()
@@ -111,12 +111,12 @@ class ConstraintBuilder:
             mask &= known.allowed
         request = sequence.request
         generated = _generated(sequence)
-        _clear(mask, self._in_vocabulary(banned(request.work.sampling.bad_words, generated)))
+        _clear(mask, self._in_vocabulary(banned_tokens(request.work.sampling.bad_words, generated)))
         if not mask.any():
             raise RequestError("invalid", f"no token may follow: {_rules(request.work.sampling)} exclude all")
         if len(generated) < request.work.sampling.min_tokens:
             longer = mask.copy()
-            _clear(longer, self._in_vocabulary(request.stop_ids))
+            _clear(longer, self._in_vocabulary(request.stop_token_ids))
             mask = longer if longer.any() else mask
         return mask
 
@@ -141,7 +141,7 @@ def is_constrained(row: SampleRow) -> bool:
     )
 
 
-def banned(bad_words: Sequence[Sequence[int]], generated: Sequence[int]) -> list[int]:
+def banned_tokens(bad_words: Sequence[Sequence[int]], generated: Sequence[int]) -> list[int]:
     """The tokens that would complete a bad word."""
     return [
         word[-1]

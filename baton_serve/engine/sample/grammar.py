@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Bits = NDArray[np.uint8]
 """Bit j of byte i is token 8i + j."""
 
-CACHED_GRAMMARS = 256
+MAX_CACHED_GRAMMARS = 256
 CACHED_BYTES = 512 * 1024 * 1024
 """Of the grammars that are kept, about; those that sequences follow count as long as they are among them."""
 
@@ -32,23 +32,23 @@ CACHED_BYTES = 512 * 1024 * 1024
 class GrammarState:
     """Where one sequence stands in its grammar. The end of sequence ends the rule: whatever follows it is free."""
 
-    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
         self.is_over = False
-        self._eos_ids = eos_ids
-        self._num_taken = 0
+        self._eos_token_ids = eos_token_ids
+        self._num_accepted = 0
 
     def take(self, generated: Sequence[int]) -> None:
         """`generated` are all tokens of the sequence after its prompt. Raises `RequestError`."""
-        for token in generated[self._num_taken :]:
+        for token in generated[self._num_accepted :]:
             if self.is_over:
                 break
-            if token in self._eos_ids and self.matcher.is_accepting():
+            if token in self._eos_token_ids and self.matcher.is_accepting():
                 self.is_over = True
             elif not self.matcher.consume_token(token):
                 self.check()
                 raise RequestError("invalid", f"structured output: token {token} does not follow the grammar")
-        self._num_taken = len(generated)
+        self._num_accepted = len(generated)
 
     def check(self) -> None:
         """Raises `RequestError` when the grammar cannot be followed any more: it grew too complex."""
@@ -59,10 +59,10 @@ class GrammarState:
 class Grammars:
     """Compiles grammars for one model's vocabulary and keeps those used last."""
 
-    def __init__(self, folder: Path, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
+        self._eos_token_ids = eos_token_ids
         self._compiler = GrammarCompiler(lambda: self.vocabulary)
         self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()
 
@@ -85,10 +85,10 @@ class Grammars:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         size = max(self._vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-        if not self._eos_ids:
+        if not self._eos_token_ids:
             raise RequestError("invalid", "structured output needs a model that names its end of sequence")
         try:
-            return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._eos_ids))
+            return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._eos_token_ids))
         except ValueError as exc:
             raise RequestError("invalid", f"structured output does not know this tokenizer: {exc}") from exc
 
@@ -105,7 +105,7 @@ class Grammars:
         """Before the first token. Waits until the grammar is compiled. Raises `RequestError`."""
         compiled = self.prepare(grammar)
         try:
-            return GrammarState(compiled.result().matcher.deep_copy(), self._eos_ids)
+            return GrammarState(compiled.result().matcher.deep_copy(), self._eos_token_ids)
         except RequestError:
             self._compiled.pop(grammar, None)
             raise
@@ -117,7 +117,7 @@ class Grammars:
         sizes = [one.result().num_bytes if one.done() and not one.exception() else 0 for one in self._compiled.values()]
         total, count = sum(sizes), len(sizes)
         for size in sizes[:-1]:
-            if total <= CACHED_BYTES and count <= CACHED_GRAMMARS:
+            if total <= CACHED_BYTES and count <= MAX_CACHED_GRAMMARS:
                 break
             self._compiled.popitem(last=False)
             total, count = total - size, count - 1

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.engine.core.sampling_rules import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
-from baton_serve.engine.core.scheduler import Sampled, SampleRow
+from baton_serve.engine.core.scheduler import ModelRunnerOutput, SampleRow
 from baton_serve.engine.sample.logprobs import row_logprobs
 from baton_serve.engine.sample.penalties import Penalties
-from baton_serve.engine.sample.token_masks import Masks
+from baton_serve.engine.sample.token_masks import TokenMasks
 
-CANDIDATES = 1024
+MAX_CANDIDATES = 1024
 """Sorting a whole vocabulary is slow; the largest logits nearly always hold all that top_k and top_p keep."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplerOutput:
     tokens: Tensor  # int64 [num_rows], on the device
     logprobs: list[TokenLogprobs | None] | None = None
 
@@ -32,19 +32,19 @@ class Sampler:
         self._device = device
         self._penalties = Penalties(device)
 
-    def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: Masks | None = None) -> Sampled:
+    def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> ModelRunnerOutput:
         """As `choose`, and waits for the device."""
         choice = self.choose(logits, rows, masks=masks)
-        return Sampled(choice.tokens.tolist(), choice.logprobs)
+        return ModelRunnerOutput(choice.tokens.tolist(), choice.logprobs)
 
-    def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: Masks | None = None) -> Choice:
+    def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> SamplerOutput:
         """logits [num_rows, vocab_size], of any floating dtype.
 
         Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary. A row
         with NaN has the token vocab_size."""
         params = [row.sequence.request.work.sampling for row in rows]
-        if masks is None and wants_largest(rows):
-            return Choice(_largest(logits))
+        if masks is None and all_plain_greedy(rows):
+            return SamplerOutput(_largest(logits))
         raw = logits.float()
         scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
@@ -54,10 +54,10 @@ class Sampler:
             tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not wanted:
-            return Choice(tokens)
-        return Choice(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted))
+            return SamplerOutput(tokens)
+        return SamplerOutput(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted))
 
-    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: Masks | None) -> Tensor:
+    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> Tensor:
         """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
         scores = raw.clone()
         if masks is not None:
@@ -89,7 +89,7 @@ class Sampler:
             picked = self._upload(cut)
             top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in (params[i] for i in cut)]
             top_p = [params[i].top_p for i in cut]
-            scores[picked] = keep_most_likely(
+            scores[picked] = apply_top_k_top_p(
                 scores[picked],
                 self._upload(top_k)[:, None],
                 self._column(top_p),
@@ -105,12 +105,12 @@ class Sampler:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
-def wants_largest(rows: Rows[SampleRow]) -> bool:
+def all_plain_greedy(rows: Rows[SampleRow]) -> bool:
     """Each row's token is its largest logit, if nothing is forbidden, and nobody wants to know more."""
     return all(is_plain_greedy(row.sequence.request.work.sampling) for row in rows)
 
 
-def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = CANDIDATES) -> Tensor:
+def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = MAX_CANDIDATES) -> Tensor:
     """All but the `top_k` largest become -inf, and of these all but the fewest whose probability reaches `top_p`.
 
     scores [rows, vocab]; top_k (vocab: all) and top_p [rows, 1].
@@ -132,7 +132,7 @@ def keep_most_likely(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candid
         is_sum_known = (top_k <= width) | (top_k >= vocab_size)
         unsure = ((top_k > width) & (kept[:, -1:] | ~is_sum_known))[:, 0].nonzero()[:, 0]
         if unsure.numel():
-            result[unsure] = keep_most_likely(scores[unsure], top_k[unsure], top_p[unsure], num_candidates=vocab_size)
+            result[unsure] = apply_top_k_top_p(scores[unsure], top_k[unsure], top_p[unsure], num_candidates=vocab_size)
     return result
 
 

@@ -20,7 +20,7 @@ INDEX_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
+class TokenMasks:
     """For some rows of a step: which tokens they may choose."""
 
     rows: Tensor  # int64 [rows]
@@ -34,7 +34,7 @@ class Masks:
         scores[self.rows] = scores[self.rows].masked_fill(~allowed[self.masks], float("-inf"))
 
 
-class Masking:
+class TokenMasker:
     """Owns the thread and the memory that masks travel through; `begin` and `finish` alternate."""
 
     def __init__(self, builder: ConstraintBuilder, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Masking:
         constrained = {number: row for number, row in enumerate(rows) if is_constrained(row)}
         return self._thread.submit(self._builder.build, constrained) if constrained else None
 
-    def send(self, constraints: Constraints) -> Masks | None:
+    def send(self, constraints: Constraints) -> TokenMasks | None:
         """Into the device's queue, before whatever reads it."""
         count, (num_masks, width) = len(constraints.rows), constraints.bits.shape
         if not count:
@@ -66,7 +66,7 @@ class Masking:
         host[index_bytes:size] = constraints.bits.reshape(-1)
         sent = self._staging[:size].to(self._device, non_blocking=True)
         index = sent[:index_bytes].view(torch.int64).view(2, count)
-        return Masks(index[0], index[1], sent[index_bytes:].view(num_masks, width))
+        return TokenMasks(index[0], index[1], sent[index_bytes:].view(num_masks, width))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -7,24 +7,24 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.execution.executor import LocalExecutor
-from baton_serve.engine.execution.runner import Runner
-from baton_serve.engine.execution.setup import Setup
+from baton_serve.engine.execution.runner import ModelRunner
+from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
-from baton_serve.engine.kv.host_blocks import HostBlocks
+from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache
-from baton_serve.engine.parallel.commands import Measure
+from baton_serve.engine.parallel.commands import MeasureMemory
 from baton_serve.engine.parallel.ranks import Ranks
-from baton_serve.engine.parallel.tp_leader import lead
-from baton_serve.engine.sample.token_masks import Masking
-from baton_serve.engine.step.warm_up import exercise
+from baton_serve.engine.parallel.tp_leader import make_executor
+from baton_serve.engine.sample.token_masks import TokenMasker
+from baton_serve.engine.step.warm_up import run_warm_up_batch
 
 SAMPLER_COPIES = 6
 """Float32 copies of a batch's logits that sampling with every option keeps at once."""
 
 
-class CacheMaker:
+class KVCacheBuilder:
     def __init__(
-        self, config: EngineConfig, setup: Setup, device: torch.device, ranks: Ranks, *, vocab_size: int
+        self, config: EngineConfig, setup: EngineSetup, device: torch.device, ranks: Ranks, *, vocab_size: int
     ) -> None:
         self._config = config
         self._forward = setup.forward
@@ -35,10 +35,10 @@ class CacheMaker:
         self._vocab_size = vocab_size
 
     @property
-    def captures_graphs(self) -> bool:
+    def uses_graphs(self) -> bool:
         return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
 
-    def count_blocks(self, masking: Masking) -> int:
+    def count_blocks(self, masking: TokenMasker) -> int:
         """Usable ones, block 0 not among them. Computes the largest step to see what it needs."""
         config, override = self._config, self._config.num_gpu_blocks_override
         if override is not None:
@@ -61,11 +61,11 @@ class CacheMaker:
         self._ranks.build(num_blocks, cache.shared_fd)
         return cache
 
-    def make_host_tier(self, cache: KVCache) -> HostBlocks:
+    def make_host_tier(self, cache: KVCache) -> HostTierMemory:
         """Without `host_kv_bytes` it does nothing. Raises `ConfigError`."""
         num_bytes = self._config.host_kv_bytes
         if not num_bytes:
-            return HostBlocks(cache, None)
+            return HostTierMemory(cache, None)
         if cache.is_mirrored:
             raise ConfigError(
                 f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.shard.size} devices of"
@@ -74,22 +74,22 @@ class CacheMaker:
         num_slots = num_bytes // cache.block_bytes
         if not num_slots:
             raise ConfigError(f"host_kv_bytes is {num_bytes}, less than one block of {cache.block_bytes} bytes")
-        return HostBlocks(cache, HostTier(num_slots))
+        return HostTierMemory(cache, HostTier(num_slots))
 
-    def _measure(self, masking: Masking) -> int:
+    def _measure(self, masking: TokenMasker) -> int:
         """Bytes that each rank has for its part of the KV cache, beside its weights and what the largest step needs."""
         tokens = self._limits.max_num_batched_tokens
         num_blocks = 2 + -(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs
         cache = self.make(num_blocks)
         before = devices.reset_peak(self._device)
-        executor = lead(LocalExecutor(self._forward, cache, self._limits), self._ranks)
-        exercise(Runner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
+        executor = make_executor(LocalExecutor(self._forward, cache, self._limits), self._ranks)
+        run_warm_up_batch(ModelRunner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
         used = devices.peak_bytes(self._device) - before
         cache.close()
         del executor
         # Graphs keep scratch memory of their own; a decode step needs less than the largest step.
-        measure = Measure(
-            work_factor=2 if self.captures_graphs else 1,
+        measure = MeasureMemory(
+            work_factor=2 if self.uses_graphs else 1,
             extra_bytes=SAMPLER_COPIES * 4 * self._limits.max_num_seqs * self._vocab_size,
         )
         activation = used * measure.work_factor + measure.extra_bytes

@@ -2,32 +2,32 @@
 
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.core.outputs import EngineStats
-from baton_serve.engine.core.request_table import Roster
+from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.scheduler import Scheduler
-from baton_serve.engine.core.sequence import State
-from baton_serve.engine.core.step_meter import Meter
+from baton_serve.engine.core.sequence import SequenceState
+from baton_serve.engine.core.step_meter import StepMeter
 
 
-def stats_of(roster: Roster, scheduler: Scheduler, meter: Meter) -> EngineStats:
-    pool = roster.pool
-    waiting = [*roster.waiting(), *roster.loading]
+def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) -> EngineStats:
+    pool = table.pool
+    waiting = [*table.waiting(), *table.loading]
     host = pool.host or HostTier(0)
-    sequences = [s for request in roster.requests.values() for s in request.sequences]
-    held = [s for s in sequences if s.state is State.HELD]
+    sequences = [s for request in table.requests.values() for s in request.sequences]
+    held = [s for s in sequences if s.state is SequenceState.AWAITING_FETCH]
     return EngineStats(
         free_blocks=pool.num_free,
         total_blocks=pool.num_total,
         cached_blocks=pool.num_cached,
         held_blocks=sum(len(s.blocks) for s in held),
-        running=len(roster.running),
-        waiting=len(waiting) + len(roster.ready),
+        running=len(table.running),
+        waiting=len(waiting) + len(table.ready),
         held=len(held),
-        reserved=sum(s.state is State.RESERVED for s in sequences),
-        queued_tokens=sum(s.num_remaining for s in [*waiting, *roster.running] if s.num_remaining > 1),
-        prefill_tokens_per_s=meter.pace.prefill_tokens_per_s,
-        prefill_is_measured=not meter.pace.is_guess,
-        decode_step_s=meter.pace.decode_step_s,
-        preemptions=roster.num_preemptions,
+        reserved=sum(s.state is SequenceState.AWAITING_KV for s in sequences),
+        queued_tokens=sum(s.num_uncomputed_tokens for s in [*waiting, *table.running] if s.num_uncomputed_tokens > 1),
+        prefill_tokens_per_s=meter.step_time_model.prefill_tokens_per_s,
+        prefill_is_measured=not meter.step_time_model.is_warm_up_estimate,
+        decode_step_s=meter.step_time_model.decode_step_s,
+        preemptions=table.num_preemptions,
         prompt_tokens=meter.prompt_tokens,
         generated_tokens=meter.generated_tokens,
         prefix_query_tokens=scheduler.num_prefix_query_tokens,

@@ -13,50 +13,52 @@ import torch
 
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import device as devices
-from baton_serve.engine.core.outputs import CompletedBlocks, CompletedPart
+from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups
 
-Tell = Callable[[CompletedPart], object]
-USEFUL_BYTES = 4 << 20
+OnLayerGroup = Callable[[CompletedLayerGroups], object]
+MIN_REPORT_BYTES = 4 << 20
 """0.1 ms over pinned memory, as long as a message takes the hosts."""
 
 
-def parts_of(num_layers: int, asked: int) -> int:
+def num_layer_groups(num_layers: int, asked: int) -> int:
     """The most equal groups of layers, up to `asked`."""
     return max(count for count in range(1, min(asked, num_layers) + 1) if num_layers % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
-class TailPlan:
+class LayerGroupPlan:
     parts: int
     """A divisor of the layers."""
-    useful_bytes: int = 1
+    min_report_bytes: int = 1
 
 
-def plan_tail(asked: int | None, layout: KVLayout, device: torch.device, *, is_mirrored: bool) -> TailPlan:
+def plan_layer_groups(
+    asked: int | None, layout: KVLayout, device: torch.device, *, is_mirrored: bool
+) -> LayerGroupPlan:
     """`asked` None: as the device's copies allow. Blocks that pass through a mirror in host memory leave whole."""
     if is_mirrored:
-        return TailPlan(1)
-    parts = parts_of(layout.num_layers, asked or devices.defaults(device).tail_parts)
-    return TailPlan(parts, 1 if asked else USEFUL_BYTES)
+        return LayerGroupPlan(1)
+    parts = num_layer_groups(layout.num_layers, asked or devices.defaults(device).tail_parts)
+    return LayerGroupPlan(parts, 1 if asked else MIN_REPORT_BYTES)
 
 
-def parts_at_once(parts: int, num_bytes: int, useful_bytes: int) -> int:
+def num_groups_per_report(parts: int, num_bytes: int, min_report_bytes: int) -> int:
     """So many of the parts of a request's `num_bytes` are worth a message."""
-    return parts if not num_bytes else min(parts, -(-useful_bytes * parts // num_bytes))
+    return parts if not num_bytes else min(parts, -(-min_report_bytes * parts // num_bytes))
 
 
-class Tail:
-    """`tell` is called in the engine's thread or in one of this object's own, with `plan.useful_bytes` of a request or
-    more at once."""
+class LayerGroupReporter:
+    """`tell` is called in the engine's thread or in one of this object's own, with `plan.min_report_bytes` of a
+    request or more at once."""
 
-    def __init__(self, layout: KVLayout, plan: TailPlan, device: torch.device, tell: Tell) -> None:
+    def __init__(self, layout: KVLayout, plan: LayerGroupPlan, device: torch.device, tell: OnLayerGroup) -> None:
         self._layers_each = layout.num_layers // plan.parts
         self._parts = plan.parts
         self._block_bytes = layout.block_bytes
-        self._useful_bytes = plan.useful_bytes
+        self._min_report_bytes = plan.min_report_bytes
         self._device = device
         self._tell = tell
-        self._waiting: SimpleQueue[tuple[devices.DeviceEvent, CompletedPart] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[devices.DeviceEvent, CompletedLayerGroups] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if not devices.is_host(device):
             self._thread = threading.Thread(target=self._wait, name="tail", daemon=True)
@@ -67,7 +69,7 @@ class Tail:
         None: they are too few."""
         groups: dict[int, list[CompletedBlocks]] = {}
         for blocks in completed:
-            at_once = parts_at_once(self._parts, len(blocks.blocks) * self._block_bytes, self._useful_bytes)
+            at_once = num_groups_per_report(self._parts, len(blocks.blocks) * self._block_bytes, self._min_report_bytes)
             if at_once < self._parts:
                 groups.setdefault(at_once, []).append(blocks)
 
@@ -78,7 +80,7 @@ class Tail:
             for at_once, blocks in groups.items():
                 behind = reached % at_once or at_once if reached == self._parts else at_once
                 if reached % at_once == 0 or reached == self._parts:
-                    self._reached(CompletedPart(range(reached - behind, reached), blocks))
+                    self._reached(CompletedLayerGroups(range(reached - behind, reached), blocks))
 
         return after_layer if groups else None
 
@@ -87,7 +89,7 @@ class Tail:
             self._waiting.put(None)
             self._thread.join()
 
-    def _reached(self, part: CompletedPart) -> None:
+    def _reached(self, part: CompletedLayerGroups) -> None:
         if self._thread is None:
             self._tell(part)
         else:

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.core.outputs import CompletedBlocks
-from baton_serve.engine.parallel.tp_leader import BlockCopies
+from baton_serve.engine.parallel.tp_leader import BlockCopier
 
 
-class Travel:
+class MirrorRefs:
     """Who needs which block in the mirror. Called by the engine, in its thread."""
 
-    def __init__(self, cache: BlockCopies) -> None:
+    def __init__(self, cache: BlockCopier) -> None:
         self._cache = cache
         self._users: Counter[int] = Counter()
         self._blocks_of: dict[RequestId, list[int]] = {}
@@ -31,7 +31,7 @@ class Travel:
             self._users.update(blocks)
             self._blocks_of.setdefault(of_request.request_id, []).extend(blocks)
 
-    def arrived(self, blocks: Iterable[int]) -> None:
+    def copy_to_device(self, blocks: Iterable[int]) -> None:
         """A transfer has filled these in the mirror."""
         if self._cache.is_mirrored:
             blocks = list(blocks)
@@ -42,10 +42,10 @@ class Travel:
         """Nobody reads what was published for this request any more."""
         blocks = self._blocks_of.pop(request_id, [])
         self._users.subtract(blocks)
-        self.give_back(block for block in blocks if self._users[block] <= 0)
+        self.free_mirror(block for block in blocks if self._users[block] <= 0)
         self._users += Counter()  # drops what nobody uses
 
-    def give_back(self, blocks: Iterable[int]) -> None:
+    def free_mirror(self, blocks: Iterable[int]) -> None:
         """A transfer that was to fill these was given up."""
         self._cache.forget_host(blocks)
 

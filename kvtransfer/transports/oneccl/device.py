@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Offer, Piece
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, index_of
 from baton_serve.kvtransfer.transports.devicesums import device_sums, is_sample, new_salt, to_host
@@ -23,7 +23,7 @@ from baton_serve.kvtransfer.transports.oneccl.device_pair import DevicePair, Wai
 from baton_serve.kvtransfer.transports.oneccl.lanes import Lane, Lanes, neighbours
 from baton_serve.kvtransfer.transports.oneccl.pair import Pair
 from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
-from baton_serve.kvtransfer.transports.port import Announce, Buffer, Chosen, Intake, Landing, Prepared
+from baton_serve.kvtransfer.transports.port import Announce, Buffer, IncomingParcel, Intake, ParcelContent, Prepared
 
 STAGED = "+staging"
 """Of a dialect: what comes is received into memory of the pair."""
@@ -33,7 +33,7 @@ DEVICE_SHARE = 512
 """A message is no more of the device's memory than this part: where blocks are scattered, each lane takes as much."""
 
 
-class DeviceOutlet:
+class DeviceSender:
     stages = False
 
     def __init__(self, offer: Offer, thread: PairThread, blocks: DeviceBlocks, settings: TransferSettings) -> None:
@@ -48,10 +48,10 @@ class DeviceOutlet:
         self._blocks = blocks
         self._lanes = Lanes(blocks)
 
-    def is_quick(self, chosen: Chosen, *, is_little: bool) -> bool:
+    def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
         return self._blocks.in_parts(chosen.parts).is_computed(chosen.blocks)
 
-    def prepare(self, chosen: Chosen) -> Prepared:
+    def prepare(self, chosen: ParcelContent) -> Prepared:
         """Waits until they are computed: a receiving kernel would hold a part of the peer's device meanwhile."""
         blocks = self._blocks.in_parts(chosen.parts)
         blocks.check(chosen.blocks)
@@ -89,7 +89,7 @@ class DeviceOutlet:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class DeviceMessage:
     """What comes out of the pair: so many blocks or parts, and perhaps their sums."""
 
     count: int
@@ -110,7 +110,7 @@ class PairStream:
         self.lanes = Lanes(blocks)
         self.thread: PairThread | None = None
         self.lock = threading.Lock()
-        self.waiting: list[Landing] = []
+        self.waiting: list[IncomingParcel] = []
         self.is_closed = False
         self.reason = "the pair was given up"
 
@@ -118,22 +118,22 @@ class PairStream:
     def stream(self) -> "PairStream":
         return self
 
-    def expect(self, pieces: Sequence[Piece], landing: Landing) -> None:
+    def expect(self, pieces: Sequence[Piece], landing: IncomingParcel) -> None:
         if self.is_closed or self.thread is None:
             landing.abandon(self.reason)
             return
         self.waiting.append(landing)
-        message = Message(len(pieces), is_summed=pieces[0].checksum is not None)
+        message = DeviceMessage(len(pieces), is_summed=pieces[0].checksum is not None)
         self.thread.submit(lambda pair: self.take(pair, message, landing))
 
-    def take(self, pair: Pair, message: "Message", landing: Landing) -> "Arrival | None":
+    def take(self, pair: Pair, message: "DeviceMessage", landing: IncomingParcel) -> "DeviceArrival | None":
         """Begin to receive the landing's blocks."""
         raise NotImplementedError
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         raise TransportUnavailable("blocks of a pair come as a stream")
 
-    def intake(self, placement: Placement) -> Intake:
+    def intake(self, placement: BlockPlacement) -> Intake:
         raise TransportUnavailable("blocks of a device's pair do not come through the host")
 
     def close(self) -> None:
@@ -152,10 +152,10 @@ class PairStream:
         self.close()
 
 
-class DirectInlet(PairStream):
+class DirectReceiver(PairStream):
     """What it begins to receive, its thread answers for: `close` must not while the library may write."""
 
-    def take(self, pair: Pair, message: Message, landing: Landing) -> "Arrival | None":
+    def take(self, pair: Pair, message: DeviceMessage, landing: IncomingParcel) -> "DeviceArrival | None":
         assert isinstance(pair, DevicePair)
         with self.lock:
             if self.is_closed:
@@ -167,7 +167,7 @@ class DirectInlet(PairStream):
             landing.abandon(str(exc))
             raise
 
-    def _begin(self, pair: DevicePair, message: Message, landing: Landing) -> "DirectArrival":
+    def _begin(self, pair: DevicePair, message: DeviceMessage, landing: IncomingParcel) -> "DirectArrival":
         blocks, placements = self.blocks.in_parts(landing.parts), list(landing.placements)
         places = [placement.destination for placement in placements]
         blocks.check(places)
@@ -184,17 +184,17 @@ class DirectInlet(PairStream):
             return arrival
 
 
-class Arrival:
+class DeviceArrival:
     """`placements` in their order are those of `landing` that were wanted when its message was begun."""
 
     def __init__(
         self,
         blocks: DeviceBlocks,
         lane: Lane,
-        landing: Landing,
-        placements: Sequence[Placement],
+        landing: IncomingParcel,
+        placements: Sequence[BlockPlacement],
         wait: Wait,
-        message: Message,
+        message: DeviceMessage,
         staged: Tensor | None,
     ) -> None:
         self.blocks, self.lane, self.landing, self.placements = blocks, lane, landing, placements
@@ -225,7 +225,7 @@ class Arrival:
         self.landing.end()
 
 
-class DirectArrival(Arrival):
+class DirectArrival(DeviceArrival):
     """On a device all of it is queued on the lane at once."""
 
     def __call__(self) -> None:
@@ -240,8 +240,8 @@ class DirectArrival(Arrival):
         self.tell()
 
 
-class StagedInlet(PairStream):
-    def take(self, pair: Pair, message: Message, landing: Landing) -> "Arrival | None":
+class StagedReceiver(PairStream):
+    def take(self, pair: Pair, message: DeviceMessage, landing: IncomingParcel) -> "DeviceArrival | None":
         assert isinstance(pair, DevicePair)
         blocks, lane = self.blocks.in_parts(landing.parts), self.lanes.next()
         with lane:
@@ -251,26 +251,26 @@ class StagedInlet(PairStream):
         return StagedArrival(self, blocks, lane, landing, wait, message, staged)
 
 
-class StagedArrival(Arrival):
+class StagedArrival(DeviceArrival):
     """Blocks are written once the message is whole, and not if it was given up meanwhile."""
 
     def __init__(
         self,
-        inlet: PairStream,
+        receiver: PairStream,
         blocks: DeviceBlocks,
         lane: Lane,
-        landing: Landing,
+        landing: IncomingParcel,
         wait: Wait,
-        message: Message,
+        message: DeviceMessage,
         staged: Tensor,
     ) -> None:
         super().__init__(blocks, lane, landing, (), wait, message, staged)
-        self._inlet = inlet
+        self._receiver = receiver
 
     def __call__(self) -> None:
         self.wait()
-        with self._inlet.lock:
-            if self._inlet.is_closed:
+        with self._receiver.lock:
+            if self._receiver.is_closed:
                 return
             self.placements = list(self.landing.placements)
             places = [placement.destination for placement in self.placements]
@@ -279,5 +279,5 @@ class StagedArrival(Arrival):
                 self.blocks.after_computing(places, self.lane.stream)
                 self.place()
             self.wait()
-            self._inlet.waiting.remove(self.landing)
+            self._receiver.waiting.remove(self.landing)
             self.tell()

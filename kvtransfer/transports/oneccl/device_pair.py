@@ -31,7 +31,7 @@ NCCL = "libnccl"
 """Of a dialect: NCCL's own API."""
 
 
-class Channel(Protocol):
+class DeviceChannel(Protocol):
     """Two ranks. The peer must exchange the same sizes in the same order."""
 
     def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> Sequence[Any] | None:
@@ -87,7 +87,7 @@ class DeviceBackend:
     def _pair(self, store: Any, rank: int, host: str, timeout_s: float) -> "DevicePair":
         with translated():
             self._blocks.stream()  # makes this the thread's device
-            channel: Channel
+            channel: DeviceChannel
             if self._library == NCCL:
                 channel = NcclChannel(store, rank)
             else:
@@ -101,7 +101,7 @@ class DeviceBackend:
 
 
 class DevicePair:
-    def __init__(self, channel: Channel, blocks: DeviceBlocks, store: Any) -> None:
+    def __init__(self, channel: DeviceChannel, blocks: DeviceBlocks, store: Any) -> None:
         self._channel = channel
         self._blocks = blocks
         self._store = store  # lives as long as the channel

@@ -10,19 +10,27 @@ from collections.abc import Sequence
 
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Offer, Piece
-from baton_serve.kvtransfer.session.steps import Placement
+from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
-from baton_serve.kvtransfer.transports.hostcopy import HostOutlet
+from baton_serve.kvtransfer.transports.hostcopy import HostSender
 from baton_serve.kvtransfer.transports.oneccl.pair import Pair
 from baton_serve.kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
 from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
-from baton_serve.kvtransfer.transports.port import Announce, Buffer, Inlet, Intake, Landing, Prepared, Wish
+from baton_serve.kvtransfer.transports.port import (
+    Announce,
+    AttachRequest,
+    Buffer,
+    IncomingParcel,
+    Intake,
+    Prepared,
+    Receiver,
+)
 
 
-class PairOutlet(HostOutlet):
+class PairSender(HostSender):
     """Announces, and sends behind the announcement."""
 
-    def __init__(self, offer: Offer, thread: PairThread, wish: Wish, settings: TransferSettings) -> None:
+    def __init__(self, offer: Offer, thread: PairThread, wish: AttachRequest, settings: TransferSettings) -> None:
         super().__init__(offer, wish, settings, has_window=True)
         self._thread = thread
         assert wish.memory.host_view is not None
@@ -42,27 +50,27 @@ class PairOutlet(HostOutlet):
         self._thread.close()
 
 
-class PairInlet:
+class PairReceiver:
     """`stream` is itself: parcels are taken out of the pair in the order in which they were announced."""
 
     stages = False
 
-    def __init__(self, frames: Inlet, block_bytes: int) -> None:
+    def __init__(self, frames: Receiver, block_bytes: int) -> None:
         """`frames` takes the parts of each block in."""
         self._frames = frames
         self._block_bytes = block_bytes
         self._buffer = memoryview(mmap.mmap(-1, MESSAGE_BYTES))
         self._lock = threading.Lock()
-        self._waiting: list[Landing] = []
+        self._waiting: list[IncomingParcel] = []
         self._is_closed = False
         self._reason = "the pair was given up"
         self.thread: PairThread | None = None
 
     @property
-    def stream(self) -> "PairInlet":
+    def stream(self) -> "PairReceiver":
         return self
 
-    def expect(self, pieces: Sequence[Piece], landing: Landing) -> None:
+    def expect(self, pieces: Sequence[Piece], landing: IncomingParcel) -> None:
         if self._is_closed or self.thread is None:
             landing.abandon(self._reason)
             return
@@ -70,10 +78,10 @@ class PairInlet:
         messages = groups(pieces, self._block_bytes // landing.parts)
         self.thread.submit(lambda pair: self._take(pair, messages, landing))
 
-    def intake(self, placement: Placement) -> Intake:
+    def intake(self, placement: BlockPlacement) -> Intake:
         return self._frames.intake(placement)
 
-    def receive(self, placement: Placement, frames: Sequence[Buffer]) -> bool:
+    def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
         raise TransportUnavailable("blocks of a pair come as a stream")
 
     def close(self) -> None:
@@ -92,7 +100,7 @@ class PairInlet:
         self._reason = reason
         self.close()
 
-    def _take(self, pair: Pair, messages: Sequence[Sequence[Region]], landing: Landing) -> None:
+    def _take(self, pair: Pair, messages: Sequence[Sequence[Region]], landing: IncomingParcel) -> None:
         for message in messages:
             parts: list[memoryview] = []
             filled = 0

@@ -39,7 +39,7 @@ OPENCL = "libintelocl.so"
 """Intel's OpenCL for CPUs: with it the SYCL build of oneCCL finds a device, which its groups of calls need."""
 
 
-class UniqueId(ctypes.Structure):
+class OneCclUniqueId(ctypes.Structure):
     _fields_ = [("data", ctypes.c_char * UNIQUE_ID_BYTES)]
 
 
@@ -66,7 +66,7 @@ class LibraryBackend:
 
     def join(self, address: bytes, secret: bytes, timeout_s: float) -> "LibraryPair":
         api = self._loaded()
-        return LibraryPair(api, api.join(UniqueId.from_buffer_copy(secret), rank=1, timeout_s=timeout_s))
+        return LibraryPair(api, api.join(OneCclUniqueId.from_buffer_copy(secret), rank=1, timeout_s=timeout_s))
 
     def _loaded(self) -> "Api":
         if self._api is None:
@@ -143,16 +143,16 @@ class Api:
         self._joining = threading.Lock()
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         library.onecclGetErrorString.restype = ctypes.c_char_p
-        library.onecclCommInitRank.argtypes = [ctypes.POINTER(pointer), size, UniqueId, number]
+        library.onecclCommInitRank.argtypes = [ctypes.POINTER(pointer), size, OneCclUniqueId, number]
         for transfer in (library.onecclSend, library.onecclRecv):
             transfer.argtypes = [pointer, size, number, number, pointer, pointer]
 
-    def unique_id(self) -> UniqueId:
-        made = UniqueId()
+    def unique_id(self) -> OneCclUniqueId:
+        made = OneCclUniqueId()
         self._check("onecclGetUniqueId", self._library.onecclGetUniqueId(ctypes.byref(made)))
         return made
 
-    def join(self, unique_id: UniqueId, *, rank: int, timeout_s: float) -> ctypes.c_void_p:
+    def join(self, unique_id: OneCclUniqueId, *, rank: int, timeout_s: float) -> ctypes.c_void_p:
         """One at a time: the library aborts the process when several peers die while it waits for them."""
         if not self._joining.acquire(timeout=timeout_s):
             raise PairBrokenError("oneCCL still waits for the peer of another pair")

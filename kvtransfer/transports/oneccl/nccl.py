@@ -22,7 +22,7 @@ ABORT_PATIENCE_S = 1.0
 """A call of the library that is under way gets this long to return before its communicator is aborted under it."""
 
 
-class UniqueId(ctypes.Structure):
+class NcclUniqueId(ctypes.Structure):
     _fields_ = [("data", ctypes.c_char * UNIQUE_ID_BYTES)]
 
 
@@ -39,7 +39,7 @@ class NcclChannel:
             store.set("id", bytes(unique_id))
             store.get("joined")
         else:
-            unique_id = UniqueId.from_buffer_copy(store.get("id"))
+            unique_id = NcclUniqueId.from_buffer_copy(store.get("id"))
             store.set("joined", b"1")
         self._communicator: ctypes.c_void_p | None = self._api.join(unique_id, rank)
 
@@ -63,7 +63,7 @@ class NcclChannel:
                 self._calling.release()
 
 
-class Api:
+class NcclApi:
     """The functions of the library. Raises `PairBrokenError` when one of them fails."""
 
     def __init__(self) -> None:
@@ -73,19 +73,19 @@ class Api:
             raise TransportUnavailable(f"NCCL cannot be loaded: {exc}") from exc
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         library.ncclGetErrorString.restype = ctypes.c_char_p
-        library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, UniqueId, number]
+        library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, NcclUniqueId, number]
         library.ncclCommAbort.argtypes = [pointer]
         # Within a group a message is only noted down: giving Python's lock away for that would cost more than it.
         self._noting = noting = ctypes.PyDLL(LIBRARY)
         for transfer in (library.ncclSend, library.ncclRecv, noting.ncclSend, noting.ncclRecv):
             transfer.argtypes = [pointer, size, number, number, pointer, pointer]
 
-    def unique_id(self) -> UniqueId:
-        made = UniqueId()
+    def unique_id(self) -> NcclUniqueId:
+        made = NcclUniqueId()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(made)))
         return made
 
-    def join(self, unique_id: UniqueId, rank: int) -> ctypes.c_void_p:
+    def join(self, unique_id: NcclUniqueId, rank: int) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
         self._check("ncclCommInitRank", self._library.ncclCommInitRank(ctypes.byref(made), 2, unique_id, rank))
         return made
@@ -123,5 +123,5 @@ class Api:
 
 
 @functools.cache
-def load_api() -> Api:
-    return Api()
+def load_api() -> NcclApi:
+    return NcclApi()

@@ -17,11 +17,11 @@ from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import host_blocks
 from baton_serve.kvtransfer.transports.oneccl.backends import device_backends, host_backends
-from baton_serve.kvtransfer.transports.oneccl.host import PairInlet, PairOutlet
+from baton_serve.kvtransfer.transports.oneccl.host import PairReceiver, PairSender
 from baton_serve.kvtransfer.transports.oneccl.pair import Backend, Pair
 from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
-from baton_serve.kvtransfer.transports.port import Inlet, NodeFacts, Outlet, Target, Wish
-from baton_serve.kvtransfer.transports.zeromq import FrameInlet
+from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, Receiver, ReceiveTarget, Sender
+from baton_serve.kvtransfer.transports.zeromq import FrameReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -70,33 +70,33 @@ class OneCclTransport:
     def serves(self, hello: Hello) -> bool:
         return bool(self._backends)
 
-    async def outlet(self, wish: Wish, on_failed: Callable[[str], None]) -> Outlet:
+    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
         self._check_secrecy(wish.hello.host)
         backend = self._choose(wish.dialects)
         meeting = await asyncio.to_thread(backend.meet, self._host)
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
         thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
         if self._blocks is None:
-            return PairOutlet(offer, thread, wish, self._settings)
-        outlet: Outlet = _device_module().DeviceOutlet(offer, thread, _blocks_of(wish.memory), self._settings)
-        return outlet
+            return PairSender(offer, thread, wish, self._settings)
+        sender: Sender = _device_module().DeviceSender(offer, thread, _blocks_of(wish.memory), self._settings)
+        return sender
 
-    async def attach(self, welcome: Welcome, offer: Offer, target: Target) -> Inlet:
+    async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         self._check_secrecy(welcome.host)
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
-        inlet = self._inlet(offer.dialect, target)
-        thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), inlet.failed)
-        inlet.thread = thread
+        receiver = self._receiver(offer.dialect, target)
+        thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), receiver.failed)
+        receiver.thread = thread
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(thread.opened)
         except TimeoutError as exc:
-            inlet.close()
+            receiver.close()
             raise TransportUnavailable(f"{backend.name}: the two ends did not meet within {timeout_s:g} s") from exc
         except asyncio.CancelledError:
-            inlet.close()
+            receiver.close()
             raise
-        attached: Inlet = inlet
+        attached: Receiver = receiver
         return attached
 
     async def close(self) -> None:
@@ -117,17 +117,17 @@ class OneCclTransport:
         self._blocks = _blocks_of(self._memory)
         return device_backends(self._blocks)
 
-    def _inlet(self, dialect: str, target: Target) -> Any:
+    def _receiver(self, dialect: str, target: ReceiveTarget) -> Any:
         """Of three kinds, which the caller only hands on."""
         if self._blocks is None:
             if target.converter is None:
-                return PairInlet(FrameInlet(host_blocks(target.memory)), target.block_bytes)
+                return PairReceiver(FrameReceiver(host_blocks(target.memory)), target.block_bytes)
             module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
-            return PairInlet(module.FrameInlet(target.converter), target.block_bytes)
+            return PairReceiver(module.ConvertingFrameReceiver(target.converter), target.block_bytes)
         if target.converter is not None:
             raise TransportUnavailable("blocks of a device change their layout on other transports only")
         module = _device_module()
-        return (module.StagedInlet if dialect.endswith(module.STAGED) else module.DirectInlet)(
+        return (module.StagedReceiver if dialect.endswith(module.STAGED) else module.DirectReceiver)(
             _blocks_of(target.memory)
         )
 

@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-from baton_serve.services.common.cpus.allocation import Cpu, Host
+from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
 
 
-def this_host(root: Path = Path("/")) -> Host:
+def this_host(root: Path = Path("/")) -> HostCpus:
     """`root` is where `sys` and `proc` lie."""
     allowed = sorted(os.sched_getaffinity(0))
-    return Host(tuple(_cpu(root, number) for number in allowed), _quota(root))
+    return HostCpus(tuple(_cpu(root, number) for number in allowed), _quota(root))
 
 
 def cpu_list(text: str) -> tuple[int, ...]:

@@ -19,11 +19,11 @@ Message = MutableMapping[str, Any]
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 _STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-_MOST_UNREAD_BYTES = 64 * 1024
+_MAX_UNREAD_BYTES = 64 * 1024
 _FAILED = b"Internal Server Error"
 
 
-class Connection(Protocol):
+class HttpConnection(Protocol):
     """Where requests come from and answers go to."""
 
     is_write_paused: bool
@@ -66,7 +66,7 @@ class Exchange:
         "keeps_alive",
     )
 
-    def __init__(self, connection: Connection, *, is_http_10: bool, is_head: bool, keeps_alive: bool) -> None:
+    def __init__(self, connection: HttpConnection, *, is_http_10: bool, is_head: bool, keeps_alive: bool) -> None:
         self.keeps_alive = keeps_alive
         self.expects_continue = False
         """The client sends its body only when it is told to."""
@@ -151,15 +151,15 @@ class Exchange:
         if not self.is_complete:
             self._unread.append(body)
             self._num_unread += len(body)
-            if self._num_unread > _MOST_UNREAD_BYTES:
+            if self._num_unread > _MAX_UNREAD_BYTES:
                 self._connection.pause_reading()
-            self._tell()
+            self._notify()
 
     def on_received(self) -> None:
         """From the connection: the request is whole."""
         self._is_received = True
         self.expects_continue = False
-        self._tell()
+        self._notify()
 
     def on_lost(self) -> None:
         """From the connection: it has ended."""
@@ -167,7 +167,7 @@ class Exchange:
             return
         self.is_gone = True
         self.is_writable = self._is_streaming = False
-        self._tell()
+        self._notify()
         if self._on_gone is not None:
             self._on_gone()
 
@@ -219,7 +219,7 @@ class Exchange:
         if is_last:
             self.is_complete = True
             self.is_writable = self._is_streaming = False
-            self._tell()
+            self._notify()
             self._connection.completed(self)
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:
@@ -245,6 +245,6 @@ class Exchange:
         self._begin(500, [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", length)])
         self._send_body(_FAILED, is_last=True)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._news is not None:
             self._news.set()

@@ -20,7 +20,7 @@ from baton_serve.services.common.http.exchange import EXTENSION, App, Exchange, 
 from baton_serve.services.common.http.late_timer import LateTimer
 from baton_serve.services.common.http.limits import HttpLimits
 from baton_serve.services.common.http.slots import Slot
-from baton_serve.services.common.http.write_coalescer import TurnWrites
+from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class HttpProtocol(asyncio.Protocol):
         server_state: ServerState,
         *,
         limits: HttpLimits,
-        writes: TurnWrites,
+        writes: WriteCoalescer,
         slot: Slot,
     ) -> None:
         """`config` and `server_state` are of uvicorn's server. `slot` is released when the connection has ended."""
@@ -76,8 +76,8 @@ class HttpProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._unsent = self._writes.of(self._transport)
-        self.write = self._unsent.add
+        self._pending_writes = self._writes.of(self._transport)
+        self.write = self._pending_writes.add
         self._server.connections.add(cast(Any, self))
         self._scope: dict[str, Any] = {
             "type": "http",
@@ -272,7 +272,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _close(self) -> None:
         """What is not written yet gets some time to leave."""
-        self._unsent.flush()
+        self._pending_writes.flush()
         self._transport.close()
         self._slot.idles()
         self._timer.set(self._loop.time() + self._limits.send_timeout_s, self._transport.abort)
@@ -285,7 +285,7 @@ class HttpProtocol(asyncio.Protocol):
     def _linger_and_close(self) -> None:
         """As `_close`, for a client that still sends: were the connection closed at once, TCP would reset it, and the
         client would lose the answer."""
-        self._unsent.flush()
+        self._pending_writes.flush()
         if self._transport.is_closing():
             return
         self._is_deaf = True

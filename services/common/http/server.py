@@ -15,7 +15,7 @@ from baton_serve.services.common.http.listener import Listener
 from baton_serve.services.common.http.listening import bind_tcp
 from baton_serve.services.common.http.protocol import HttpProtocol
 from baton_serve.services.common.http.slots import Slot, Slots
-from baton_serve.services.common.http.write_coalescer import TurnWrites
+from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.ready = asyncio.Event()
         self._limits = limits
-        self._writes = TurnWrites()
+        self._writes = WriteCoalescer()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         limits = self._limits

@@ -6,14 +6,14 @@ import asyncio
 import os
 
 
-class TurnWrites:
+class WriteCoalescer:
     """All connections share one: of a turn it costs one callback, however many connections were written to."""
 
     def __init__(self) -> None:
-        self.due: list[Unsent] = []
+        self.due: list[PendingWrites] = []
 
-    def of(self, transport: asyncio.Transport) -> "Unsent":
-        return Unsent(transport, self)
+    def of(self, transport: asyncio.Transport) -> "PendingWrites":
+        return PendingWrites(transport, self)
 
     def flush(self) -> None:
         due, self.due = self.due, []
@@ -21,12 +21,12 @@ class TurnWrites:
             unsent.flush()
 
 
-class Unsent:
+class PendingWrites:
     """What one connection was given and has not written yet."""
 
     __slots__ = ("_data", "_descriptor", "_more", "_transport", "_writes")
 
-    def __init__(self, transport: asyncio.Transport, writes: TurnWrites) -> None:
+    def __init__(self, transport: asyncio.Transport, writes: WriteCoalescer) -> None:
         self._transport = transport
         self._writes = writes
         self._descriptor = _descriptor(transport)

@@ -21,7 +21,7 @@ from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
 from baton_serve.services.common.limited_log import LimitedLog
 from baton_serve.services.common.registry.table import RecordTable
-from baton_serve.services.common.zmq.loop_socket import Frames, LoopSocket, bind, connect, new_socket
+from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class MemoryRegistryView:
         self._log = LimitedLog(logger)
         self._decoder = Decoder[ToRegistry](ToRegistry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: LoopSocket | None = None
+        self._socket: ZmqLoopSocket | None = None
         self._raw: zmq.Socket[bytes] | None = None
-        self._monitor: LoopSocket | None = None
+        self._monitor: ZmqLoopSocket | None = None
         self._expiry: asyncio.Task[None] | None = None
 
     @property
@@ -71,9 +71,9 @@ class MemoryRegistryView:
         self._on_change = on_change
         socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
         self._address = bind(socket, self._address, self._key)
-        self._monitor = LoopSocket(socket.get_monitor_socket(reduce(or_, _REASONS)), self._on_refusal)
+        self._monitor = ZmqLoopSocket(socket.get_monitor_socket(reduce(or_, _REASONS)), self._on_refusal)
         self._monitor.start()
-        self._raw, self._socket = socket, LoopSocket(socket, self._receive)
+        self._raw, self._socket = socket, ZmqLoopSocket(socket, self._receive)
         self._socket.start()
         self._expiry = asyncio.create_task(self._expire(), name="registry-expiry")
 
@@ -141,7 +141,7 @@ class MemoryRegistryClient:
         self._reply_timeout_s = reply_timeout_s
         self._decoder = Decoder[Registered](Registered)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: LoopSocket | None = None
+        self._socket: ZmqLoopSocket | None = None
         self._reply: asyncio.Future[Generation] | None = None
         self._turn = asyncio.Lock()
 
@@ -190,7 +190,7 @@ class MemoryRegistryClient:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         connect(socket, self._address, self._key)
-        self._socket = LoopSocket(socket, self._receive)
+        self._socket = ZmqLoopSocket(socket, self._receive)
         self._socket.start()
 
     def _disconnect(self) -> None:

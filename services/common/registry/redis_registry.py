@@ -22,10 +22,10 @@ from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.wire import Decoder, WireError, encode
 from baton_serve.services.common.callbacks import call_each
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
-from baton_serve.services.common.redis_client import TIMEOUT_S, connect_redis
+from baton_serve.services.common.redis_client import REDIS_TIMEOUT_S, connect_redis
 from baton_serve.services.common.registry.port import without_load
 from baton_serve.services.common.registry.table import GENERATIONS_KEPT
-from baton_serve.services.common.tasks import end
+from baton_serve.services.common.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class RedisRegistryView:
         return self._is_connected
 
     async def close(self) -> None:
-        await end(self._tasks)
+        await cancel_all(self._tasks)
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
 
@@ -162,7 +162,7 @@ class RedisRegistryView:
                     await news.subscribe(CHANNEL)
                     self._is_due.set()
                     while True:
-                        message = await news.get_message(timeout=TIMEOUT_S / 2)
+                        message = await news.get_message(timeout=REDIS_TIMEOUT_S / 2)
                         if message is not None:
                             self._take_news(bytes(message["data"]).decode().split(" ", 2))
             except (RedisError, OSError):

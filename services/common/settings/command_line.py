@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from baton_serve.services.common.settings.options import Option, Value
-from baton_serve.services.common.settings.vllm_flags import advice
+from baton_serve.services.common.settings.vllm_flags import vllm_flag_advice
 
 _HELP_WIDTH = 110
 _SOURCES = (
@@ -57,7 +57,7 @@ class CommandLine:
             named = next((option for option in self._options if option.is_required and not option.is_positional), None)
             hint = f"did you mean {named.flag} {word}?" if named is not None else f"see {self._program} --help"
             return f"unexpected {word!r} ({hint})"
-        if (instead := advice(flag)) is not None:
+        if (instead := vllm_flag_advice(flag)) is not None:
             return f"vLLM's {flag} is no flag here: {instead}"
         known = [flag for action in self._parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)

@@ -1,6 +1,6 @@
 """Flags of `vllm serve` that are none of Baton's, and what to do about each: many command lines come from there."""
 
-_ADVICE = (
+_ADVICE_FOR_FLAGS = (
     ("prompts are logged only with --enable-log-requests: leave it out", "--disable-log-requests"),
     (
         "numbers are at /metrics, traces with --otlp-traces-endpoint: leave it out",
@@ -44,9 +44,9 @@ _ADVICE = (
         "--enable-prompt-adapter --prompt-adapters --max-prompt-adapters --max-prompt-adapter-token",
     ),
 )
-_BY_FLAG = {flag: text for text, flags in _ADVICE for flag in flags.split()}
+_BY_FLAG = {flag: text for text, flags in _ADVICE_FOR_FLAGS for flag in flags.split()}
 
 
-def advice(flag: str) -> str | None:
+def vllm_flag_advice(flag: str) -> str | None:
     """None: no flag of vLLM's that needs a word."""
     return _BY_FLAG.get(flag)

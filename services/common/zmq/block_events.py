@@ -13,7 +13,7 @@ from baton_serve.contracts.events import BlockEvent, EventBatch
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.wire import Decoder, WireError, encode
 from baton_serve.services.common.cluster_key import ClusterKey
-from baton_serve.services.common.zmq.loop_socket import Frames, LoopSocket, bind, connect, new_socket
+from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,14 @@ class EventSubscriber:
         self._decoder = Decoder[EventBatch](EventBatch)
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context()
         self._owns_context = context is None
-        self._socket: LoopSocket | None = None
+        self._socket: ZmqLoopSocket | None = None
         self._sequence = 0
 
     async def start(self) -> None:
         socket = new_socket(self._context, zmq.SUB, queue_length=_QUEUE_LENGTH)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         connect(socket, self._address, self._key)
-        self._socket = LoopSocket(socket, self._receive)
+        self._socket = ZmqLoopSocket(socket, self._receive)
         self._socket.start()
 
     def rebase(self, sequence: int) -> None:

@@ -9,7 +9,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.limited_log import LimitedLog
-from baton_serve.services.common.zmq.loop_socket import Frames, LoopSocket, bind, connect, new_socket
+from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class CurveDealer:
         self._on_lost = on_lost
         self._raw = new_socket(context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
         events = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-        self._socket = LoopSocket(self._raw, lambda frames: self._on_message(frames[-1]))
-        self._monitor = LoopSocket(self._raw.get_monitor_socket(events), self._on_event)
+        self._socket = ZmqLoopSocket(self._raw, lambda frames: self._on_message(frames[-1]))
+        self._monitor = ZmqLoopSocket(self._raw.get_monitor_socket(events), self._on_event)
 
     def start(self) -> None:
         self._monitor.start()
@@ -68,7 +68,7 @@ class CurveRouter:
         self._key = key
         self._on_message = on_message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: LoopSocket | None = None
+        self._socket: ZmqLoopSocket | None = None
         self._log = LimitedLog(logger)
 
     async def start(self, address: str) -> str:
@@ -77,7 +77,7 @@ class CurveRouter:
         # Without this a message to a router that is gone vanishes silently.
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         address = bind(raw, address, self._key)
-        self._socket = LoopSocket(raw, self._on_frames)
+        self._socket = ZmqLoopSocket(raw, self._on_frames)
         self._socket.start()
         return address
 

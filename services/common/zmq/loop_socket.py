@@ -29,7 +29,7 @@ _ASKED_READS = 2
 _READABLE = int(zmq.POLLIN)
 
 
-class LoopSocket:
+class ZmqLoopSocket:
     """Owns `socket` from `start` to `close`. Every method belongs to the event loop's thread."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[Frames], None]) -> None:

@@ -29,7 +29,7 @@ HEARTBEAT_S = 1.0
 ROUTER_TIMEOUT_S = 10.0
 INSTANCE_TIMEOUT_S = 3.0
 _LINGER_MS = 300
-_MOST_LOST = 256
+_MAX_LOST_ROUTERS = 256
 """Remembered, of one instance; each has its own router's timeout to give its connection up."""
 
 
@@ -52,7 +52,7 @@ class InstanceServer:
         self._router_timeout_s = router_timeout_s
         self._decoder = Decoder[ToInstance](ToInstance)
         self._log = LimitedLog(logger)
-        self._heard: dict[RouterId, float] = {}
+        self._last_received: dict[RouterId, float] = {}
         self._lost: dict[RouterId, None] = {}
         """The last ones, oldest first."""
         self._router: Router | None = None
@@ -75,11 +75,11 @@ class InstanceServer:
         self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
 
     def routers(self) -> list[RouterId]:
-        return list(self._heard)
+        return list(self._last_received)
 
     def send(self, router: RouterId, message: ToRouter) -> None:
         """Never blocks. To a router that is lost it does nothing."""
-        if router not in self._heard or self._router is None:
+        if router not in self._last_received or self._router is None:
             return
         try:
             self._router.send(router, encode(message))
@@ -102,7 +102,7 @@ class InstanceServer:
         except WireError as exc:
             self._log.warning("message of router %s refused: %s", router.hex(), exc)
             return
-        self._heard[router] = self._loop.time()
+        self._last_received[router] = self._loop.time()
         self._on_message(router, message)
 
     async def _watch_routers(self) -> None:
@@ -111,14 +111,14 @@ class InstanceServer:
             await asyncio.sleep(self._router_timeout_s / 10)
             # As of when this should have looked: what came while this process was busy may not have been read yet.
             oldest = due - self._router_timeout_s
-            for router in [router for router, heard in self._heard.items() if heard < oldest]:
+            for router in [router for router, heard in self._last_received.items() if heard < oldest]:
                 self._lose(router, f"no heartbeat for {self._router_timeout_s:g} s")
 
     def _lose(self, peer: bytes, reason: str) -> None:
         router = RouterId(peer)
-        if self._heard.pop(router, None) is not None:
+        if self._last_received.pop(router, None) is not None:
             self._lost[router] = None
-            if len(self._lost) > _MOST_LOST:
+            if len(self._lost) > _MAX_LOST_ROUTERS:
                 del self._lost[next(iter(self._lost))]
             logger.info("router %s is lost: %s", router.hex(), reason)
             # Later, since the caller may be in the middle of a loop over this router's requests.
@@ -133,7 +133,7 @@ class Router(Protocol):
     async def close(self, linger_ms: int = 0) -> None: ...
 
 
-class Dealer(Protocol):
+class DealerSocket(Protocol):
     """A connection that messages of one frame go over. Tells once when it is lost; `drain` hands on what has come."""
 
     def start(self) -> None: ...
@@ -171,9 +171,9 @@ class InstanceLink:
         self._log = LimitedLog(logger)
         self._context = context
         self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._dealer: Dealer | None = None
+        self._dealer: DealerSocket | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._heard = 0.0
+        self._last_received = 0.0
         self.is_ready = False
         """True from the instance's first `LoadReport` until it is lost."""
         self.is_lost = False
@@ -189,8 +189,8 @@ class InstanceLink:
             )
         self._dealer.start()
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
-        self._watch = asyncio.create_task(self._beat(), name="rpc-heartbeat")
+        self._last_received = self._loop.time()
+        self._watch = asyncio.create_task(self._send_heartbeat(), name="rpc-heartbeat")
 
     def prepare(self, message: ToInstance) -> Callable[[], None]:
         """Encode `message` and return what sends it. Raises `WireError`; sending the result never does."""
@@ -230,22 +230,22 @@ class InstanceLink:
         except WireError as exc:
             self._log.warning("message of the instance at %s refused: %s", self._address, exc)
             return
-        self._heard = self._loop.time()
+        self._last_received = self._loop.time()
         if isinstance(message, LoadReport):
             self.is_ready = True
         self._on_message(message)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeat(self) -> None:
         loop = self._loop
         while not self.is_lost and self._dealer is not None:
             self.send(Heartbeat())
             due = loop.time() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
             # A stall of this process is no silence of the instance: read what has come, forgive what was slept over.
-            self._heard += max(0.0, loop.time() - due)
+            self._last_received += max(0.0, loop.time() - due)
             if self._dealer is not None:
                 self._dealer.drain()
-            if loop.time() - self._heard > self._timeout_s:
+            if loop.time() - self._last_received > self._timeout_s:
                 self._lose(f"no message for {self._timeout_s:g} s")
 
     def _lose(self, reason: str) -> None:

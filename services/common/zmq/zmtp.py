@@ -16,7 +16,7 @@ class ZmtpError(Exception):
     """The other end speaks something else, or refuses this one."""
 
 
-def framed(message: bytes) -> bytes:
+def frame_message(message: bytes) -> bytes:
     """As one frame, the last of its message."""
     if len(message) < 256:
         return bytes((0, len(message))) + message
@@ -49,7 +49,7 @@ class ZmtpReader:
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The last frames of the messages that `data` completes. Raises `ZmtpError`."""
         if self._parts:
-            data = self._put_together(data)
+            data = self._assemble(data)
         start, end = 0 if self._is_greeted else self._greeting(data), len(data)
         while self._is_greeted and start < end:
             flags = data[start]
@@ -72,7 +72,7 @@ class ZmtpReader:
         if start < end:
             self._parts.append(data[start:])
 
-    def _put_together(self, data: bytes) -> bytes:
+    def _assemble(self, data: bytes) -> bytes:
         """Empty as long as the frame that has begun is not whole."""
         self._parts.append(data)
         self._missing -= len(data)

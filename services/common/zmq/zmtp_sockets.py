@@ -18,7 +18,7 @@ from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.services.common.errors import PeerUnreachable
 from baton_serve.services.common.http.late_timer import LateTimer
 from baton_serve.services.common.limited_log import LimitedLog
-from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, framed, handshake
+from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, frame_message, handshake
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ ANY_UNIX_SOCKET = "ipc://@*"
 """To start a `ZmtpRouter` at: a name that nobody else can have taken before."""
 _ABSTRACT = "ipc://@"
 _RECONNECT_S = 0.1
-_MOST_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+_MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """To one peer, connected or not. One message more is taken."""
 
 
@@ -41,11 +41,11 @@ class ZmtpDealer:
         *,
         on_message: Callable[[bytes], None],
         on_lost: Callable[[str], None],
-        most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+        max_unsent_bytes: int = _MAX_UNSENT_BYTES,
     ) -> None:
         """`address` is `tcp://HOST:PORT`, or `ipc://@NAME` of a process of this user."""
         self._address = address
-        self._connection = _Connection(b"DEALER", on_message, on_lost, most_unsent_bytes)
+        self._connection = _Connection(b"DEALER", on_message, on_lost, max_unsent_bytes)
         self._connecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -166,7 +166,7 @@ class _Connection(asyncio.Protocol):
         socket_type: bytes,
         on_message: Callable[[bytes], None],
         on_lost: Callable[[str], None],
-        most_unsent_bytes: int = _MOST_UNSENT_BYTES,
+        max_unsent_bytes: int = _MAX_UNSENT_BYTES,
         *,
         patience: tuple[float, float] | None = None,
         log: LimitedLog | None = None,
@@ -178,7 +178,7 @@ class _Connection(asyncio.Protocol):
         self._timer: LateTimer | None = None
         self._on_message = on_message
         self._on_lost = on_lost
-        self._most_unsent_bytes = most_unsent_bytes
+        self._max_unsent_bytes = max_unsent_bytes
         self._reader = ZmtpReader()
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
@@ -188,9 +188,9 @@ class _Connection(asyncio.Protocol):
 
     def send(self, message: bytes) -> None:
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        if written + self._num_unsent > self._most_unsent_bytes:
+        if written + self._num_unsent > self._max_unsent_bytes:
             raise PeerUnreachable("the receiver does not read: its queue is full")
-        frame = framed(message)
+        frame = frame_message(message)
         self._unsent.append(frame)
         self._num_unsent += len(frame)
         if self._reader.is_ready and not self._is_flush_due:
@@ -235,7 +235,7 @@ class _Connection(asyncio.Protocol):
             for message in self._reader.feed(data):
                 if self._is_closed:
                     return
-                self._hand_on(message)
+                self._deliver(message)
         except ZmtpError as exc:
             self._log.warning("a connection ends: %s", exc)
             self._lose("the handshake failed")
@@ -250,7 +250,7 @@ class _Connection(asyncio.Protocol):
         pong, self._reader.pong = self._reader.pong, None
         if pong is None or self._transport is None or self._transport.is_closing():
             return
-        if self._transport.get_write_buffer_size() < self._most_unsent_bytes:
+        if self._transport.get_write_buffer_size() < self._max_unsent_bytes:
             self._transport.write(pong)
 
     def _on_silence(self) -> None:
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the connection broke")
 
-    def _hand_on(self, message: bytes) -> None:
+    def _deliver(self, message: bytes) -> None:
         try:
             self._on_message(message)
         except Exception:

@@ -1,7 +1,7 @@
 """The cores of this instance's model: how many threads compute it, on which cores, and who gives way.
 
-`take_seat` is called in the engine's thread before it computes anything, `stand_back` once the model is loaded: on
-Linux a thread's mask, name and niceness are its own, and the threads that it starts inherit them.
+`pin_to_cores` is called in the engine's thread before it computes anything, `renice_threads` once the model is
+loaded: on Linux a thread's mask, name and niceness are its own, and the threads that it starts inherit them.
 """
 
 import contextlib
@@ -10,20 +10,20 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton_serve.services.common.cpus.allocation import Host
+from baton_serve.services.common.cpus.allocation import HostCpus
 from baton_serve.services.common.cpus.topology import cpu_list, this_host
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings
 
-NAME = "baton-engine"
+THREAD_NAME = "baton-engine"
 """Of the threads that compute the model, as `top -H` shows it."""
 _TASKS = Path("/proc/self/task")
 
 
-def take_seat(settings: InstanceSettings) -> None:
+def pin_to_cores(settings: InstanceSettings) -> None:
     """Raises `StartFailed` for cores that this process may not use."""
     with contextlib.suppress(OSError):
-        (_TASKS / str(threading.get_native_id()) / "comm").write_text(NAME)
+        (_TASKS / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
     if settings.omp_threads_bind not in ("auto", "nobind"):
         try:
             os.sched_setaffinity(0, cpu_list(settings.omp_threads_bind))
@@ -31,7 +31,7 @@ def take_seat(settings: InstanceSettings) -> None:
             raise StartFailed(f"--omp-threads-bind {settings.omp_threads_bind}: {exc}") from exc
 
 
-def stand_back(settings: InstanceSettings) -> None:
+def renice_threads(settings: InstanceSettings) -> None:
     """All threads that the engine's thread has started, and itself. Not before: loading would starve beside others that
     already serve."""
     if not settings.engine_nice:
@@ -39,11 +39,13 @@ def stand_back(settings: InstanceSettings) -> None:
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + settings.engine_nice
     for task in _TASKS.iterdir():
         with contextlib.suppress(OSError):  # one that has just ended
-            if (task / "comm").read_text().strip() == NAME:
+            if (task / "comm").read_text().strip() == THREAD_NAME:
                 os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
 
-def thread_count(settings: InstanceSettings, environ: Mapping[str, str], host: Host | None = None) -> dict[str, str]:
+def thread_count(
+    settings: InstanceSettings, environ: Mapping[str, str], host: HostCpus | None = None
+) -> dict[str, str]:
     """A variable for OpenMP, which must be set before torch is imported: torch alone would count hyperthreads and know
     nothing of a cgroup's limit. Empty where the operator has set it, or wants torch's choice."""
     if settings.threads is not None:

@@ -2,7 +2,7 @@
 
 Prefill pauses while another instance computes a step. That one, in return, leaves most of the time to prefill while
 prompts wait there: its steps come at a bounded distance instead of one after another, and each has more sequences.
-Decisions are pure; `TurnMemory` tells the others.
+Decisions are pure; `TimeSliceMemory` tells the others.
 """
 
 import time
@@ -12,27 +12,27 @@ from typing import Protocol
 from baton_serve.contracts.instance import Role
 from baton_serve.services.instance.cpu_sharing.shared_turns import (
     COMPUTES_UNTIL,
+    MAX_PROCESSES,
     PROMPTS_UNTIL,
-    ROWS,
-    WIDTH,
-    TurnMemory,
-    TurnMemoryError,
+    WORDS_PER_ROW,
+    TimeSliceMemory,
+    TimeSliceMemoryError,
 )
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings
 
-GiveWay = Callable[[int, int, int], object]
-"""`engine.kernels.cpu.time_slicing.give_way_to`."""
+YieldToOthers = Callable[[int, int, int], object]
+"""`engine.kernels.cpu.time_slicing.yield_to_processes`."""
 
-LONGEST_WAIT_S = 0.2
+MAX_WAIT_S = 0.2
 """Whatever the share: so much is added to a gap between two tokens at most."""
-SHORTEST_TURN_S, LONGEST_TURN_S = 0.05, 0.25
+MIN_SLICE_S, MAX_SLICE_S = 0.05, 0.25
 """For how long others pause at most if this process dies, or its step takes longer than steps before."""
-PROMPTS_FOR_S = 5.0
+PROMPT_SLICE_S = 5.0
 """For how long a step that computes prompts is believed to go on if nothing else is heard of it."""
 
 
-class CoreTurns(Protocol):
+class TimeSlicer(Protocol):
     """Called in the engine's thread."""
 
     def wait_s(self) -> float:
@@ -52,7 +52,7 @@ class CoreTurns(Protocol):
         ...
 
 
-class NoTurns:
+class NoTimeSlicing:
     """The cores are this instance's own."""
 
     def wait_s(self) -> float:
@@ -68,31 +68,31 @@ class NoTurns:
         pass
 
 
-class GivesWay(NoTurns):
+class YieldingTimeSlicer(NoTimeSlicing):
     """Of prefill. Its kernels look for others' turns themselves, once they are told where."""
 
-    def __init__(self, memory: TurnMemory, give_way: GiveWay) -> None:
+    def __init__(self, memory: TimeSliceMemory, yield_to_others: YieldToOthers) -> None:
         self._memory = memory
-        self._give_way = give_way
-        self._is_told = False
+        self._yield_to_others = yield_to_others
+        self._has_announced = False
 
     def begin(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            self._give_way(self._memory.address, ROWS, WIDTH)
-        self._memory.write(PROMPTS_UNTIL, PROMPTS_FOR_S)
+        if not self._has_announced:
+            self._has_announced = True
+            self._yield_to_others(self._memory.address, MAX_PROCESSES, WORDS_PER_ROW)
+        self._memory.write(PROMPTS_UNTIL, PROMPT_SLICE_S)
 
     def rest(self) -> None:
         self._memory.write(PROMPTS_UNTIL, 0.0)
 
 
-class TakesTurns(NoTurns):
+class BoundedTimeSlicer(NoTimeSlicing):
     """Of the others. `share`: of the time, for steps while prompts wait."""
 
-    def __init__(self, memory: TurnMemory, share: float) -> None:
+    def __init__(self, memory: TimeSliceMemory, share: float) -> None:
         self._memory = memory
         self._share = share
-        self._usual_s = LONGEST_TURN_S
+        self._usual_s = MAX_SLICE_S
         self._began = self._ended = 0.0
 
     def wait_s(self) -> float:
@@ -102,7 +102,7 @@ class TakesTurns(NoTurns):
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        self._memory.write(COMPUTES_UNTIL, min(max(4 * self._usual_s, SHORTEST_TURN_S), LONGEST_TURN_S))
+        self._memory.write(COMPUTES_UNTIL, min(max(4 * self._usual_s, MIN_SLICE_S), MAX_SLICE_S))
 
     def end(self) -> None:
         self._memory.write(COMPUTES_UNTIL, 0.0)
@@ -112,15 +112,19 @@ class TakesTurns(NoTurns):
 
 def pause_s(step_s: float, share: float) -> float:
     """After a step that took so long."""
-    return min(step_s * (1 - share) / share, LONGEST_WAIT_S)
+    return min(step_s * (1 - share) / share, MAX_WAIT_S)
 
 
-def core_turns(settings: InstanceSettings, role: Role, give_way: GiveWay) -> CoreTurns:
+def core_turns(settings: InstanceSettings, role: Role, yield_to_others: YieldToOthers) -> TimeSlicer:
     """Call in the process that computes. Raises `StartFailed`."""
     if not settings.core_turns:
-        return NoTurns()
+        return NoTimeSlicing()
     try:
-        memory = TurnMemory(settings.core_turns)
-    except TurnMemoryError as exc:
+        memory = TimeSliceMemory(settings.core_turns)
+    except TimeSliceMemoryError as exc:
         raise StartFailed(f"--core-turns {exc}") from exc
-    return GivesWay(memory, give_way) if role == "prefill" else TakesTurns(memory, settings.core_turns_share)
+    return (
+        YieldingTimeSlicer(memory, yield_to_others)
+        if role == "prefill"
+        else BoundedTimeSlicer(memory, settings.core_turns_share)
+    )

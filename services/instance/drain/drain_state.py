@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 logger = logging.getLogger(__name__)
 
-State = Literal["ok", "draining", "drained"]
+DrainStatus = Literal["ok", "draining", "drained"]
 
 
 class Drainable(Protocol):
@@ -26,7 +26,7 @@ class Drainable(Protocol):
     async def drain(self, timeout_s: float) -> None: ...
 
 
-class Draining:
+class DrainController:
     """`announce` renews the registry's record; `request_stop` ends the process by way of `finish`."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Draining:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> DrainStatus:
         if not self._serving.is_draining:
             return "ok"
         return "draining" if self._serving.num_requests else "drained"

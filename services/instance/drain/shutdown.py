@@ -11,7 +11,7 @@ from baton_serve.services.instance.ports import RouterPort
 logger = logging.getLogger(__name__)
 
 
-class Leaving(ABC):
+class DrainableServer(ABC):
     """`_idle` is set by the one who serves whenever no request is left, and cleared with each new one."""
 
     def __init__(self, router: RouterPort) -> None:
@@ -31,7 +31,7 @@ class Leaving(ABC):
     @abstractmethod
     def _load_report(self) -> LoadReport: ...
 
-    def tell_routers(self) -> None:
+    def send_load_reports(self) -> None:
         """Every router hears at once what has changed."""
         for router in self._router.routers():
             self._router.send(router, self._load_report())
@@ -44,7 +44,7 @@ class Leaving(ABC):
     def refuse_new(self) -> None:
         """From now on; every router is told at once."""
         self.is_draining = True
-        self.tell_routers()
+        self.send_load_reports()
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton_serve.contracts.block_hash import block_names
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Pull, Ticket
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.tracing import NO_SPAN, Span
-from baton_serve.services.instance.attempt_table import Pulled, Request
+from baton_serve.services.instance.attempt_table import AttemptEntry, PulledPrefix
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.ports import EnginePort, HandoffCounter, SinkPort
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class PullPort(Protocol):
-    async def pull(self, request: Request, pull: Pull | None) -> None: ...
+    async def pull(self, request: AttemptEntry, pull: Pull | None) -> None: ...
 
 
 class Puller:
@@ -43,18 +43,18 @@ class Puller:
         self._counter = counter
         self._clock = clock
 
-    async def pull(self, request: Request, pull: Pull | None) -> None:
+    async def pull(self, request: AttemptEntry, pull: Pull | None) -> None:
         """Returns when the engine knows what has come. Never raises but for a cancellation."""
         if pull is None or request.work.sampling.prompt_logprobs is not None:  # they are computed from the start
             return
         work, size, began = request.work, self._block_tokens, self._clock()
         num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // size)
-        names = block_names(work.root, work.token_ids[: num_full * size], size, media=work.media)
+        names = hash_blocks(work.root, work.token_ids[: num_full * size], size, media=work.media)
         arrived = await self.adopt(pull.ticket, names, span=request.span)
-        request.pulled = Pulled(pull.ticket.source, arrived * size, self._clock() - began)
+        request.pulled = PulledPrefix(pull.ticket.source, arrived * size, self._clock() - began)
 
     async def adopt(
-        self, ticket: Ticket, names: Sequence[BlockName], *, span: Span = NO_SPAN, is_awaited: bool = False
+        self, ticket: Ticket, names: Sequence[BlockHash], *, span: Span = NO_SPAN, is_awaited: bool = False
     ) -> int:
         """Number of blocks that came. Never raises but for a cancellation. `is_awaited`: the source waits to be asked,
         even for nothing."""
@@ -62,7 +62,7 @@ class Puller:
         wanted = await self._begin(import_id, names)
         if not wanted and not is_awaited:
             return 0
-        arrived: list[BlockName] = []
+        arrived: list[BlockHash] = []
         try:
             with span.child("pull") as pulling:
                 fetched = await self._transfer.fetch(ticket, wanted, on_blocks=arrived.extend, partial=True)
@@ -82,7 +82,7 @@ class Puller:
             self._engine.post(lambda engine: engine.end_import(import_id, arrived))
         return len(arrived)
 
-    async def _begin(self, import_id: RequestId, names: Sequence[BlockName]) -> Sequence[tuple[BlockName, int]]:
+    async def _begin(self, import_id: RequestId, names: Sequence[BlockHash]) -> Sequence[tuple[BlockHash, int]]:
         """Once the engine was asked, an answer that nobody waits for any more is undone."""
         begun = self._engine.call(lambda engine: engine.begin_import(import_id, names))
         try:

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton_serve.contracts.identity import BlockName, RequestId, TicketId
+from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.errors import LocalTransferError
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.ports import SourcePort
-from baton_serve.services.instance.request_server import to_the_end
+from baton_serve.services.instance.request_server import await_uncancelled
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +22,17 @@ MAX_SHARES = 32
 """At once. More are refused, so that those who ask compute instead of waiting."""
 
 
-MAX_REMEMBERED = 1024
+MAX_ENDED_TICKETS = 1024
 
 
-class AskedPort(SourcePort, Protocol):
+class PullSourcePort(SourcePort, Protocol):
     """`kvtransfer.TransferNode`."""
 
-    def on_fetch(self, handler: Callable[[Ticket, list[BlockName]], None], /) -> None: ...
+    def on_fetch(self, handler: Callable[[Ticket, list[BlockHash]], None], /) -> None: ...
 
 
-class Sharing:
-    def __init__(self, engine: EngineCalls, transfer: AskedPort, *, max_shares: int = MAX_SHARES) -> None:
+class KVSharing:
+    def __init__(self, engine: EngineCalls, transfer: PullSourcePort, *, max_shares: int = MAX_SHARES) -> None:
         self._engine = engine
         self._transfer = transfer
         self._max_shares = max_shares
@@ -49,7 +49,7 @@ class Sharing:
         while self._shares:
             await asyncio.wait(self._shares)
 
-    def _begin(self, ticket: Ticket, names: list[BlockName]) -> None:
+    def _begin(self, ticket: Ticket, names: list[BlockHash]) -> None:
         try:
             self._transfer.open(ticket)
         except LocalTransferError as exc:
@@ -63,7 +63,7 @@ class Sharing:
         self._shares.add(task)
         task.add_done_callback(self._shares.discard)
 
-    async def _share(self, ticket: Ticket, names: Sequence[BlockName]) -> None:
+    async def _share(self, ticket: Ticket, names: Sequence[BlockHash]) -> None:
         pin_id = RequestId(f"share:{ticket.ticket}")
         try:
             pinned = await self._engine.call(lambda engine: engine.pin(pin_id, names))
@@ -72,14 +72,14 @@ class Sharing:
         except Exception as exc:  # noqa: BLE001 - the asking instance is told and computes instead
             self._transfer.fail(ticket.ticket, f"{type(exc).__name__}: {exc}")
         finally:
-            await to_the_end(self._let_go(ticket, pin_id))
+            await await_uncancelled(self._release(ticket, pin_id))
 
-    async def _let_go(self, ticket: Ticket, pin_id: RequestId) -> None:
+    async def _release(self, ticket: Ticket, pin_id: RequestId) -> None:
         await self._transfer.released(ticket.ticket)
         self._has_ended(ticket)
         self._engine.post(lambda engine: engine.unpin(pin_id))
 
     def _has_ended(self, ticket: Ticket) -> None:
         self._awaited.setdefault(ticket.ticket, asyncio.Event()).set()
-        while len(self._awaited) > MAX_REMEMBERED:
+        while len(self._awaited) > MAX_ENDED_TICKETS:
             del self._awaited[next(iter(self._awaited))]

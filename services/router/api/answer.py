@@ -5,8 +5,8 @@ from typing import Protocol
 
 import msgspec
 
-from baton_serve.services.router.api.generation import Answering
-from baton_serve.services.router.api.sse import LiveEvents
+from baton_serve.services.router.api.generation import TextGeneration
+from baton_serve.services.router.api.sse import SseDeltaWriter
 from baton_serve.services.router.protocol.asgi import (
     DONE,
     DisconnectWatch,
@@ -20,14 +20,14 @@ from baton_serve.services.router.protocol.errors import ApiError, ClientGoneErro
 from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
-from baton_serve.services.router.text.text_output import Gathered, Piece
+from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
 
 _encoder = msgspec.json.Encoder()
 _NUL = _encoder.encode("\0")
 
 
-class Format(Protocol):
-    """One API's shape. `pieces` of a whole answer are merged: one a choice."""
+class AnswerFormat(Protocol):
+    """One API's shape. `text_deltas` of a whole answer are merged: one a choice."""
 
     object_name: str
     has_only_text: bool
@@ -43,16 +43,16 @@ class Format(Protocol):
         """Fields of the chunks that bring an `opening`."""
         ...
 
-    def delta(self, choice: int, piece: Piece) -> msgspec.Struct | None:
+    def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
         """None when there is nothing to send yet."""
         ...
 
     def whole(
-        self, pieces: Sequence[Piece], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
+        self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct: ...
 
 
-class Head(msgspec.Struct, frozen=True):
+class ResponseHeader(msgspec.Struct, frozen=True):
     """What every chunk of a stream begins with."""
 
     id: str
@@ -61,10 +61,10 @@ class Head(msgspec.Struct, frozen=True):
     model: str
 
 
-class Chunks:
+class SseEncoder:
     """Encodes chunks. The head is encoded once; each chunk adds its choice, and usage where it was asked for."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseHeader) -> None:
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
 
     def choice(self, choice: msgspec.Struct, usage: bytes, beside: msgspec.Struct | None = None) -> bytes:
@@ -78,9 +78,9 @@ class Chunks:
 
 async def answer(
     request: GenerationRequest,
-    generation: Answering,
-    form: Format,
-    head: Head,
+    generation: TextGeneration,
+    form: AnswerFormat,
+    head: ResponseHeader,
     *,
     context: RequestContext,
     receive: Receive,
@@ -92,34 +92,34 @@ async def answer(
         with DisconnectWatch(receive, generation.abandon, context.exchange):
             if request.stream:
                 events = EventStream(send, slow_client_s=context.limits.slow_client_s, exchange=context.exchange)
-                await _stream(request, generation, form, Chunks(head), events, explain=context.explain)
+                await _stream(request, generation, form, SseEncoder(head), events, explain=context.explain)
             else:
-                await _whole(generation, form, send, explain=context.explain)
+                await _send_whole(generation, form, send, explain=context.explain)
     except ClientGoneError:
         return
 
 
-async def _whole(generation: Answering, form: Format, send: Send, *, explain: bool) -> None:
-    gathered = [Gathered() for _ in range(generation.num_choices)]
+async def _send_whole(generation: TextGeneration, form: AnswerFormat, send: Send, *, explain: bool) -> None:
+    gathered = [TextAccumulator() for _ in range(generation.num_choices)]
     while not generation.is_done:
-        for choice, piece in await generation.take():
-            gathered[choice].add(piece)
+        for choice, text_delta in await generation.take():
+            gathered[choice].add(text_delta)
     baton = generation.explain() if explain else msgspec.UNSET
     await send_json(send, form.whole([one.whole() for one in gathered], generation.usage(), baton))
 
 
 async def _stream(
     request: GenerationRequest,
-    generation: Answering,
-    form: Format,
-    chunks: Chunks,
+    generation: TextGeneration,
+    form: AnswerFormat,
+    chunks: SseEncoder,
     events: EventStream,
     *,
     explain: bool,
 ) -> None:
-    encoder = _PieceEncoder(request, generation, form, chunks)
+    encoder = _DeltaEncoder(request, generation, form, chunks)
     try:
-        last = await LiveEvents(events, encoder.encode).copy(generation)
+        last = await SseDeltaWriter(events, encoder.encode).copy(generation)
         if encoder.wants_usage or explain:
             last += chunks.last(generation.usage(), generation.explain() if explain else None)
     except ApiError as exc:
@@ -129,12 +129,14 @@ async def _stream(
     await events.end(last + DONE)
 
 
-class _PieceEncoder:
+class _DeltaEncoder:
     """Pieces to chunks."""
 
     __slots__ = ("_around", "_chunks", "_form", "_generation", "_is_continuous", "_opened", "wants_usage")
 
-    def __init__(self, request: GenerationRequest, generation: Answering, form: Format, chunks: Chunks) -> None:
+    def __init__(
+        self, request: GenerationRequest, generation: TextGeneration, form: AnswerFormat, chunks: SseEncoder
+    ) -> None:
         options = request.stream_options
         self.wants_usage = options is not None and bool(options.include_usage)
         self._is_continuous = self.wants_usage and options is not None and bool(options.continuous_usage_stats)
@@ -147,16 +149,16 @@ class _PieceEncoder:
         if form.has_only_text and not self._is_continuous:
             self._around = [self._around_text(choice) for choice in range(generation.num_choices)]
 
-    def encode(self, choice: int, piece: Piece) -> bytes:
-        if self._around and piece.finish_reason is None and self._opened[choice]:
+    def encode(self, choice: int, text_delta: TextDelta) -> bytes:
+        if self._around and text_delta.finish_reason is None and self._opened[choice]:
             before, after = self._around[choice]
-            return b"%b%b%b" % (before, _encoder.encode(piece.text), after) if piece.text else b""
+            return b"%b%b%b" % (before, _encoder.encode(text_delta.text), after) if text_delta.text else b""
         usage = self._usage() if self.wants_usage else b""
         opening = b"" if self._opened[choice] else self._opening(choice, usage)
-        has_news = piece.text or piece.logprobs or (piece.token_ids and self._form.tells_tokens)
-        if not has_news and piece.finish_reason is None:
+        has_news = text_delta.text or text_delta.logprobs or (text_delta.token_ids and self._form.tells_tokens)
+        if not has_news and text_delta.finish_reason is None:
             return opening
-        delta = self._form.delta(choice, piece)
+        delta = self._form.delta(choice, text_delta)
         return opening if delta is None else opening + self._chunks.choice(delta, usage)
 
     def _opening(self, choice: int, usage: bytes) -> bytes:
@@ -165,7 +167,7 @@ class _PieceEncoder:
         return b"".join([self._chunks.choice(first, usage, beside) for first in self._form.opening(choice)])
 
     def _around_text(self, choice: int) -> tuple[bytes, bytes]:
-        delta = self._form.delta(choice, Piece("\0", []))
+        delta = self._form.delta(choice, TextDelta("\0", []))
         assert delta is not None
         before, _, after = self._chunks.choice(delta, self._usage() if self.wants_usage else b"").rpartition(_NUL)
         return before, after

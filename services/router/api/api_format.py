@@ -7,9 +7,9 @@ from typing import Protocol
 import msgspec
 
 from baton_serve.services.router.api.chat_preparation import BegunChat
-from baton_serve.services.router.api.content_blocks import Block, Blocks, Change
-from baton_serve.services.router.api.generation import Answering
-from baton_serve.services.router.api.sse import LiveEvents
+from baton_serve.services.router.api.content_blocks import Block, Change, ContentBlockBuilder
+from baton_serve.services.router.api.generation import TextGeneration
+from baton_serve.services.router.api.sse import SseDeltaWriter
 from baton_serve.services.router.protocol.asgi import (
     DisconnectWatch,
     EventStream,
@@ -22,13 +22,13 @@ from baton_serve.services.router.protocol.errors import ApiError, ClientGoneErro
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.text.message_reader import MessageReader
 from baton_serve.services.router.text.scanning.parts import Content, Part
-from baton_serve.services.router.text.text_output import Piece
+from baton_serve.services.router.text.text_output import TextDelta
 
 _encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class AnswerEnd:
     """How an answer ended. `stop` is the stop string that did it."""
 
     usage: Usage
@@ -38,7 +38,7 @@ class End:
     stop: str | None
 
 
-class Event(msgspec.Struct, frozen=True):
+class SseEvent(msgspec.Struct, frozen=True):
     name: str
     data: msgspec.Struct
 
@@ -46,11 +46,11 @@ class Event(msgspec.Struct, frozen=True):
 class Dialect(Protocol):
     """One answer in the words of one API."""
 
-    def begin(self, usage: Usage) -> Sequence[Event]: ...
-    def change(self, change: Change) -> Sequence[Event]: ...
-    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]: ...
-    def failure(self, error: ApiError) -> Sequence[Event]: ...
-    def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct: ...
+    def begin(self, usage: Usage) -> Sequence[SseEvent]: ...
+    def change(self, change: Change) -> Sequence[SseEvent]: ...
+    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]: ...
+    def failure(self, error: ApiError) -> Sequence[SseEvent]: ...
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct: ...
 
 
 async def serve(
@@ -67,25 +67,25 @@ async def serve(
                 await _stream(generation, answer, dialect, events)
             else:
                 while not generation.is_done:
-                    answer.changes([piece for _, piece in await generation.take()])
+                    answer.changes([text_delta for _, text_delta in await generation.take()])
                 await send_json(send, dialect.whole(answer.blocks.blocks, answer.end()))
     except ClientGoneError:
         return
 
 
-async def _stream(generation: Answering, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
+async def _stream(generation: TextGeneration, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
     has_begun = False
 
-    def encode(_: int, piece: Piece) -> bytes:
+    def encode(_: int, text_delta: TextDelta) -> bytes:
         nonlocal has_begun
         out = [] if has_begun else list(dialect.begin(generation.usage()))
         has_begun = True
-        for change in answer.changes([piece]):
+        for change in answer.changes([text_delta]):
             out += dialect.change(change)
         return _encoded(out)
 
     try:
-        last = await LiveEvents(events, encode).copy(generation)
+        last = await SseDeltaWriter(events, encode).copy(generation)
         last += _encoded(dialect.end(answer.blocks.blocks, answer.end()))
     except ApiError as exc:
         if not events.is_started:
@@ -98,37 +98,37 @@ class _Answer:
     """The blocks of the one sequence of a chat, and how it ended."""
 
     def __init__(self, begun: BegunChat) -> None:
-        self.blocks = Blocks()
+        self.blocks = ContentBlockBuilder()
         self._generation = begun.generation
         self._reader: MessageReader | None = None if begun.message_format.is_plain else begun.message_format.reader()
-        self._last: Piece | None = None
+        self._last: TextDelta | None = None
 
-    def changes(self, pieces: Sequence[Piece]) -> list[Change]:
+    def changes(self, text_deltas: Sequence[TextDelta]) -> list[Change]:
         changes: list[Change] = []
-        for piece in pieces:
-            changes += self.blocks.push(self._parts(piece))
-            if piece.finish_reason is not None:
-                self._last = piece
+        for text_delta in text_deltas:
+            changes += self.blocks.push(self._parts(text_delta))
+            if text_delta.finish_reason is not None:
+                self._last = text_delta
                 changes += self.blocks.finish()
         return changes
 
-    def end(self) -> End:
+    def end(self) -> AnswerEnd:
         assert self._last is not None, "the generation is done"
         stop = self._last.stop_reason
-        return End(
+        return AnswerEnd(
             usage=self._generation.usage(),
             has_calls=any(block.kind == "call" for block in self.blocks.blocks),
             is_cut=self._last.finish_reason == "length",
             stop=stop if isinstance(stop, str) else None,
         )
 
-    def _parts(self, piece: Piece) -> list[Part]:
+    def _parts(self, text_delta: TextDelta) -> list[Part]:
         if self._reader is None:
-            return [Content(piece.text)] if piece.text else []
-        return self._reader.parts(piece.text, is_last=piece.finish_reason is not None)
+            return [Content(text_delta.text)] if text_delta.text else []
+        return self._reader.parts(text_delta.text, is_last=text_delta.finish_reason is not None)
 
 
-def _encoded(events: Sequence[Event]) -> bytes:
+def _encoded(events: Sequence[SseEvent]) -> bytes:
     return b"".join(
         b"event: " + event.name.encode() + b"\ndata: " + _encoder.encode(event.data) + b"\n\n" for event in events
     )

@@ -5,41 +5,45 @@ As vLLM ranks them: by the sum of the log-probabilities of their tokens. Nothing
 
 from collections.abc import Sequence
 
-from baton_serve.services.router.api.generation import Follower, Generation
+from baton_serve.services.router.api.generation import DeltaConsumer, SampledGeneration
 from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_responses import Usage
-from baton_serve.services.router.requests.lifecycle import Flight
-from baton_serve.services.router.text.text_output import Gathered, Piece
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
+from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
 
 
-class BestOf:
+class BestOfGeneration:
     """`api.generation.Answering`. The sequences of `inner` bring logprobs, whether the client wants them
     or not."""
 
-    def __init__(self, inner: Generation, *, count: int, keeps_logprobs: bool) -> None:
-        self.flights: Sequence[Flight] = inner.flights
-        self.num_choices = count * len(inner.flights)
+    def __init__(self, inner: SampledGeneration, *, count: int, keeps_logprobs: bool) -> None:
+        self.lifecycles: Sequence[RequestLifecycle] = inner.lifecycles
+        self.num_choices = count * len(inner.lifecycles)
         self.is_done = False
         self._inner = inner
         self._count = count
         self._keeps_logprobs = keeps_logprobs
 
-    def flight(self, choice: int) -> Flight:
-        return self.flights[choice // self._count]
+    def lifecycle(self, choice: int) -> RequestLifecycle:
+        return self.lifecycles[choice // self._count]
 
-    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]:
+    async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
         """All choices, complete: nothing to follow. Raises `ApiError` or `ClientGoneError`."""
-        gathered = [Gathered() for _ in range(self._inner.num_choices)]
+        gathered = [TextAccumulator() for _ in range(self._inner.num_choices)]
         while not self._inner.is_done:
-            for number, piece in await self._inner.take():
-                gathered[number].add(piece)
+            for number, text_delta in await self._inner.take():
+                gathered[number].add(text_delta)
         self.is_done = True
-        pieces = [one.whole() for one in gathered]
-        width = len(pieces) // len(self.flights)
-        best = [piece for i in range(0, len(pieces), width) for piece in best_of(pieces[i : i + width], self._count)]
+        text_deltas = [one.whole() for one in gathered]
+        width = len(text_deltas) // len(self.lifecycles)
+        best = [
+            text_delta
+            for i in range(0, len(text_deltas), width)
+            for text_delta in best_of(text_deltas[i : i + width], self._count)
+        ]
         if not self._keeps_logprobs:
-            for piece in best:
-                piece.logprobs = None
+            for text_delta in best:
+                text_delta.logprobs = None
         return list(enumerate(best))
 
     def abandon(self) -> None:
@@ -55,10 +59,10 @@ class BestOf:
         return self._inner.explain()
 
 
-def best_of(pieces: Sequence[Piece], count: int) -> list[Piece]:
+def best_of(text_deltas: Sequence[TextDelta], count: int) -> list[TextDelta]:
     """The most likely first; among equals the first written."""
-    return sorted(pieces, key=_cumulative, reverse=True)[:count]
+    return sorted(text_deltas, key=_cumulative, reverse=True)[:count]
 
 
-def _cumulative(piece: Piece) -> float:
-    return sum(step.chosen.logprob for step in piece.logprobs or ())
+def _cumulative(text_delta: TextDelta) -> float:
+    return sum(step.chosen.logprob for step in text_delta.logprobs or ())

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton_serve.services.router.api.answer import Head, answer
+from baton_serve.services.router.api.answer import ResponseHeader, answer
 from baton_serve.services.router.api.chat_preparation import begin_chat
-from baton_serve.services.router.api.generation import Answering, ended
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.generation import TextGeneration, ended
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
 from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
@@ -24,26 +24,26 @@ from baton_serve.services.router.protocol.openai_responses import (
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
 from baton_serve.services.router.text.logprobs import LogprobWriter
 from baton_serve.services.router.text.message_reader import MessageFormat, MessageReader
-from baton_serve.services.router.text.text_output import Piece
+from baton_serve.services.router.text.text_output import TextDelta
 
 
 class ChatEndpoint:
     """A plain ASGI application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        frontend, context = self._frontend, RequestContext.of(scope)
+        service, context = self._service, RequestContext.of(scope)
         body = await read_body(scope, receive)
         request = await parsed(body, ChatCompletionRequest)
-        frontend = await frontend.serving(request.model)
+        service = await service.serving(request.model)
         api_id = f"chatcmpl-{request.request_id or context.request_id}"
-        begun = await begin_chat(frontend, request, context, api_id, is_long=is_long(body))
+        begun = await begin_chat(service, request, context, api_id, is_long=is_long(body))
         with ended(begun.generation):
-            head = Head(api_id, "chat.completion.chunk", frontend.now(), begun.model)
-            writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
-            shape = ChatShape(request, begun.message_format, role=frontend.settings.response_role)
+            head = ResponseHeader(api_id, "chat.completion.chunk", service.now(), begun.model)
+            writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
+            shape = ChatShape(request, begun.message_format, role=service.settings.response_role)
             form = ChatFormat(shape, head, begun.generation, writer)
             await answer(request, begun.generation, form, head, context=context, receive=receive, send=send)
 
@@ -65,7 +65,9 @@ class ChatShape:
 class ChatFormat:
     object_name = "chat.completion"
 
-    def __init__(self, shape: ChatShape, head: Head, generation: Answering, logprobs: LogprobWriter) -> None:
+    def __init__(
+        self, shape: ChatShape, head: ResponseHeader, generation: TextGeneration, logprobs: LogprobWriter
+    ) -> None:
         self._head = head
         self._generation = generation
         self._logprobs = logprobs
@@ -80,41 +82,41 @@ class ChatFormat:
         return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)
 
     def beside_opening(self) -> msgspec.Struct | None:
-        return PromptTokenIds(self._generation.flights[0].job.token_ids) if self.tells_tokens else None
+        return PromptTokenIds(self._generation.lifecycles[0].request.token_ids) if self.tells_tokens else None
 
-    def delta(self, choice: int, piece: Piece) -> msgspec.Struct | None:
-        is_last = piece.finish_reason is not None
-        delta: ChatDelta | None = ChatDelta(content=piece.text)
+    def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
+        is_last = text_delta.finish_reason is not None
+        delta: ChatDelta | None = ChatDelta(content=text_delta.text)
         if self._readers is not None:
-            delta = self._readers[choice].delta(piece.text, is_last=is_last)
-        logprobs = self._chat_logprobs(piece)
+            delta = self._readers[choice].delta(text_delta.text, is_last=is_last)
+        logprobs = self._chat_logprobs(text_delta)
         if delta is None and logprobs is None and not is_last and not self.tells_tokens:
             return None
         return ChatDeltaChoice(
             index=choice,
             delta=delta or ChatDelta(),
             logprobs=logprobs,
-            finish_reason=self._finish_reason(choice, piece),
-            stop_reason=piece.stop_reason if piece.finish_reason is not None else msgspec.UNSET,
-            token_ids=piece.token_ids if self.tells_tokens else msgspec.UNSET,
+            finish_reason=self._finish_reason(choice, text_delta),
+            stop_reason=text_delta.stop_reason if text_delta.finish_reason is not None else msgspec.UNSET,
+            token_ids=text_delta.token_ids if self.tells_tokens else msgspec.UNSET,
         )
 
     def whole(
-        self, pieces: Sequence[Piece], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
+        self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
         choices = [
             ChatChoice(
                 index=i,
-                message=self._message(i, piece),
-                logprobs=self._chat_logprobs(piece),
-                finish_reason=self._finish_reason(i, piece),
-                stop_reason=piece.stop_reason,
-                token_ids=piece.token_ids if self.tells_tokens else msgspec.UNSET,
+                message=self._message(i, text_delta),
+                logprobs=self._chat_logprobs(text_delta),
+                finish_reason=self._finish_reason(i, text_delta),
+                stop_reason=text_delta.stop_reason,
+                token_ids=text_delta.token_ids if self.tells_tokens else msgspec.UNSET,
             )
-            for i, piece in enumerate(pieces)
+            for i, text_delta in enumerate(text_deltas)
         ]
-        flight = self._generation.flights[0]
-        prompt_logprobs = flight.prompt_logprobs
+        lifecycle = self._generation.lifecycles[0]
+        prompt_logprobs = lifecycle.prompt_logprobs
         return ChatAnswer(
             id=self._head.id,
             created=self._head.created,
@@ -122,15 +124,15 @@ class ChatFormat:
             choices=choices,
             usage=usage,
             prompt_logprobs=None if prompt_logprobs is None else self._logprobs.prompt(prompt_logprobs),
-            prompt_token_ids=flight.job.token_ids if self.tells_tokens else msgspec.UNSET,
+            prompt_token_ids=lifecycle.request.token_ids if self.tells_tokens else msgspec.UNSET,
             baton=baton,
         )
 
-    def _message(self, choice: int, piece: Piece) -> ChatMessageAnswer:
+    def _message(self, choice: int, text_delta: TextDelta) -> ChatMessageAnswer:
         role, echo = self._shape.role, self._shape.echo
         if self._readers is None:
-            return ChatMessageAnswer(role=role, content=echo + piece.text)
-        message = self._readers[choice].whole(piece.text)
+            return ChatMessageAnswer(role=role, content=echo + text_delta.text)
+        message = self._readers[choice].whole(text_delta.text)
         return ChatMessageAnswer(
             role=role,
             content=echo + (message.content or "") if echo else message.content,
@@ -139,10 +141,10 @@ class ChatFormat:
             tool_calls=message.tool_calls,
         )
 
-    def _finish_reason(self, choice: int, piece: Piece) -> str | None:
+    def _finish_reason(self, choice: int, text_delta: TextDelta) -> str | None:
         has_calls = self._readers is not None and self._readers[choice].has_calls
         ends_with_calls = has_calls and self._shape.message_format.ends_with_calls
-        return "tool_calls" if ends_with_calls and piece.finish_reason == "stop" else piece.finish_reason
+        return "tool_calls" if ends_with_calls and text_delta.finish_reason == "stop" else text_delta.finish_reason
 
-    def _chat_logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        return self._logprobs.chat(piece.logprobs or []) if self._shape.wants_logprobs else None
+    def _chat_logprobs(self, text_delta: TextDelta) -> ChatLogprobs | None:
+        return self._logprobs.chat(text_delta.logprobs or []) if self._shape.wants_logprobs else None

@@ -2,17 +2,17 @@
 
 import msgspec
 
-from baton_serve.services.router.api.generation import Answering
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.generation import TextGeneration
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import RequestContext
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.text.message_reader import MessageFormat
-from baton_serve.services.router.text.multimodal.expand_images import placed, shown
-from baton_serve.services.router.text.multimodal.image_tokens import Prompt
-from baton_serve.services.router.text.multimodal.message_parts import urls_of
+from baton_serve.services.router.text.multimodal.expand_images import expand_image_tokens, expand_placeholders
+from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
+from baton_serve.services.router.text.multimodal.message_parts import image_urls
 from baton_serve.services.router.text.sampling_params import (
-    Limits,
+    ModelLimits,
     TextRules,
     chat_logprobs,
     check_prompt,
@@ -27,53 +27,55 @@ class BegunChat(msgspec.Struct, frozen=True):
     model: str
     message_format: MessageFormat
     rules: TextRules
-    generation: Answering
+    generation: TextGeneration
 
 
 async def begin_chat(
-    frontend: Frontend, request: ChatCompletionRequest, context: RequestContext, api_id: str, *, is_long: bool
+    service: ModelService, request: ChatCompletionRequest, context: RequestContext, api_id: str, *, is_long: bool
 ) -> BegunChat:
     """`is_long`: the request had a long body. Raises `ApiError`."""
-    model = frontend.model_name(request.model)
-    limits = frontend.limits()
+    model = service.model_name(request.model)
+    limits = service.limits()
     logprobs = chat_logprobs(request)
-    tokenizing_at = frontend.clock()
-    urls = urls_of(request.messages)
-    text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long)
-    message_format = frontend.message_formats.of(request, text)
-    token_ids = await frontend.tokenize(
+    tokenizing_at = service.clock()
+    urls = image_urls(request.messages)
+    text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
+    message_format = service.message_formats.of(request, text)
+    token_ids = await service.tokenize(
         text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
     )
-    prompt = Prompt(truncated(token_ids, request.truncate_prompt_tokens, limits))
+    prompt = TokenizedPrompt(truncated(token_ids, request.truncate_prompt_tokens, limits))
     if urls:
-        prompt = await _shown(frontend, request, urls, token_ids, limits)
-    arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
+        prompt = await _expand_images(service, request, urls, token_ids, limits)
+    timing = service.timing(context, tokenizing_at=tokenizing_at)
     check_prompt(prompt.token_ids, limits, param="messages")
-    rules = text_rules(request, logprobs=logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids)
+    rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids)
     if message_format.needs_special_tokens:
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)
-    rules = await frontend.constrained(rules, request, message_format.asked, context.exchange)
-    generation = frontend.generate(request, api_id, [prompt], rules, limits, arrival=arrival)
+    rules = await service.with_grammar(rules, request, message_format.grammar_spec, context.exchange)
+    generation = service.generate(request, api_id, [prompt], rules, limits, timing=timing)
     return BegunChat(model, message_format, rules, generation)
 
 
-async def count_tokens(frontend: Frontend, request: ChatCompletionRequest, *, is_long: bool) -> int:
+async def count_tokens(service: ModelService, request: ChatCompletionRequest, *, is_long: bool) -> int:
     """Of the prompt that the request would be. Raises `ApiError`."""
-    frontend = frontend.of(request.model)
-    frontend.model_name(request.model)
-    text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long)
-    token_ids = await frontend.model.tokenize(text, add_special_tokens=False, max_tokens=frontend.max_tokenised())
-    return len(await placed(token_ids, urls_of(request.messages), frontend.model.vision, frontend.image_limits))
+    service = service.of(request.model)
+    service.model_name(request.model)
+    text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
+    token_ids = await service.model.tokenize(text, add_special_tokens=False, max_tokens=service.max_tokenised())
+    return len(
+        await expand_placeholders(token_ids, image_urls(request.messages), service.model.vision, service.image_limits)
+    )
 
 
-async def _shown(
-    frontend: Frontend, request: ChatCompletionRequest, urls: list[str], token_ids: list[int], limits: Limits
-) -> Prompt:
+async def _expand_images(
+    service: ModelService, request: ChatCompletionRequest, urls: list[str], token_ids: list[int], limits: ModelLimits
+) -> TokenizedPrompt:
     if request.truncate_prompt_tokens is not None:
         raise BadRequestError(
             "truncate_prompt_tokens could cut an image in two: leave it out where there are images",
             param="truncate_prompt_tokens",
         )
-    profile = frontend.model.vision
+    profile = service.model.vision
     assert profile is not None, "rendering has refused images"
-    return await shown(token_ids, urls, profile, frontend.image_limits, limits)
+    return await expand_image_tokens(token_ids, urls, profile, service.image_limits, limits)

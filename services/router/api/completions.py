@@ -6,9 +6,9 @@ from functools import partial
 import msgspec
 
 from baton_serve.contracts.messages import TokenLogprobs
-from baton_serve.services.router.api.answer import Head, answer
-from baton_serve.services.router.api.generation import Answering, ended
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.answer import ResponseHeader, answer
+from baton_serve.services.router.api.generation import TextGeneration, ended
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.explanation import Explanation
@@ -21,50 +21,52 @@ from baton_serve.services.router.protocol.openai_responses import (
     Usage,
 )
 from baton_serve.services.router.protocol.request_parsing import parsed
-from baton_serve.services.router.text.grammar import asked_of
+from baton_serve.services.router.text.grammar import read_grammar_spec
 from baton_serve.services.router.text.logprobs import LogprobWriter
-from baton_serve.services.router.text.multimodal.image_tokens import Prompt
+from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
 from baton_serve.services.router.text.sampling_params import (
-    Limits,
-    breadth,
+    ModelLimits,
     check_num_tokens,
     check_prompt,
     check_token_ids,
+    sequence_counts,
     text_rules,
     truncated,
 )
-from baton_serve.services.router.text.text_output import Piece
+from baton_serve.services.router.text.text_output import TextDelta
 from baton_serve.services.router.text.tokenization import beside_loop
 
 
 class CompletionEndpoint:
     """A plain ASGI application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        frontend, context = self._frontend, RequestContext.of(scope)
+        service, context = self._service, RequestContext.of(scope)
         request = await parsed(await read_body(scope, receive), CompletionRequest)
-        frontend = await frontend.serving(request.model)
-        model = frontend.model_name(request.model)
-        limits = frontend.limits()
+        service = await service.serving(request.model)
+        model = service.model_name(request.model)
+        limits = service.limits()
         given = _prompts(request)
-        breadth(request, len(given), limits)  # before there is work
-        tokenizing_at = frontend.clock()
-        prompts = await _all_token_ids(frontend, request, given, limits)
-        arrival = frontend.arrival(context, tokenizing_at=tokenizing_at)
-        head = Head(f"cmpl-{request.request_id or context.request_id}", "text_completion", frontend.now(), model)
-        rules = text_rules(
-            request, logprobs=request.logprobs, tokens_as_ids=frontend.settings.return_tokens_as_token_ids
+        sequence_counts(request, len(given), limits)  # before there is work
+        tokenizing_at = service.clock()
+        prompts = await _all_token_ids(service, request, given, limits)
+        timing = service.timing(context, tokenizing_at=tokenizing_at)
+        head = ResponseHeader(
+            f"cmpl-{request.request_id or context.request_id}", "text_completion", service.now(), model
         )
-        rules = await frontend.constrained(rules, request, asked_of(request), context.exchange)
-        echoed = await _echoed(frontend, request, given, prompts)
-        generation = frontend.generate(
-            request, head.id, [Prompt(ids) for ids in prompts], rules, limits, arrival=arrival
+        rules = text_rules(
+            request, logprobs=request.logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids
+        )
+        rules = await service.with_grammar(rules, request, read_grammar_spec(request), context.exchange)
+        echoed = await _echoed(service, request, given, prompts)
+        generation = service.generate(
+            request, head.id, [TokenizedPrompt(ids) for ids in prompts], rules, limits, timing=timing
         )
         with ended(generation):
-            writer = LogprobWriter(frontend.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
+            writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=rules.tokens_as_ids)
             form = CompletionFormat(request, head, generation, writer, echoed)
             await answer(request, generation, form, head, context=context, receive=receive, send=send)
 
@@ -75,8 +77,8 @@ class CompletionFormat:
     def __init__(
         self,
         request: CompletionRequest,
-        head: Head,
-        generation: Answering,
+        head: ResponseHeader,
+        generation: TextGeneration,
         logprobs: LogprobWriter,
         echoed: Sequence[str] | None,
     ) -> None:
@@ -95,9 +97,9 @@ class CompletionFormat:
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         if self._echoed is None:
             return ()
-        flight = self._generation.flight(choice)
+        lifecycle = self._generation.lifecycle(choice)
         text = self._echo_of(choice)
-        logprobs = self._completion_logprobs(choice, flight.job.token_ids, flight.prompt_logprobs or [])
+        logprobs = self._completion_logprobs(choice, lifecycle.request.token_ids, lifecycle.prompt_logprobs or [])
         return (
             CompletionChoice(
                 index=choice,
@@ -111,52 +113,52 @@ class CompletionFormat:
     def beside_opening(self) -> None:
         return None
 
-    def delta(self, choice: int, piece: Piece) -> msgspec.Struct:
+    def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct:
         if self._is_echo_only:
             return CompletionChoice(
-                index=choice, text="", finish_reason=piece.finish_reason, token_ids=self._token_ids([])
+                index=choice, text="", finish_reason=text_delta.finish_reason, token_ids=self._token_ids([])
             )
         return CompletionChoice(
             index=choice,
-            text=piece.text,
-            logprobs=self._completion_logprobs(choice, piece.token_ids, piece.logprobs or []),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
+            text=text_delta.text,
+            logprobs=self._completion_logprobs(choice, text_delta.token_ids, text_delta.logprobs or []),
+            finish_reason=text_delta.finish_reason,
+            stop_reason=text_delta.stop_reason,
             prompt_token_ids=self._prompt_token_ids(choice),
-            token_ids=self._token_ids(piece.token_ids),
+            token_ids=self._token_ids(text_delta.token_ids),
         )
 
     def whole(
-        self, pieces: Sequence[Piece], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
+        self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
         return CompletionAnswer(
             id=self._head.id,
             created=self._head.created,
             model=self._head.model,
-            choices=[self._choice(i, piece) for i, piece in enumerate(pieces)],
+            choices=[self._choice(i, text_delta) for i, text_delta in enumerate(text_deltas)],
             usage=usage,
             baton=baton,
         )
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
-        flight = self._generation.flight(index)
-        text, token_ids = piece.text, piece.token_ids
-        logprobs: list[TokenLogprobs | None] = list(piece.logprobs or [])
+    def _choice(self, index: int, text_delta: TextDelta) -> CompletionChoice:
+        lifecycle = self._generation.lifecycle(index)
+        text, token_ids = text_delta.text, text_delta.token_ids
+        logprobs: list[TokenLogprobs | None] = list(text_delta.logprobs or [])
         if self._is_echo_only:
             text, token_ids, logprobs = "", [], []
         if self._echoed is not None:
             text = self._echo_of(index) + text
-            token_ids = flight.job.token_ids + token_ids
-            logprobs = [*(flight.prompt_logprobs or []), *logprobs]
+            token_ids = lifecycle.request.token_ids + token_ids
+            logprobs = [*(lifecycle.prompt_logprobs or []), *logprobs]
         return CompletionChoice(
             index=index,
             text=text,
             logprobs=self._completion_logprobs(index, token_ids, logprobs),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
-            prompt_logprobs=self._prompt_logprobs(flight.prompt_logprobs),
+            finish_reason=text_delta.finish_reason,
+            stop_reason=text_delta.stop_reason,
+            prompt_logprobs=self._prompt_logprobs(lifecycle.prompt_logprobs),
             prompt_token_ids=self._prompt_token_ids(index),
-            token_ids=self._token_ids([] if self._is_echo_only else piece.token_ids),
+            token_ids=self._token_ids([] if self._is_echo_only else text_delta.token_ids),
         )
 
     def _token_ids(self, written: list[int]) -> list[int] | msgspec.UnsetType:
@@ -167,7 +169,7 @@ class CompletionFormat:
         if not self.tells_tokens:
             return msgspec.UNSET
         is_first, self._has_begun[choice] = not self._has_begun[choice], True
-        return self._generation.flight(choice).job.token_ids if is_first else None
+        return self._generation.lifecycle(choice).request.token_ids if is_first else None
 
     def _echo_of(self, choice: int) -> str:
         assert self._echoed is not None
@@ -201,13 +203,13 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 
 async def _all_token_ids(
-    frontend: Frontend, request: CompletionRequest, prompts: Sequence[str | list[int]], limits: Limits
+    service: ModelService, request: CompletionRequest, prompts: Sequence[str | list[int]], limits: ModelLimits
 ) -> list[list[int]]:
     """Raises `BadRequestError`."""
     found: list[list[int]] = []
     num_tokens = 0
     for prompt in prompts:
-        token_ids = await _token_ids(frontend, request, prompt, limits)
+        token_ids = await _token_ids(service, request, prompt, limits)
         check_prompt(token_ids, limits, param="prompt")
         num_tokens += len(token_ids)
         check_num_tokens(num_tokens, param="prompt")
@@ -216,12 +218,12 @@ async def _all_token_ids(
 
 
 async def _token_ids(
-    frontend: Frontend, request: CompletionRequest, prompt: str | list[int], limits: Limits
+    service: ModelService, request: CompletionRequest, prompt: str | list[int], limits: ModelLimits
 ) -> list[int]:
     wanted = request.truncate_prompt_tokens
     if isinstance(prompt, str):
         is_framed = request.add_special_tokens is not False
-        tokens = await frontend.tokenize(prompt, limits, add_special_tokens=is_framed, truncate=wanted)
+        tokens = await service.tokenize(prompt, limits, add_special_tokens=is_framed, truncate=wanted)
         return truncated(tokens, wanted, limits)
     tokens = truncated(prompt, wanted, limits)
     check_prompt(tokens, limits, param="prompt")  # shorter before each is looked at
@@ -230,7 +232,7 @@ async def _token_ids(
 
 
 async def _echoed(
-    frontend: Frontend,
+    service: ModelService,
     request: CompletionRequest,
     prompts: Sequence[str | list[int]],
     token_ids: Sequence[list[int]],
@@ -240,7 +242,7 @@ async def _echoed(
         return None
     if request.return_token_ids:  # as in vLLM: the prompt is there as tokens
         return [""] * len(prompts)
-    text = frontend.model.detokenizer.text
+    text = service.model.detokenizer.text
     return [
         prompt if isinstance(prompt, str) else await beside_loop(len(ids), partial(text, ids))
         for prompt, ids in zip(prompts, token_ids, strict=True)

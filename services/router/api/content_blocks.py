@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from baton_serve.services.router.text.scanning.parts import Call, Content, Part, Reasoning
 
-Kind = Literal["text", "reasoning", "call"]
+BlockKind = Literal["text", "reasoning", "call"]
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,7 @@ class Block:
     """`name` is that of a called function, whose arguments are the text."""
 
     index: int
-    kind: Kind
+    kind: BlockKind
     name: str = ""
     call: int = 0
     pieces: list[str] = field(default_factory=list)
@@ -28,25 +28,25 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class BlockOpened:
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class BlockGrown:
     block: Block
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class BlockClosed:
     block: Block
 
 
-Change: TypeAlias = Opened | Grown | Closed
+Change: TypeAlias = BlockOpened | BlockGrown | BlockClosed
 
 
-class Blocks:
+class ContentBlockBuilder:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
@@ -58,7 +58,7 @@ class Blocks:
             text = part.arguments if isinstance(part, Call) else part.text
             if text:
                 block.pieces.append(text)
-                changes.append(Grown(block, text))
+                changes.append(BlockGrown(block, text))
         return changes
 
     def finish(self) -> list[Change]:
@@ -75,16 +75,16 @@ class Blocks:
         self._close(changes)
         self._open = Block(len(self.blocks), kind, name or "", call)
         self.blocks.append(self._open)
-        changes.append(Opened(self._open))
+        changes.append(BlockOpened(self._open))
         return self._open
 
     def _close(self, changes: list[Change]) -> None:
         if self._open is not None:
-            changes.append(Closed(self._open))
+            changes.append(BlockClosed(self._open))
             self._open = None
 
 
-def _kind(part: Part) -> Kind:
+def _kind(part: Part) -> BlockKind:
     match part:
         case Content():
             return "text"

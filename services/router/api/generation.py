@@ -8,31 +8,31 @@ from typing import Protocol
 from baton_serve.services.router.protocol.errors import ClientGoneError
 from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_responses import CachedTokens, Usage
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.text.text_output import Piece, SequenceWriter
-from baton_serve.services.router.text.token_sequence import New
+from baton_serve.services.router.requests.token_queue import TokenQueue
+from baton_serve.services.router.text.text_output import SequenceWriter, TextDelta
+from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
-class Follower(Protocol):
+class DeltaConsumer(Protocol):
     """Gets pieces in the call that brings their tokens, as long as it can."""
 
-    def keeps_up(self) -> bool: ...
-    def follow(self, choice: int, piece: Piece) -> None: ...
+    def can_write(self) -> bool: ...
+    def write_delta(self, choice: int, text_delta: TextDelta) -> None: ...
 
 
-class Answering(Protocol):
-    """What an endpoint sends its client, wherever it comes from. `flights`: one a prompt, in order."""
+class TextGeneration(Protocol):
+    """What an endpoint sends its client, wherever it comes from. `lifecycles`: one a prompt, in order."""
 
     @property
-    def flights(self) -> Sequence[Flight]: ...
+    def lifecycles(self) -> Sequence[RequestLifecycle]: ...
     @property
     def num_choices(self) -> int: ...
     @property
     def is_done(self) -> bool: ...
-    def flight(self, choice: int) -> Flight: ...
-    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]: ...
+    def lifecycle(self, choice: int) -> RequestLifecycle: ...
+    async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]: ...
     def abandon(self) -> None: ...
     def cancel(self, reason: str) -> None: ...
     def usage(self) -> Usage: ...
@@ -40,7 +40,7 @@ class Answering(Protocol):
 
 
 @contextmanager
-def ended(generation: Answering) -> Iterator[None]:
+def ended(generation: TextGeneration) -> Iterator[None]:
     """Whatever happens in the `with` block, no instance works for the generation after it."""
     try:
         yield
@@ -48,25 +48,35 @@ def ended(generation: Answering) -> Iterator[None]:
         generation.cancel("its answer has ended")
 
 
-class Generation:
+class SampledGeneration:
     """Choice `i` is sequence `i % n` of flight `i // n`."""
 
-    __slots__ = ("_clock", "_last_at", "_metrics", "_n", "_num_running", "_outbox", "flights", "num_choices", "writers")
+    __slots__ = (
+        "_clock",
+        "_last_at",
+        "_metrics",
+        "_n",
+        "_num_running",
+        "_outbox",
+        "lifecycles",
+        "num_choices",
+        "writers",
+    )
 
     def __init__(
         self,
-        flights: Sequence[Flight],
-        outbox: Outbox,
+        lifecycles: Sequence[RequestLifecycle],
+        token_queue: TokenQueue,
         writers: Sequence[SequenceWriter],
         *,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self.flights = flights
+        self.lifecycles = lifecycles
         self.writers = writers
         self.num_choices = len(writers)
-        self._outbox = outbox
-        self._n = len(writers) // len(flights)
+        self._outbox = token_queue
+        self._n = len(writers) // len(lifecycles)
         self._metrics = metrics
         self._clock = clock
         self._last_at: list[float | None] = [None] * len(writers)
@@ -76,36 +86,36 @@ class Generation:
     def is_done(self) -> bool:
         return self._num_running == 0
 
-    def flight(self, choice: int) -> Flight:
-        return self.flights[choice // self._n]
+    def lifecycle(self, choice: int) -> RequestLifecycle:
+        return self.lifecycles[choice // self._n]
 
-    async def take(self, follower: Follower | None = None) -> list[tuple[int, Piece]]:
-        """The next pieces, in order for each choice; `follower` gets those that it can, before them: never one with
+    async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
+        """The next pieces, in order for each choice; `consumer` gets those that it can, before them: never one with
         which a choice ends. Raises `ApiError` or `ClientGoneError`."""
-        pieces: list[tuple[int, Piece]] = []
-        at_once = None
-        if follower is not None and not any([writer.may_end_early for writer in self.writers]):
-            at_once = partial(self._pass_on, follower)
-        while not pieces:
-            for output in await self._outbox.take(at_once):
+        text_deltas: list[tuple[int, TextDelta]] = []
+        callback = None
+        if consumer is not None and not any([writer.may_end_early for writer in self.writers]):
+            callback = partial(self._pass_on, consumer)
+        while not text_deltas:
+            for output in await self._outbox.take(callback):
                 writer = self.writers[output.choice]
                 if writer.is_finished:
                     continue
-                piece = writer.push(output.tokens)
-                pieces.append((output.choice, piece))
-                if piece.token_ids:
-                    self._observe(output.choice, len(piece.token_ids), output.at)
+                text_delta = writer.push(output.tokens)
+                text_deltas.append((output.choice, text_delta))
+                if text_delta.token_ids:
+                    self._observe(output.choice, len(text_delta.token_ids), output.at)
                 if writer.is_finished:
                     self._num_running -= 1
-                    self.flight(output.choice).stop(output.choice % self._n)
-        return pieces
+                    self.lifecycle(output.choice).stop_sequence(output.choice % self._n)
+        return text_deltas
 
-    def _pass_on(self, follower: Follower, choice: int, tokens: New, at: float) -> bool:
-        if tokens.finish_reason is not None or not follower.keeps_up():
+    def _pass_on(self, consumer: DeltaConsumer, choice: int, tokens: TokenUpdate, at: float) -> bool:
+        if tokens.finish_reason is not None or not consumer.can_write():
             return False
-        piece = self.writers[choice].push(tokens)
-        self._observe(choice, len(piece.token_ids), at)
-        follower.follow(choice, piece)
+        text_delta = self.writers[choice].push(tokens)
+        self._observe(choice, len(text_delta.token_ids), at)
+        consumer.write_delta(choice, text_delta)
         return True
 
     def abandon(self) -> None:
@@ -114,14 +124,14 @@ class Generation:
         self.cancel("the client disconnected")
 
     def cancel(self, reason: str) -> None:
-        for flight in self.flights:
-            flight.cancel(reason)
+        for lifecycle in self.lifecycles:
+            lifecycle.cancel(reason)
 
     def usage(self) -> Usage:
-        return usage_of(self.flights, sum([writer.num_tokens for writer in self.writers]))
+        return usage_of(self.lifecycles, sum([writer.num_tokens for writer in self.writers]))
 
     def explain(self) -> Explanation | list[Explanation]:
-        return explained(self.flights, self._clock())
+        return explained(self.lifecycles, self._clock())
 
     def _observe(self, choice: int, num_tokens: int, at: float) -> None:
         last = self._last_at[choice]
@@ -129,9 +139,9 @@ class Generation:
         self._metrics.generated(num_tokens, None if last is None else (at - last) / num_tokens)
 
 
-def usage_of(flights: Sequence[Flight], generated: int) -> Usage:
-    prompt = sum([len(flight.job.token_ids) for flight in flights])
-    cached = sum([sum(flight.timeline.cached_tokens.values()) for flight in flights])
+def usage_of(lifecycles: Sequence[RequestLifecycle], generated: int) -> Usage:
+    prompt = sum([len(lifecycle.request.token_ids) for lifecycle in lifecycles])
+    cached = sum([sum(lifecycle.timeline.cached_tokens.values()) for lifecycle in lifecycles])
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,
@@ -140,7 +150,7 @@ def usage_of(flights: Sequence[Flight], generated: int) -> Usage:
     )
 
 
-def explained(flights: Sequence[Flight], now: float) -> Explanation | list[Explanation]:
+def explained(lifecycles: Sequence[RequestLifecycle], now: float) -> Explanation | list[Explanation]:
     """A list only when there are several prompts."""
-    found = [flight.timeline.explain(flight.job.request_id, now) for flight in flights]
+    found = [lifecycle.timeline.explain(lifecycle.request.request_id, now) for lifecycle in lifecycles]
     return found[0] if len(found) == 1 else found

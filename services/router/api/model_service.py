@@ -13,12 +13,12 @@ from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.common.http.exchange import Exchange
 from baton_serve.services.router.api.beam_search import BeamGeneration, BeamPlan
-from baton_serve.services.router.api.best_of import BestOf
-from baton_serve.services.router.api.generation import Answering, Generation
-from baton_serve.services.router.cluster.adapters import most_held
+from baton_serve.services.router.api.best_of import BestOfGeneration
+from baton_serve.services.router.api.generation import SampledGeneration, TextGeneration
+from baton_serve.services.router.cluster.adapters import most_common_adapters
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.routable import serves
-from baton_serve.services.router.cluster.worker_state import Member
+from baton_serve.services.router.cluster.routable import serves_model
+from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.protocol.asgi import RequestContext, while_connected
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelNotFoundError, UnavailableError
@@ -27,23 +27,23 @@ from baton_serve.services.router.protocol.sizes import MAX_TOKENISED
 from baton_serve.services.router.quota.priority import allowed
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.pooling_calls import PoolingCalls
-from baton_serve.services.router.requests.prompt_request import Arrival, Job
-from baton_serve.services.router.requests.token_queue import Outbox
+from baton_serve.services.router.requests.pooling_calls import PoolingDispatcher
+from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming
+from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.grammar import Asked
+from baton_serve.services.router.text.grammar import GrammarSpec
 from baton_serve.services.router.text.message_reader import MessageFormats
-from baton_serve.services.router.text.multimodal.image_tokens import Prompt
+from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
 from baton_serve.services.router.text.sampling_params import (
-    Breadth,
-    Limits,
+    ModelLimits,
+    SequenceCounts,
     TextRules,
-    breadth,
     check_beams,
     kept,
-    ranked,
     sampling_params,
+    sequence_counts,
     token_rules,
+    with_ranking_logprobs,
 )
 from baton_serve.services.router.text.served_model import ModelNames, ServedModel
 from baton_serve.services.router.text.text_output import SequenceWriter
@@ -54,12 +54,12 @@ _random = random.Random()
 
 
 @coroutine
-def _next_turn() -> Generator[None, None, None]:
+def _yield_to_loop() -> Generator[None, None, None]:
     """`asyncio.sleep(0)` without its questions."""
     yield
 
 
-class Frontend:
+class ModelService:
     def __init__(
         self,
         settings: RouterSettings,
@@ -67,7 +67,7 @@ class Frontend:
         model: ServedModel,
         cluster: Cluster,
         dispatcher: Dispatcher,
-        pooling: PoolingCalls,
+        pooling: PoolingDispatcher,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
@@ -82,18 +82,18 @@ class Frontend:
         self.image_limits = settings.image_limits
         self.started_at = self.now()
         self._names = ModelNames(settings)
-        self._names_of = -1
+        self._block_hashes_of = -1
         self._known_names: list[str] = []
         self._adapters_of = -1
         self._known_adapters: dict[str, AdapterRecord] = {}
         self._is_known_of = -1
         self._is_known = False
         self._num_early = 0
-        self._most_early = settings.max_concurrent_requests
+        self._max_early = settings.max_concurrent_requests
         self._limits_of = -1
-        self._known_limits: Limits | None = None
+        self._known_limits: ModelLimits | None = None
         self.own_names = self._names.own()
-        self.siblings: list[Frontend] = [self]
+        self.siblings: list[ModelService] = [self]
         """All models of this router, this one included."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class Frontend:
         """Seconds since 1970, for answers."""
         return int(time.time())
 
-    def of(self, asked: str | None) -> "Frontend":
+    def of(self, asked: str | None) -> "ModelService":
         """The one that serves the model of this name; this one for no name. Raises `ModelNotFoundError`."""
         if asked is None or len(self.siblings) == 1:
             return self
@@ -111,12 +111,14 @@ class Frontend:
         served = [name for sibling in self.siblings for name in (*sibling.names(), *sibling.adapters())]
         raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(served)}", param="model")
 
-    async def serving(self, asked: str | None) -> "Frontend":
+    async def serving(self, asked: str | None) -> "ModelService":
         """`of`, once an instance of the model is known: a router that has just started waits as for one lost."""
-        if not all([sibling.is_known() for sibling in self.siblings]) and self._num_early < self._most_early:
+        if not all([sibling.is_known() for sibling in self.siblings]) and self._num_early < self._max_early:
             self._num_early += 1
             try:
-                await self.cluster.until(lambda: self._has_instances(asked), within_s=self.settings.instance_wait_s)
+                await self.cluster.wait_until(
+                    lambda: self._has_instances(asked), within_s=self.settings.instance_wait_s
+                )
             finally:
                 self._num_early -= 1
         return self.of(asked)
@@ -125,7 +127,7 @@ class Frontend:
         """Whether the router knows an instance of this model."""
         if self._is_known_of != self.cluster.version:
             self._is_known_of = self.cluster.version
-            self._is_known = bool(self.members())
+            self._is_known = bool(self.workers())
         return self._is_known
 
     def _has_instances(self, asked: str | None) -> bool:
@@ -134,20 +136,20 @@ class Frontend:
         meant = [self] if asked is None or len(self.siblings) == 1 else named or self.siblings
         return all(sibling.is_known() for sibling in meant)
 
-    def members(self) -> list[Member]:
+    def workers(self) -> list[WorkerState]:
         """Instances of this model: all of them, where the router serves no other."""
-        members = self.cluster.members()
+        workers = self.cluster.workers()
         if len(self.siblings) == 1:
-            return members
-        return [member for member in members if serves(member.record, self.own_names)]
+            return workers
+        return [worker for worker in workers if serves_model(worker.record, self.own_names)]
 
     def only_names(self) -> frozenset[str] | None:
         """Those of this model, where the router serves others too."""
         return self.own_names if len(self.siblings) > 1 else None
 
     def names(self) -> list[str]:
-        if self._names_of != self.cluster.version:
-            self._names_of = self.cluster.version
+        if self._block_hashes_of != self.cluster.version:
+            self._block_hashes_of = self.cluster.version
             self._known_names = self._find_names()
         return self._known_names
 
@@ -155,13 +157,13 @@ class Frontend:
         """By name. Where instances disagree about one, that which most of them have."""
         if self._adapters_of != self.cluster.version:
             self._adapters_of = self.cluster.version
-            self._known_adapters = most_held([member.record.adapters for member in self.members()])
+            self._known_adapters = most_common_adapters([worker.record.adapters for worker in self.workers()])
         return self._known_adapters
 
     def _find_names(self) -> list[str]:
         advertised: list[str] = []
-        for member in self.members():
-            advertised += [member.record.model, *member.record.model_aliases]
+        for worker in self.workers():
+            advertised += [worker.record.model, *worker.record.model_aliases]
         return self._names.all(advertised)
 
     def model_name(self, asked: str | None) -> str:
@@ -176,14 +178,14 @@ class Frontend:
 
     def max_model_len(self) -> int | None:
         """Of the instances that are known; None when there is none and no setting says it."""
-        lengths = [member.record.max_model_len for member in self.members()]
+        lengths = [worker.record.max_model_len for worker in self.workers()]
         stated = self.settings.max_model_len
         return min([*lengths, *([stated] if stated is not None else [])], default=None)
 
     def pooling_profile(self) -> PoolingProfile:
         """Of a model that answers with vectors. Raises `BadRequestError` for one that writes text, and
         `UnavailableError` when no instance is known."""
-        profiles = [member.record.pooling for member in self.members()]
+        profiles = [worker.record.pooling for worker in self.workers()]
         found = next((profile for profile in profiles if profile is not None), None)
         if found is not None:
             return found
@@ -195,7 +197,7 @@ class Frontend:
             )
         raise UnavailableError("no instance is ready that computes vectors", retry_after_s=1.0)
 
-    def limits(self) -> Limits:
+    def limits(self) -> ModelLimits:
         """Raises `UnavailableError` when nothing is known of the context's length, and `BadRequestError` for a model
         that writes no text."""
         if self._known_limits is None or self._limits_of != self.cluster.version:
@@ -203,10 +205,10 @@ class Frontend:
             self._limits_of = self.cluster.version
         return self._known_limits
 
-    def _find_limits(self) -> Limits:
+    def _find_limits(self) -> ModelLimits:
         max_model_len = self.max_model_len()
-        members = self.members()
-        if members and all(member.record.pooling is not None for member in members):
+        workers = self.workers()
+        if workers and all(worker.record.pooling is not None for worker in workers):
             raise BadRequestError(
                 "this model answers with vectors and writes no text: ask /v1/embeddings, /pooling, /score, /rerank or"
                 " /classify",
@@ -216,7 +218,7 @@ class Frontend:
             raise UnavailableError(
                 "no instance is ready: the prefill, decode and unified pools are empty", retry_after_s=1.0
             )
-        return Limits(
+        return ModelLimits(
             vocab_size=self.model.vocab_size,
             max_model_len=max_model_len,
             max_logprobs=self.settings.max_logprobs,
@@ -225,9 +227,9 @@ class Frontend:
             defaults=self.model.sampling_defaults,
         )
 
-    def arrival(self, context: RequestContext, *, tokenizing_at: float) -> Arrival:
+    def timing(self, context: RequestContext, *, tokenizing_at: float) -> RequestTiming:
         """Of a request whose prompts have just become tokens."""
-        return Arrival(
+        return RequestTiming(
             at=context.arrived_at,
             tokenizing_at=tokenizing_at,
             tokenized_at=self.clock(),
@@ -236,7 +238,9 @@ class Frontend:
             slo=self.slo(context),
         )
 
-    async def tokenize(self, text: str, limits: Limits, *, add_special_tokens: bool, truncate: int | None) -> list[int]:
+    async def tokenize(
+        self, text: str, limits: ModelLimits, *, add_special_tokens: bool, truncate: int | None
+    ) -> list[int]:
         """Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
 
         Returns in the next turn of the loop, so that requests that came together go through each half of their way
@@ -249,15 +253,15 @@ class Frontend:
             )
         else:
             token_ids = await self.model.tokenize_end(text, add_special_tokens=add_special_tokens, num_tokens=keep)
-        await _next_turn()
+        await _yield_to_loop()
         return token_ids
 
     def max_tokenised(self) -> int:
         """The most tokens that are answered with, or counted."""
         return max(MAX_TOKENISED, self.max_model_len() or 0)
 
-    async def constrained(
-        self, rules: TextRules, request: GenerationRequest, asked: Asked | None, exchange: Exchange | None
+    async def with_grammar(
+        self, rules: TextRules, request: GenerationRequest, asked: GrammarSpec | None, exchange: Exchange | None
     ) -> TextRules:
         """`rules` with the form that the answer must have; compiling it ends when the client of `exchange` leaves.
         Raises `BadRequestError` for one that cannot be, and what `ServedModel.grammar` raises."""
@@ -271,48 +275,50 @@ class Frontend:
         self,
         request: GenerationRequest,
         api_id: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenizedPrompt],
         rules: TextRules,
-        limits: Limits,
+        limits: ModelLimits,
         *,
-        arrival: Arrival,
-    ) -> Answering:
+        timing: RequestTiming,
+    ) -> TextGeneration:
         """Sends the prompts on their way. Raises `ApiError`."""
-        if (priority := allowed(request.priority, arrival.caller)) != (request.priority or 0):
+        if (priority := allowed(request.priority, timing.caller)) != (request.priority or 0):
             request = request.model_copy(update={"priority": priority})
-        size = breadth(request, len(prompts), limits)
+        size = sequence_counts(request, len(prompts), limits)
         check_beams(request, size.width, rules, limits)
-        jobs = self._jobs(request, api_id, prompts, rules, limits, size)
+        requests = self._prompt_requests(request, api_id, prompts, rules, limits, size)
         if request.use_beam_search:
-            plan = self._beam_plan(request, jobs, rules, size)
-            return BeamGeneration(plan, self.dispatcher.launch, arrival=arrival, clock=self.clock)
-        outbox = Outbox()
+            plan = self._beam_plan(request, requests, rules, size)
+            return BeamGeneration(plan, self.dispatcher.submit, timing=timing, clock=self.clock)
+        token_queue = TokenQueue()
         writers = [SequenceWriter(self.model.detokenizer, rules) for _ in range(size.width * len(prompts))]
-        flights = self.dispatcher.launch(jobs, outbox, arrival=arrival)
-        generation = Generation(flights, outbox, writers, metrics=self.metrics, clock=self.clock)
+        lifecycles = self.dispatcher.submit(requests, token_queue, timing=timing)
+        generation = SampledGeneration(lifecycles, token_queue, writers, metrics=self.metrics, clock=self.clock)
         if size.width == size.count:
             return generation
-        return BestOf(generation, count=size.count, keeps_logprobs=rules.logprobs is not None)
+        return BestOfGeneration(generation, count=size.count, keeps_logprobs=rules.logprobs is not None)
 
-    def _jobs(
+    def _prompt_requests(
         self,
         request: GenerationRequest,
         api_id: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenizedPrompt],
         rules: TextRules,
-        limits: Limits,
-        size: Breadth,
-    ) -> list[Job]:
+        limits: ModelLimits,
+        size: SequenceCounts,
+    ) -> list[PromptRequest]:
         # Clients choose ids, and may choose one twice.
         unique = f"{api_id}-{_random.getrandbits(32):08x}"
         tokens = token_rules(request, rules, limits, num_prompts=len(prompts))
-        jobs = [
-            Job(
+        requests = [
+            PromptRequest(
                 request_id=f"{unique}-{i}" if len(prompts) > 1 else unique,
                 token_ids=prompt.token_ids,
                 media=prompt.media,
                 images=prompt.images,
-                sampling=ranked(sampling_params(request, len(prompt.token_ids), rules, tokens, limits), size),
+                sampling=with_ranking_logprobs(
+                    sampling_params(request, len(prompt.token_ids), rules, tokens, limits), size
+                ),
                 num_sequences=size.width,
                 first_choice=i * size.width,
                 priority=request.priority or 0,
@@ -323,8 +329,8 @@ class Frontend:
             for i, prompt in enumerate(prompts)
         ]
         if self.settings.enable_log_requests:
-            self._log(jobs)
-        return jobs
+            self._log(requests)
+        return requests
 
     def _lora_of(self, asked: str | None) -> str:
         """Fingerprint of the adapter that a request names, if it names one."""
@@ -335,23 +341,25 @@ class Frontend:
             raise ModelNotFoundError(f"the model {asked!r} does not exist any more", param="model")
         return adapter.fingerprint
 
-    def _beam_plan(self, request: GenerationRequest, jobs: Sequence[Job], rules: TextRules, size: Breadth) -> BeamPlan:
-        eos = frozenset() if request.ignore_eos else self.model.eos_ids
+    def _beam_plan(
+        self, request: GenerationRequest, requests: Sequence[PromptRequest], rules: TextRules, size: SequenceCounts
+    ) -> BeamPlan:
+        eos = frozenset() if request.ignore_eos else self.model.eos_token_ids
         searches = [
             BeamSearch(
                 BeamRules(
                     width=size.width,
-                    max_tokens=job.sampling.max_tokens,
+                    max_tokens=prompt_request.sampling.max_tokens,
                     ends=eos | rules.stop_token_ids,
                     length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
                     early_stopping=request.early_stopping or False,
                 ),
-                num_prompt_tokens=len(job.token_ids),
+                num_prompt_tokens=len(prompt_request.token_ids),
             )
-            for job in jobs
+            for prompt_request in requests
         ]
         return BeamPlan(
-            jobs=jobs,
+            requests=requests,
             searches=searches,
             count=size.count,
             num_alternatives=max(2 * size.width, rules.logprobs or 0),
@@ -371,9 +379,9 @@ class Frontend:
             itl_s if itl_s is not None or itl_ms is None else itl_ms / 1e3,
         )
 
-    def _log(self, jobs: Sequence[Job]) -> None:
+    def _log(self, requests: Sequence[PromptRequest]) -> None:
         """Only where it was asked for: prompts are nobody else's business."""
-        for job in jobs:
-            prompt = self.model.detokenizer.text(job.token_ids, skip_special_tokens=False)
-            extra = {"request_id": job.request_id, "prompt": prompt[: self.settings.max_log_len]}
-            logger.info("request received", extra={**extra, "prompt_tokens": len(job.token_ids)})
+        for prompt_request in requests:
+            prompt = self.model.detokenizer.text(prompt_request.token_ids, skip_special_tokens=False)
+            extra = {"request_id": prompt_request.request_id, "prompt": prompt[: self.settings.max_log_len]}
+            logger.info("request received", extra={**extra, "prompt_tokens": len(prompt_request.token_ids)})

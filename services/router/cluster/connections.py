@@ -12,7 +12,7 @@ from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.zmq.block_events import EventSubscriber
 from baton_serve.services.common.zmq.rpc import InstanceLink
 
-MOST_SOCKETS = 65_535
+MAX_ZMQ_SOCKETS = 65_535
 """ZeroMQ's own limit of 1,023 would do for 340 instances."""
 
 
@@ -23,7 +23,7 @@ class ZeromqConnector:
         self._key = key
         self._instance_timeout_s = instance_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
+        self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
 
     async def close(self) -> None:
         """After every link and subscriber."""

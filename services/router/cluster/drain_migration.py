@@ -8,24 +8,26 @@ from collections.abc import Iterable
 
 from baton_serve.contracts.identity import TicketId, new_ticket_id
 from baton_serve.contracts.messages import Adopt, HotBlocks, Ticket
-from baton_serve.services.router.cluster.worker_state import Member
+from baton_serve.services.router.cluster.worker_state import WorkerState
 
-LARGEST_SHARE = 0.5
+MAX_MIGRATION_RATIO = 0.5
 """Of the heir's free blocks: its own cache is worth something too."""
 
 
-def bequeath(leaving: Member, hot: HotBlocks, members: Iterable[Member]) -> tuple[Member, Adopt] | None:
+def pick_target(
+    leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]
+) -> tuple[WorkerState, Adopt] | None:
     """The heir and what to tell it; None: there is nobody."""
     record = leaving.record
-    heirs = [
+    qualified = [
         m
-        for m in members
+        for m in workers
         if m is not leaving and m.takes_work and m.record.role == record.role and m.record.layout == record.layout
     ]
-    heir = max(heirs, key=lambda m: (m.record.load.free_blocks, m.record.instance), default=None)
-    if heir is None:
+    target = max(qualified, key=lambda m: (m.record.load.free_blocks, m.record.instance), default=None)
+    if target is None:
         return None
-    names = hot.names[: int(heir.record.load.free_blocks * LARGEST_SHARE)]
+    names = hot.names[: int(target.record.load.free_blocks * MAX_MIGRATION_RATIO)]
     if not names:
         return None
     ticket = Ticket(
@@ -33,8 +35,8 @@ def bequeath(leaving: Member, hot: HotBlocks, members: Iterable[Member]) -> tupl
         source=record.instance,
         source_generation=record.generation,
         source_address=record.transfer_address,
-        sink=heir.record.instance,
-        sink_generation=heir.record.generation,
+        sink=target.record.instance,
+        sink_generation=target.record.generation,
         timeout_s=hot.timeout_s,
     )
-    return heir, Adopt(ticket=ticket, names=names)
+    return target, Adopt(ticket=ticket, names=names)

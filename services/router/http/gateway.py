@@ -8,7 +8,7 @@ from typing import Any
 
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.common.tracing import trace_headers
-from baton_serve.services.router.api.messages.errors import PATHS as MESSAGES_PATHS
+from baton_serve.services.router.api.messages.errors import MESSAGES_PATHS as MESSAGES_PATHS
 from baton_serve.services.router.api.messages.errors import error_answer
 from baton_serve.services.router.protocol.asgi import (
     Asgi,
@@ -41,7 +41,7 @@ _random = random.Random()
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 )
-_LONGEST_REQUEST_ID = 200
+_MAX_REQUEST_ID_CHARS = 200
 _LEAST_MS, _MOST_MS = 1e-6, 1e9
 """Of a promised time: what is divided by it, or multiplied with it, stays finite."""
 
@@ -49,7 +49,7 @@ Headers = Mapping[bytes, bytes]
 NO_TRACE: Mapping[str, str] = {}
 
 
-class Shell:
+class Gateway:
     """`direct` endpoints are called without the framework's routing; everything else goes to `app`."""
 
     def __init__(
@@ -175,7 +175,7 @@ def _authorization(headers: Headers) -> str | None:
 
 def _request_id(value: bytes | None) -> str:
     given = _text(value)
-    if given and len(given) <= _LONGEST_REQUEST_ID and given.isascii() and given.isprintable():
+    if given and len(given) <= _MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return f"{_random.getrandbits(128):032x}"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Asgi, Receive, Scope, Send, read_body
 from baton_serve.services.router.protocol.body_scan import check_counts
 from baton_serve.services.router.protocol.errors import BadRequestError
@@ -25,13 +25,13 @@ _MARKS = (
 class InvocationsEndpoint:
     """A plain ASGI application. `direct` are the endpoints that it may hand a request to."""
 
-    def __init__(self, frontend: Frontend, direct: Mapping[str, Asgi]) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService, direct: Mapping[str, Asgi]) -> None:
+        self._service = service
         self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
-        await self._frontend.serving(None)  # what the model does, an instance says
+        await self._service.serving(None)  # what the model does, an instance says
         endpoint = self._direct[path_for(await beside_loop(body, marks_of), self._tasks)]
         is_read = False
 
@@ -45,7 +45,7 @@ class InvocationsEndpoint:
         await endpoint(scope, again, send)
 
     def _tasks(self, model: str | None) -> list[str]:
-        profiles = [member.record.pooling for member in self._frontend.of(model).members()]
+        profiles = [worker.record.pooling for worker in self._service.of(model).workers()]
         return [task for profile in profiles if profile is not None for task in profile.tasks]
 
 

@@ -10,17 +10,17 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton_serve.services.common.version import VERSION
-from baton_serve.services.router.api.model_service import Frontend
-from baton_serve.services.router.cluster.worker_state import Member
-from baton_serve.services.router.processes.process_figures import Figures, joined_metrics, newest_first
-from baton_serve.services.router.processes.sibling_rpc import Crew
+from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.cluster.worker_state import WorkerState
+from baton_serve.services.router.processes.process_figures import ProcessStats, join_metrics, newest_requests
+from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
 from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, read_body, send_json
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import DetokenizeRequest, TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import DetokenizeAnswer, TokenizeAnswer
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
-from baton_serve.services.router.text.multimodal.expand_images import placed
-from baton_serve.services.router.text.multimodal.message_parts import urls_of
+from baton_serve.services.router.text.multimodal.expand_images import expand_placeholders
+from baton_serve.services.router.text.multimodal.message_parts import image_urls
 from baton_serve.services.router.text.tokenization import beside_loop
 
 _PAGE = Path(__file__).parent / "page" / "index.html"
@@ -58,13 +58,13 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
     links: list[LinkHealth]
 
 
-class UnreachedInstance(msgspec.Struct, frozen=True):
+class UnreachableInstance(msgspec.Struct, frozen=True):
     instance: str
     role: str
     http_address: str
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class RouterHealth(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     reason: str | None
     pools: dict[str, int]
@@ -73,32 +73,32 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     """Since this router was started."""
     instances: list[InstanceHealth]
-    unreached: list[UnreachedInstance]
+    unreached: list[UnreachableInstance]
     """Registered, but not connected: just started, just lost, or out of reach."""
 
 
-def own_metrics(frontend: Frontend) -> str:
+def own_metrics(service: ModelService) -> str:
     """As Prometheus reads them, of this process."""
-    for sibling in frontend.siblings:
-        sibling.dispatcher.endings.tell()
-    return generate_latest(frontend.metrics.registry).decode()
+    for sibling in service.siblings:
+        sibling.dispatcher.request_log.flush()
+    return generate_latest(service.metrics.registry).decode()
 
 
-def own_figures(frontend: Frontend) -> Figures:
+def own_stats(service: ModelService) -> ProcessStats:
     """Of this process."""
-    recent = [request for sibling in frontend.siblings for request in sibling.dispatcher.endings.recent()]
-    return Figures(
-        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings),
-        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings),
+    recent = [request for sibling in service.siblings for request in sibling.dispatcher.request_log.recent()]
+    return ProcessStats(
+        requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings),
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings),
         recent=[(ended_at, msgspec.Raw(msgspec.json.encode(request))) for ended_at, request in recent],
     )
 
 
-def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
+def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> RouterHealth:
     """`reason` is set when no request could be served. `others` share the port."""
-    cluster = frontend.cluster
-    ready = [member for member in cluster.members() if member.state == "ready"]
-    unreached = [member.record for member in cluster.members() if member.state != "ready"]
+    cluster = service.cluster
+    ready = [worker for worker in cluster.workers() if worker.state == "ready"]
+    unreached = [worker.record for worker in cluster.workers() if worker.state != "ready"]
     pools = {
         role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
     }
@@ -111,29 +111,29 @@ def health(frontend: Frontend, others: Sequence[Figures] = ()) -> Health:
             reason += f"; registered, but not reached: {', '.join(record.instance for record in unreached)}"
         if not cluster.is_registry_connected():
             reason += "; the registry does not answer"
-    return Health(
+    return RouterHealth(
         status="ok" if reason is None else "unavailable",
         reason=reason,
         pools=pools,
         registry_connected=cluster.is_registry_connected(),
-        requests_in_flight=sum(sibling.dispatcher.num_flights for sibling in frontend.siblings)
+        requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings)
         + sum(other.requests_in_flight for other in others),
-        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in frontend.siblings)
+        generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings)
         + sum(other.generated_tokens for other in others),
-        instances=[_instance_health(member) for member in ready],
-        unreached=[UnreachedInstance(record.instance, record.role, record.http_address) for record in unreached],
+        instances=[_instance_health(worker) for worker in ready],
+        unreached=[UnreachableInstance(record.instance, record.role, record.http_address) for record in unreached],
     )
 
 
-def _instance_health(member: Member) -> InstanceHealth:
-    record, load = member.record, member.record.load
+def _instance_health(worker: WorkerState) -> InstanceHealth:
+    record, load = worker.record, worker.record.load
     return InstanceHealth(
         instance=record.instance,
         generation=record.generation,
         role=record.role,
         host=record.host,
         http_address=record.http_address,
-        draining=not member.takes_work,
+        draining=not worker.takes_work,
         running=load.running,
         waiting=load.waiting,
         free_blocks=load.free_blocks,
@@ -143,20 +143,20 @@ def _instance_health(member: Member) -> InstanceHealth:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         links=[
             LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.choice, link.reason)
-            for link in member.links
+            for link in worker.links
         ],
     )
 
 
-def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
+def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
     router = APIRouter()
 
-    async def siblings() -> list[Figures]:
-        return [] if crew is None else await crew.siblings()
+    async def siblings() -> list[ProcessStats]:
+        return [] if sibling_rpc is None else await sibling_rpc.siblings()
 
     @router.get("/health", summary="200 when requests can be served, with pools, instances and links; else 503")
     async def get_health() -> Response:
-        found = health(frontend, await siblings())
+        found = health(service, await siblings())
         return _json(found, status=200 if found.reason is None else 503)
 
     ping_summary = "The status of /health without its body"
@@ -164,7 +164,7 @@ def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
     @router.post("/ping", summary=ping_summary, operation_id="post_ping", response_class=Response)
     @router.get("/ping", summary=ping_summary, operation_id="get_ping", response_class=Response)
     async def ping() -> Response:
-        return Response(status_code=200 if health(frontend).reason is None else 503)
+        return Response(status_code=200 if health(service).reason is None else 503)
 
     @router.get("/version", summary="Baton's version")
     async def get_version() -> Response:
@@ -172,7 +172,7 @@ def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        text = own_metrics(frontend) if crew is None else joined_metrics(await crew.metrics())
+        text = own_metrics(service) if sibling_rpc is None else join_metrics(await sibling_rpc.metrics())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/", summary="A page that shows the cluster and chats with it", include_in_schema=False)
@@ -181,54 +181,56 @@ def system_routes(frontend: Frontend, crew: Crew | None = None) -> APIRouter:
 
     @router.get("/recent", summary="Where the time of the last requests went, newest first")
     async def recent() -> Response:
-        return _json(newest_first([own_figures(frontend), *await siblings()]))
+        return _json(newest_requests([own_stats(service), *await siblings()]))
 
     return router
 
 
 class TokenizeEndpoint:
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        frontend = self._frontend
+        service = self._service
         body = await read_body(scope, receive)
         request = await parsed(body, TokenizeRequest)
-        frontend = frontend.of(request.model)
-        frontend.model_name(request.model)
+        service = service.of(request.model)
+        service.model_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequestError("give either prompt or messages", param="prompt")
         if request.prompt is None:
-            text = await frontend.model.render_chat(request, shows_images=True, is_long=is_long(body))
+            text = await service.model.render_chat(request, shows_images=True, is_long=is_long(body))
             add_special_tokens = bool(request.add_special_tokens)
         else:
             text, add_special_tokens = request.prompt, request.add_special_tokens is not False
-        tokens = await frontend.model.tokenize(
-            text, add_special_tokens=add_special_tokens, max_tokens=frontend.max_tokenised()
+        tokens = await service.model.tokenize(
+            text, add_special_tokens=add_special_tokens, max_tokens=service.max_tokenised()
         )
-        tokens = await placed(tokens, urls_of(request.messages or ()), frontend.model.vision, frontend.image_limits)
+        tokens = await expand_placeholders(
+            tokens, image_urls(request.messages or ()), service.model.vision, service.image_limits
+        )
         strings = None
         if request.return_token_strs:
-            token = frontend.model.tokenizer.token
+            token = service.model.tokenizer.token
             strings = await beside_loop(len(tokens), lambda: [token(token_id) or "" for token_id in tokens])
         answer = TokenizeAnswer(
-            count=len(tokens), max_model_len=frontend.max_model_len(), tokens=tokens, token_strs=strings
+            count=len(tokens), max_model_len=service.max_model_len(), tokens=tokens, token_strs=strings
         )
         await send_json(send, answer)
 
 
 class DetokenizeEndpoint:
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await parsed(await read_body(scope, receive), DetokenizeRequest)
-        frontend = self._frontend.of(request.model)
-        frontend.model_name(request.model)
-        model = frontend.model
+        service = self._service.of(request.model)
+        service.model_name(request.model)
+        model = service.model
         if request.tokens and max(request.tokens) >= model.vocab_size:
             raise BadRequestError(f"tokens: ids must lie in 0..{model.vocab_size - 1}", param="tokens")
-        if len(request.tokens) > (most := frontend.max_tokenised()):
+        if len(request.tokens) > (most := service.max_tokenised()):
             raise BadRequestError(f"tokens: {len(request.tokens)} were given, the limit is {most}", param="tokens")
         text = partial(model.detokenizer.text, request.tokens, skip_special_tokens=False)
         await send_json(send, DetokenizeAnswer(prompt=await beside_loop(len(request.tokens), text)))

@@ -8,17 +8,17 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.text.chat_template import ChatTemplates
 from baton_serve.services.router.text.tokenization import read_json
 
 
-def tokenizer_routes(frontend: Frontend) -> APIRouter:
+def tokenizer_routes(service: ModelService) -> APIRouter:
     """Raises `ModelFolderError`."""
     router = APIRouter()
-    if not frontend.settings.enable_tokenizer_info_endpoint:
+    if not service.settings.enable_tokenizer_info_endpoint:
         return router
-    body = msgspec.json.encode(tokenizer_info(frontend))
+    body = msgspec.json.encode(tokenizer_info(service))
 
     @router.get("/tokenizer_info", summary="The tokenizer's configuration and chat template")
     async def get_tokenizer_info() -> Response:
@@ -27,12 +27,12 @@ def tokenizer_routes(frontend: Frontend) -> APIRouter:
     return router
 
 
-def tokenizer_info(frontend: Frontend) -> dict[str, Any]:
+def tokenizer_info(service: ModelService) -> dict[str, Any]:
     """The folder's tokenizer_config.json with tokens as their texts, and the chat template that is in force."""
-    settings = frontend.settings
+    settings = service.settings
     folder = model_folder(settings.tokenizer or settings.model)
     stated = read_json(folder / "tokenizer_config.json", dict[str, Any]) or {}
-    info = {name: _texts(value) for name, value in stated.items()} | dict(frontend.model.tokenizer.special_tokens)
+    info = {name: _texts(value) for name, value in stated.items()} | dict(service.model.tokenizer.special_tokens)
     info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     info.pop("chat_template", None)
     if (template := ChatTemplates.from_folder(folder, {}, settings.chat_template).source) is not None:

@@ -12,7 +12,7 @@ import msgspec
 from baton_serve.services.router.placement.policy import Placement
 from baton_serve.services.router.protocol.caller import Slo
 
-Cause = Literal["ttft", "itl", "queue"]
+RefusalCause = Literal["ttft", "itl", "queue"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class AdmissionRules:
 class Refusal:
     """`message` is for the client; after `retry_after_s` it is predicted to be taken."""
 
-    cause: Cause
+    cause: RefusalCause
     message: str
     retry_after_s: float | None
     """None: when something that runs has ended."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     """`before_s` is the predicted time until all that go before it have gone."""
 
     queued_tokens: int
@@ -41,14 +41,14 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
 
 
-Verdict = Literal["go", "wait"] | Refusal
+AdmissionVerdict = Literal["go", "wait"] | Refusal
 
 
-def judge(
-    placement: Placement, slo: Slo, rules: AdmissionRules, *, waited_s: float, tokens: int, waiting: Waiting
-) -> Verdict:
+def admission_verdict(
+    placement: Placement, slo: Slo, rules: AdmissionRules, *, waited_s: float, tokens: int, waiting: QueueState
+) -> AdmissionVerdict:
     """`waited_s` since its arrival; `tokens` of its prompt; `waiting` is the queue before it."""
-    refusal = breaks_promise(placement, slo, waited_s=waited_s, before_s=waiting.before_s)
+    refusal = slo_refusal(placement, slo, waited_s=waited_s, before_s=waiting.before_s)
     if refusal is not None:
         return refusal
     # Where it is placed there may be a longer queue: its cached prefix is worth that, and others must not wait for it.
@@ -62,17 +62,17 @@ def judge(
     return "wait"
 
 
-def breaks_promise(placement: Placement, slo: Slo, *, waited_s: float, before_s: float = 0.0) -> Refusal | None:
+def slo_refusal(placement: Placement, slo: Slo, *, waited_s: float, before_s: float = 0.0) -> Refusal | None:
     """Whether an answer would begin or go on more slowly than was asked for. An instance that was slow when it last
     computed, and is refused all since, gets another chance after a while: nothing else would show that it is fast."""
     ttft_s = waited_s + before_s + placement.predicted_ttft_s
-    at_best_s = ttft_s - placement.predicted_ttft_s * (1.0 - 1.0 / placement.computing.rate_doubt)
+    at_best_s = ttft_s - placement.predicted_ttft_s * (1.0 - 1.0 / placement.final_worker.rate_uncertainty)
     if slo.ttft_s is not None and at_best_s > slo.ttft_s:
         message = f"the first token is predicted after {ttft_s:.3g} s, {slo.ttft_s:.3g} s was asked for"
         return Refusal("ttft", message, ttft_s - slo.ttft_s)
     itl_s = placement.predicted_itl_s
-    step_doubt = placement.decode.step_doubt if placement.decode is not None else 1.0
-    if slo.itl_s is not None and itl_s / step_doubt > slo.itl_s:
+    step_uncertainty = placement.decode.step_uncertainty if placement.decode is not None else 1.0
+    if slo.itl_s is not None and itl_s / step_uncertainty > slo.itl_s:
         message = f"tokens are predicted every {itl_s * 1e3:.3g} ms, {slo.itl_s * 1e3:.3g} ms was asked for"
         return Refusal("itl", message, None)
     return None

@@ -15,7 +15,7 @@ from operator import or_
 import msgspec
 
 from baton_serve.contracts.events import BlockEvent, BlocksRemoved, EventBatch, Tier
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.messages import Snapshot
 
 
@@ -40,7 +40,7 @@ class _Expectation:
     until: float
     instance: InstanceId
     generation: Generation
-    names: Sequence[BlockName]
+    names: Sequence[BlockHash]
 
 
 class BlockIndex:
@@ -48,9 +48,9 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._sources: dict[InstanceId, _Source] = {}
-        self._device: dict[BlockName, int] = {}
-        self._host: dict[BlockName, int] = {}
-        self._expected: dict[BlockName, int] = {}
+        self._device: dict[BlockHash, int] = {}
+        self._host: dict[BlockHash, int] = {}
+        self._expected: dict[BlockHash, int] = {}
         self._expectations: deque[_Expectation] = deque()
 
     def add(self, instance: InstanceId, generation: Generation) -> None:
@@ -111,7 +111,7 @@ class BlockIndex:
             self._apply(event, source.bit)
         return True
 
-    def expect(self, instance: InstanceId, names: Sequence[BlockName], *, until: float) -> None:
+    def expect(self, instance: InstanceId, names: Sequence[BlockHash], *, until: float) -> None:
         """These blocks will soon be cached there. The guess ends at `until` or with the instance."""
         source = self._sources.get(instance)
         if source is None or not names:
@@ -129,7 +129,7 @@ class BlockIndex:
                 for name in past.names:
                     _drop(self._expected, name, source.bit)
 
-    def match(self, names: Sequence[BlockName]) -> dict[InstanceId, Match]:
+    def match(self, names: Sequence[BlockHash]) -> dict[InstanceId, Match]:
         """Cached prefix of every instance that has at least the first block."""
         if not names:
             return {}
@@ -139,7 +139,7 @@ class BlockIndex:
         total = self._walk(names, (self._device, self._expected, self._host))
         return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
 
-    def held(self, names: Sequence[BlockName]) -> dict[InstanceId, int]:
+    def held(self, names: Sequence[BlockHash]) -> dict[InstanceId, int]:
         """As `match`, of blocks that were reported alone: in any tier, without guesses."""
         return self._walk(names, (self._device, self._host))
 
@@ -153,7 +153,7 @@ class BlockIndex:
                 assert owners, "a block that nobody has"
                 assert owners & ~known == 0, "a block of an instance that is gone"
 
-    def _walk(self, names: Sequence[BlockName], tables: Sequence[dict[BlockName, int]]) -> dict[InstanceId, int]:
+    def _walk(self, names: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> dict[InstanceId, int]:
         """Length of each instance's prefix in the union of `tables`."""
         by_bit = {source.bit: instance for instance, source in self._sources.items()}
         alive = sum(by_bit)
@@ -178,11 +178,11 @@ class BlockIndex:
             else:
                 table[name] = table.get(name, 0) | bit
 
-    def _table(self, tier: Tier) -> dict[BlockName, int]:
+    def _table(self, tier: Tier) -> dict[BlockHash, int]:
         return self._device if tier == "device" else self._host
 
 
-def _drop(table: dict[BlockName, int], name: BlockName, bit: int) -> None:
+def _drop(table: dict[BlockHash, int], name: BlockHash, bit: int) -> None:
     owners = table.get(name, 0) & ~bit
     if owners:
         table[name] = owners
@@ -190,12 +190,12 @@ def _drop(table: dict[BlockName, int], name: BlockName, bit: int) -> None:
         table.pop(name, None)
 
 
-def _clear(table: dict[BlockName, int], bit: int) -> None:
+def _clear(table: dict[BlockHash, int], bit: int) -> None:
     for name in [name for name, owners in table.items() if owners & bit]:
         _drop(table, name, bit)
 
 
-def _owners(names: Sequence[BlockName], tables: Sequence[dict[BlockName, int]]) -> Iterator[int]:
+def _owners(names: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> Iterator[int]:
     """Who has each block, as bits."""
     if len(tables) == 1:
         return map(tables[0].get, names, repeat(0))

@@ -29,8 +29,8 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
         self._entries: dict[int, _Entry[T]] = {}
-        self._ends: dict[str, float] = {}
-        self._clock = 0.0
+        self._virtual_ends: dict[str, float] = {}
+        self._virtual_clock = 0.0
         self._order = 0
         self.tokens = 0
         """Of all that wait."""
@@ -39,8 +39,8 @@ class FairQueue(Generic[T]):
         return len(self._entries)
 
     def push(self, item: T, caller: Caller, *, priority: int, tokens: int) -> None:
-        start = max(self._clock, self._ends.get(caller.name, 0.0))
-        self._ends[caller.name] = start + tokens / caller.weight
+        start = max(self._virtual_clock, self._virtual_ends.get(caller.name, 0.0))
+        self._virtual_ends[caller.name] = start + tokens / caller.weight
         entry = _Entry(priority, start, self._order, tokens, item)
         self._order += 1
         self._entries[id(item)] = entry
@@ -59,18 +59,18 @@ class FairQueue(Generic[T]):
             return False
         entry.item = None
         self.tokens -= entry.tokens
-        self._clock = max(self._clock, entry.start) if entry is self._heap[0] else self._clock
+        self._virtual_clock = max(self._virtual_clock, entry.start) if entry is self._heap[0] else self._virtual_clock
         if not self._entries:
             self._heap.clear()
-            self._ends.clear()
-            self._clock = 0.0
+            self._virtual_ends.clear()
+            self._virtual_clock = 0.0
         return True
 
     def tokens_before(self, caller: Caller, *, priority: int) -> int:
         """Of all that would go before a request that came now."""
         if not self._entries:
             return 0
-        start = max(self._clock, self._ends.get(caller.name, 0.0))
+        start = max(self._virtual_clock, self._virtual_ends.get(caller.name, 0.0))
         return sum(e.tokens for e in self._entries.values() if (e.priority, e.start) <= (priority, start))
 
     def items(self) -> list[T]:

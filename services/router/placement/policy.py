@@ -25,10 +25,10 @@ Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
 Reason = Literal["empty_pool", "never_fits"]
 PolicyName = Literal["prefix", "least_loaded", "round_robin", "random"]
 
-HOST_TIER_CREDIT = 0.75
+HOST_TIER_SAVING_RATIO = 0.75
 """Share of a token's compute time that a block in the host tier saves: it must still be copied in."""
 UNMEASURED_TOKENS_PER_S = 5000.0
-SOON_ENOUGH = 0.9
+TTFT_SLO_MARGIN = 0.9
 """Part of a promised time to the first token that prefill may need before those who write are slowed down for it."""
 FOLLOWERS_PER_QUEUED_PROMPT = 2.0
 MAX_FOLLOWERS = 4.0
@@ -44,9 +44,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_sequences: int = 1
     max_new_tokens: int = 1
-    avoid: frozenset[InstanceId] = frozenset()
+    avoided: frozenset[InstanceId] = frozenset()
     """Instances that failed this request before."""
-    keep_decode: InstanceId | None = None
+    preferred_decode: InstanceId | None = None
     """Where blocks of this request have arrived already."""
     itl_s: float | None = None
     """The longest time between tokens that was promised."""
@@ -82,17 +82,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """What it fetches before it computes."""
     next_step_s: float = 0.0
     """Predicted time of a decode step with one sequence more; 0: not measured."""
-    rate_doubt: float = 1.0
-    step_doubt: float = 1.0
+    rate_uncertainty: float = 1.0
+    step_uncertainty: float = 1.0
     """So many times as fast it may be, for all that is known: it has computed no prompts, or no steps, of late."""
     spare_tokens_per_s: float = 0.0
     """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
 
     def uncached(self, num_tokens: int) -> float:
         """Tokens to compute. The last token always is: its logits are wanted."""
-        missing = num_tokens - self.cached_tokens - HOST_TIER_CREDIT * self.host_cached_tokens
+        missing = num_tokens - self.cached_tokens - HOST_TIER_SAVING_RATIO * self.host_cached_tokens
         if self.pull is not None:
-            missing -= self.pull.brings
+            missing -= self.pull.missing_tokens
         return max(1.0, missing)
 
     @property
@@ -152,7 +152,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return self.decode.next_step_s if self.decode is not None else 0.0
 
     @property
-    def computing(self) -> Candidate:
+    def final_worker(self) -> Candidate:
         """The instance that reads the prompt."""
         chosen = self.prefill or self.decode
         assert chosen is not None
@@ -171,8 +171,8 @@ _Pools = dict[Role, list[Candidate]]
 
 def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
     """`cluster` is a snapshot for this demand at one moment; loads in it have been aged to that moment."""
-    if demand.avoid:
-        trusted = [c for c in cluster.candidates if c.instance not in demand.avoid]
+    if demand.avoided:
+        trusted = [c for c in cluster.candidates if c.instance not in demand.avoided]
         placed = _place(demand, ClusterView(trusted, cluster.turn), policy)
         if not isinstance(placed, NoCapacity):
             return placed
@@ -196,7 +196,7 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
         option = _place_in_group(demand, group, policy, cluster.turn)
         if option is not None and (best is None or option.predicted_ttft_s < best.predicted_ttft_s):
             best = option
-    return best or NoCapacity("empty_pool", _missing(candidates, demand))
+    return best or NoCapacity("empty_pool", _no_capacity_message(candidates, demand))
 
 
 def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:
@@ -206,19 +206,19 @@ def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]
 
 def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
     """Of instances that may exchange blocks."""
-    pick_reader, pick_writer = _PICKS[policy.name]
+    pick_prefill, pick_decode = _PICKS[policy.name]
     pools: _Pools = {"prefill": [], "decode": [], "unified": []}
     for candidate in _with_pulls(demand, group, policy):
         pools[candidate.role].append(candidate)
-    prefill, unified = pick_reader(demand, pools["prefill"], turn), pick_reader(demand, pools["unified"], turn)
+    prefill, unified = pick_prefill(demand, pools["prefill"], turn), pick_prefill(demand, pools["unified"], turn)
     decode = None
-    if demand.keep_decode is not None:
-        decode = next((c for c in pools["decode"] if c.instance == demand.keep_decode), None)
-    decode = decode or pick_writer(demand, pools["decode"], turn)
-    option = _split(demand, prefill, decode, policy, pools)
+    if demand.preferred_decode is not None:
+        decode = next((c for c in pools["decode"] if c.instance == demand.preferred_decode), None)
+    decode = decode or pick_decode(demand, pools["decode"], turn)
+    option = _place_split(demand, prefill, decode, policy, pools)
     if unified is None:
         return option
-    alone = _alone("unified", unified, demand, pools)
+    alone = _on_one_worker("unified", unified, demand, pools)
     return alone if option is None or alone.predicted_ttft_s < option.predicted_ttft_s else option
 
 
@@ -233,26 +233,26 @@ def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPol
     return [c if plan is None else msgspec.structs.replace(c, pull=plan) for c, plan in zip(group, plans, strict=True)]
 
 
-def _split(
+def _place_split(
     demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy, pools: _Pools
 ) -> Placement | None:
     if prefill is not None and demand.max_new_tokens == 1:
-        return _read_by("prefill_only", prefill, None, demand, pools)
+        return _prefill_on("prefill_only", prefill, None, demand, pools)
     if decode is None or (prefill is None and demand.has_images):
         return None
-    few = 0 if demand.has_images else policy.disaggregation_min_tokens
-    if prefill is None or decode.uncached(demand.num_tokens) < few:
-        return _alone("decode_only", decode, demand, pools)
-    apart = _read_by("disaggregated", prefill, decode, demand, pools)
-    beside_s = _beside_s(decode, demand)
-    is_soon = demand.ttft_s is not None and apart.predicted_ttft_s <= SOON_ENOUGH * demand.ttft_s
-    if beside_s < apart.predicted_ttft_s and not is_soon:
-        alone, other_s = _alone("decode_only", decode, demand, pools), apart.predicted_ttft_s
-        return msgspec.structs.replace(alone, predicted_ttft_s=beside_s, other_ttft_s=other_s)
-    return apart if beside_s == inf else msgspec.structs.replace(apart, other_ttft_s=beside_s)
+    min_tokens = 0 if demand.has_images else policy.disaggregation_min_tokens
+    if prefill is None or decode.uncached(demand.num_tokens) < min_tokens:
+        return _on_one_worker("decode_only", decode, demand, pools)
+    disaggregated = _prefill_on("disaggregated", prefill, decode, demand, pools)
+    local_ttft_s = _local_ttft_s(decode, demand)
+    is_soon = demand.ttft_s is not None and disaggregated.predicted_ttft_s <= TTFT_SLO_MARGIN * demand.ttft_s
+    if local_ttft_s < disaggregated.predicted_ttft_s and not is_soon:
+        alone, other_s = _on_one_worker("decode_only", decode, demand, pools), disaggregated.predicted_ttft_s
+        return msgspec.structs.replace(alone, predicted_ttft_s=local_ttft_s, other_ttft_s=other_s)
+    return disaggregated if local_ttft_s == inf else msgspec.structs.replace(disaggregated, other_ttft_s=local_ttft_s)
 
 
-def _beside_s(decode: Candidate, demand: Demand) -> float:
+def _local_ttft_s(decode: Candidate, demand: Demand) -> float:
     """Time to the first token where the prompt is computed beside the answers that are written there, in chunks that
     keep what their requests were promised; inf: where nothing was promised, answers are not slowed down."""
     if demand.itl_s is None or demand.has_images or not decode.spare_tokens_per_s:
@@ -260,7 +260,7 @@ def _beside_s(decode: Candidate, demand: Demand) -> float:
     return (decode.queued_tokens + decode.uncached(demand.num_tokens)) / decode.spare_tokens_per_s
 
 
-def _alone(decision: Decision, candidate: Candidate, demand: Demand, pools: _Pools) -> Placement:
+def _on_one_worker(decision: Decision, candidate: Candidate, demand: Demand, pools: _Pools) -> Placement:
     return Placement(
         decision=decision,
         decode=candidate,
@@ -269,7 +269,7 @@ def _alone(decision: Decision, candidate: Candidate, demand: Demand, pools: _Poo
     )
 
 
-def _read_by(
+def _prefill_on(
     decision: Decision, prefill: Candidate, decode: Candidate | None, demand: Demand, pools: _Pools
 ) -> Placement:
     return Placement(
@@ -281,7 +281,7 @@ def _read_by(
     )
 
 
-def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     num_tokens = demand.num_tokens
@@ -289,7 +289,7 @@ def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Can
     for c in candidates:
         queued += c.queued_tokens
         turnover += c.turnover
-    followers = _followers(queued / len(candidates), num_tokens) if queued else 0.0
+    followers = _expected_followers(queued / len(candidates), num_tokens) if queued else 0.0
     turnover /= len(candidates)
 
     def cost(c: Candidate) -> tuple[float, int, int, InstanceId]:
@@ -300,7 +300,7 @@ def _quickest(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Can
     return min(candidates, key=cost)
 
 
-def _followers(queued_tokens: float, num_tokens: int) -> float:
+def _expected_followers(queued_tokens: float, num_tokens: int) -> float:
     """How many prompts of this one's size will wait for it: as many as wait on average now (Little's law).
 
     The factor and the bound were found by replaying a trace: docs/experiments.md.
@@ -308,7 +308,7 @@ def _followers(queued_tokens: float, num_tokens: int) -> float:
     return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued_tokens / max(1, num_tokens))
 
 
-def _roomiest(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
+def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
     num_tokens = demand.num_tokens
 
     def cost(c: Candidate) -> tuple[bool, float, int, InstanceId]:
@@ -327,27 +327,27 @@ def _least_loaded(demand: Demand, candidates: Iterable[Candidate], turn: int) ->
     )
 
 
-def _next_in_turn(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+def _round_robin(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
     return sorted(candidates, key=lambda c: c.instance)[turn % len(candidates)] if candidates else None
 
 
 def _at_random(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
     # A hash of the turn instead of a generator: `place` stays pure. Prefill and decode are drawn independently.
     is_decode = bool(candidates) and candidates[0].role == "decode"
-    return _next_in_turn(demand, candidates, spread(turn * 2 + is_decode) * len(candidates) >> 64)
+    return _round_robin(demand, candidates, spread(turn * 2 + is_decode) * len(candidates) >> 64)
 
 
 _Pick = Callable[[Demand, Sequence[Candidate], int], Candidate | None]
 _PICKS: dict[PolicyName, tuple[_Pick, _Pick]] = {
-    "prefix": (_quickest, _roomiest),
+    "prefix": (_lowest_ttft, _least_busy),
     "least_loaded": (_least_loaded, _least_loaded),
-    "round_robin": (_next_in_turn, _next_in_turn),
+    "round_robin": (_round_robin, _round_robin),
     "random": (_at_random, _at_random),
 }
 """Who reads the prompt, and who writes the answer, of instances with one role and layout."""
 
 
-def _missing(candidates: Sequence[Candidate], demand: Demand) -> str:
+def _no_capacity_message(candidates: Sequence[Candidate], demand: Demand) -> str:
     roles = {c.role for c in candidates}
     if not roles:
         return "no instance is ready: the prefill, decode and unified pools are empty"

@@ -6,13 +6,13 @@ own warm-up, gives a flat line.
 
 from dataclasses import dataclass
 
-_FADE = 0.98
-_LEAST_SPREAD = 0.25
+_DECAY = 0.98
+_MIN_COUNT_VARIANCE = 0.25
 """Variance of the counts below which no slope can be told from noise."""
 
 
 @dataclass(slots=True)
-class StepTimes:
+class StepTimeFit:
     _weight: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -26,14 +26,16 @@ class StepTimes:
         """Nothing running or nothing measured teaches nothing, except the first time."""
         if step_s <= 0 or (self._weight and not running):
             return
-        self._weight = self._weight * _FADE + 1.0
-        self._x = self._x * _FADE + running
-        self._y = self._y * _FADE + step_s
-        self._xx = self._xx * _FADE + running * running
-        self._xy = self._xy * _FADE + running * step_s
+        self._weight = self._weight * _DECAY + 1.0
+        self._x = self._x * _DECAY + running
+        self._y = self._y * _DECAY + step_s
+        self._xx = self._xx * _DECAY + running * running
+        self._xy = self._xy * _DECAY + running * step_s
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x * mean_x
-        self._slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread) if spread > _LEAST_SPREAD else 0.0
+        self._slope = (
+            max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread) if spread > _MIN_COUNT_VARIANCE else 0.0
+        )
         self._mean_x, self._mean_y = mean_x, mean_y
 
     def predict(self, running: int) -> float:

@@ -6,13 +6,13 @@ import msgspec
 
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.router.main import PROGRAM, prepare, start
-from baton_serve.services.router.processes.supervisor import READY, Assignment
+from baton_serve.services.router.processes.supervisor import READY, ProcessAssignment
 from baton_serve.services.router.protocol.errors import ModelFolderError
 from baton_serve.services.router.settings import RouterSettings
 
 
 def main() -> int:
-    assignment = msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment)
+    assignment = msgspec.json.decode(sys.stdin.buffer.read(), type=ProcessAssignment)
     settings = RouterSettings(**assignment.settings)  # type: ignore[arg-type]
     prepare(settings)
 

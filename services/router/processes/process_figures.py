@@ -5,19 +5,19 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
     requests_in_flight: int
     generated_tokens: int
     recent: list[tuple[float, msgspec.Raw]]
     """The last requests as JSON, each with the moment of its end on the machine's monotonic clock."""
 
 
-def newest_first(figures: Iterable[Figures]) -> list[msgspec.Raw]:
-    ended = [one for found in figures for one in found.recent]
+def newest_requests(stats: Iterable[ProcessStats]) -> list[msgspec.Raw]:
+    ended = [one for found in stats for one in found.recent]
     return [request for _, request in sorted(ended, key=lambda one: -one[0])]
 
 
-def joined_metrics(texts: Mapping[int, str]) -> str:
+def join_metrics(texts: Mapping[int, str]) -> str:
     """`texts` of each worker are as Prometheus reads them. Every sample gets the label `worker`: the counters of a
     process that was started again begin again by themselves, and no sum steps back."""
     families: dict[str, list[str]] = {}

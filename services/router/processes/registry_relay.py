@@ -19,36 +19,36 @@ class RegistryRelay:
     """`url` as instances are given it, `workers` as the workers host theirs."""
 
     def __init__(self, url: str, workers: list[str], *, key: ClusterKey | None = None) -> None:
-        self._view = hosted_registry(url, self._hear, key)
-        self._outlets = [_Outlet(registry_client(worker, key)) for worker in workers]
+        self._view = hosted_registry(url, self._on_message, key)
+        self._forwarders = [_Forwarder(registry_client(worker, key)) for worker in workers]
         self._known: dict[InstanceId, Register] = {}
 
     async def start(self) -> None:
         """Raises `zmq.ZMQError` when the address is in use."""
         await self._view.start(lambda: None)
-        for outlet in self._outlets:
-            outlet.start()
+        for sender in self._forwarders:
+            sender.start()
 
     async def close(self) -> None:
-        for outlet in self._outlets:
-            await outlet.close()
+        for sender in self._forwarders:
+            await sender.close()
         await self._view.close()
 
-    def tell_all(self, index: int) -> None:
+    def send_all_records(self, index: int) -> None:
         """A worker has just started."""
         for record in self._view.records():
-            self._outlets[index].put(self._known[record.instance])
+            self._forwarders[index].put(self._known[record.instance])
 
-    def _hear(self, message: Register | Leave) -> None:
+    def _on_message(self, message: Register | Leave) -> None:
         if isinstance(message, Register):
             self._known[message.record.instance] = message
         else:
             self._known.pop(message.instance, None)
-        for outlet in self._outlets:
-            outlet.put(message)
+        for sender in self._forwarders:
+            sender.put(message)
 
 
-class _Outlet:
+class _Forwarder:
     """To one worker, in order."""
 
     def __init__(self, client: RegistryClient) -> None:

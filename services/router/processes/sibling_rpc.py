@@ -14,19 +14,19 @@ import msgspec
 
 from baton_serve.contracts.same_user import stranger
 from baton_serve.services.common.limited_log import LimitedLog
-from baton_serve.services.router.processes.process_figures import Figures
-from baton_serve.services.router.quota.usage import Used, Window
+from baton_serve.services.router.processes.process_figures import ProcessStats
+from baton_serve.services.router.quota.usage import UsageWindow, WindowUsage
 
 logger = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 0.5
+QUERY_TIMEOUT_S = 0.5
 METRICS_TIMEOUT_S = 2.0
 """Without a worker the sums of all shrink, and whoever scrapes them takes that for a restart."""
 
-Question = Literal["figures", "metrics", "usage"]
+SiblingQuery = Literal["figures", "metrics", "usage"]
 
 
-class Worker(msgspec.Struct, frozen=True):
+class RouterProcess(msgspec.Struct, frozen=True):
     """`index` of `count`. Only this user can open `folder`."""
 
     index: int
@@ -44,20 +44,20 @@ class Worker(msgspec.Struct, frozen=True):
         return [index for index in range(self.count) if index != self.index]
 
 
-class Crew:
+class SiblingRpc:
     """Answers from `start` to `close` with what the functions give. Also a `UsageStore`."""
 
     def __init__(
         self,
-        worker: Worker,
+        worker: RouterProcess,
         *,
-        figures: Callable[[], Figures],
+        stats: Callable[[], ProcessStats],
         metrics: Callable[[], str],
-        usage: Callable[[], list[Used]],
+        usage: Callable[[], list[WindowUsage]],
     ) -> None:
         self._worker = worker
         self._log = LimitedLog(logger)
-        self._answers: dict[str, Callable[[], object]] = {"figures": figures, "metrics": metrics, "usage": usage}
+        self._answers: dict[str, Callable[[], object]] = {"figures": stats, "metrics": metrics, "usage": usage}
         self._metrics = metrics
         self._server: asyncio.AbstractServer | None = None
 
@@ -69,30 +69,30 @@ class Crew:
             self._server.close()
             self._server = None
 
-    async def siblings(self) -> list[Figures]:
+    async def siblings(self) -> list[ProcessStats]:
         """Of all other workers that answer."""
-        answers = await self._ask("figures")
-        return [msgspec.json.decode(answer, type=Figures) for answer in answers.values()]
+        answers = await self._query("figures")
+        return [msgspec.json.decode(answer, type=ProcessStats) for answer in answers.values()]
 
     async def metrics(self) -> dict[int, str]:
         """By worker, this one included."""
-        answers = await self._ask("metrics", METRICS_TIMEOUT_S)
+        answers = await self._query("metrics", METRICS_TIMEOUT_S)
         found = {index: msgspec.json.decode(answer, type=str) for index, answer in answers.items()}
         return dict(sorted((found | {self._worker.index: self._metrics()}).items()))
 
-    async def exchange(self, own: Sequence[Used]) -> list[Used]:
+    async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
         """What the others used in the windows of `own`."""
-        requests: dict[Window, int] = {}
-        tokens: dict[Window, int] = {}
-        for answer in (await self._ask("usage")).values():
-            for used in msgspec.json.decode(answer, type=list[Used]):
+        requests: dict[UsageWindow, int] = {}
+        tokens: dict[UsageWindow, int] = {}
+        for answer in (await self._query("usage")).values():
+            for used in msgspec.json.decode(answer, type=list[WindowUsage]):
                 requests[used.window] = requests.get(used.window, 0) + used.requests
                 tokens[used.window] = tokens.get(used.window, 0) + used.tokens
-        return [Used(one.window, requests.get(one.window, 0), tokens.get(one.window, 0)) for one in own]
+        return [WindowUsage(one.window, requests.get(one.window, 0), tokens.get(one.window, 0)) for one in own]
 
-    async def _ask(self, question: Question, timeout_s: float = ASK_TIMEOUT_S) -> dict[int, bytes]:
+    async def _query(self, query: SiblingQuery, timeout_s: float = QUERY_TIMEOUT_S) -> dict[int, bytes]:
         siblings = self._worker.siblings()
-        answers = await asyncio.gather(*(_ask(self._worker.socket(index), question, timeout_s) for index in siblings))
+        answers = await asyncio.gather(*(_query(self._worker.socket(index), query, timeout_s) for index in siblings))
         return {index: answer for index, answer in zip(siblings, answers, strict=True) if answer}
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,20 +101,20 @@ class Crew:
             writer.close()
             return
         with contextlib.suppress(OSError):
-            question = (await reader.readline()).decode().strip()
-            if question in self._answers:
-                writer.write(msgspec.json.encode(self._answers[question]()))
+            query = (await reader.readline()).decode().strip()
+            if query in self._answers:
+                writer.write(msgspec.json.encode(self._answers[query]()))
                 await writer.drain()
         writer.close()
 
 
-async def _ask(path: str, question: Question, timeout_s: float) -> bytes:
+async def _query(path: str, query: SiblingQuery, timeout_s: float) -> bytes:
     """Empty: no answer."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
-                writer.write(f"{question}\n".encode())
+                writer.write(f"{query}\n".encode())
                 return await reader.read()
             finally:
                 writer.close()

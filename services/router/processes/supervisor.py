@@ -19,26 +19,26 @@ from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listening import bind_tcp
 from baton_serve.services.common.lifecycle import EXIT_HOPELESS, Lifecycle
-from baton_serve.services.common.restart_policy import Restarts
+from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.router.processes.registry_relay import RegistryRelay
-from baton_serve.services.router.processes.sibling_rpc import Worker
+from baton_serve.services.router.processes.sibling_rpc import RouterProcess
 from baton_serve.services.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
 READY = b"ready\n"
 _MODULE = "baton_serve.services.router.processes.process"
-_CLOSING_S = 5.0
+_CLOSE_GRACE_S = 5.0
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class ProcessAssignment(msgspec.Struct, frozen=True):
     """What a worker reads from its standard input. `settings` by name; they have been checked."""
 
     settings: dict[str, object]
-    worker: Worker
+    worker: RouterProcess
 
 
-async def start_workers(settings: RouterSettings, lifecycle: Lifecycle) -> None:
+async def start_router_processes(settings: RouterSettings, lifecycle: Lifecycle) -> None:
     """Returns when all of them serve. Raises `ConfigurationError`."""
     folder = tempfile.mkdtemp(prefix="baton-router-")
 
@@ -47,10 +47,10 @@ async def start_workers(settings: RouterSettings, lifecycle: Lifecycle) -> None:
 
     lifecycle.on_stop("folder of the workers", remove_folder)
     settings = msgspec.structs.replace(settings, port=_hold_port(settings, lifecycle))
-    workers = [Worker(index, settings.workers, folder) for index in range(settings.workers)]
+    workers = [RouterProcess(index, settings.workers, folder) for index in range(settings.workers)]
     relay = await _start_relay(settings, workers, lifecycle)
-    supervisor = Supervisor(settings, workers, relay=relay)
-    grace_s = settings.shutdown_timeout_s + _CLOSING_S
+    supervisor = RouterSupervisor(settings, workers, relay=relay)
+    grace_s = settings.shutdown_timeout_s + _CLOSE_GRACE_S
     lifecycle.on_stop("workers", supervisor.stop, deadline_s=grace_s)
     await supervisor.start()
 
@@ -68,7 +68,9 @@ def _hold_port(settings: RouterSettings, lifecycle: Lifecycle) -> int:
     return port
 
 
-async def _start_relay(settings: RouterSettings, workers: list[Worker], lifecycle: Lifecycle) -> RegistryRelay | None:
+async def _start_relay(
+    settings: RouterSettings, workers: list[RouterProcess], lifecycle: Lifecycle
+) -> RegistryRelay | None:
     """None where workers look into a registry of its own."""
     if not settings.registry.startswith("memory:"):
         return None
@@ -82,8 +84,8 @@ async def _start_relay(settings: RouterSettings, workers: list[Worker], lifecycl
     return relay
 
 
-class Supervisor:
-    def __init__(self, settings: RouterSettings, workers: list[Worker], *, relay: RegistryRelay | None) -> None:
+class RouterSupervisor:
+    def __init__(self, settings: RouterSettings, workers: list[RouterProcess], *, relay: RegistryRelay | None) -> None:
         self._settings = settings
         self._workers = workers
         self._relay = relay
@@ -96,7 +98,7 @@ class Supervisor:
         for group in (self._workers[:1], self._workers[1:]):
             ready = [asyncio.get_running_loop().create_future() for _ in group]
             self._tasks += [
-                asyncio.create_task(self._keep(worker, first), name=f"worker-{worker.index}")
+                asyncio.create_task(self._keep_running(worker, first), name=f"worker-{worker.index}")
                 for worker, first in zip(group, ready, strict=True)
             ]
             await asyncio.gather(*ready)
@@ -117,9 +119,9 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _keep(self, worker: Worker, first: "asyncio.Future[None]") -> None:
+    async def _keep_running(self, worker: RouterProcess, first: "asyncio.Future[None]") -> None:
         """Runs it again and again. `first` is told of its first start, or why there is none."""
-        loop, restarts = asyncio.get_running_loop(), Restarts()
+        loop, restarts = asyncio.get_running_loop(), RestartPolicy()
         while not self._is_stopping:
             started_at = loop.time()
             process = self._running[worker.index] = await self._spawn(worker)
@@ -130,7 +132,7 @@ class Supervisor:
             del self._running[worker.index]
             if self._is_stopping:
                 return
-            delay_s = restarts.died(lived_s=loop.time() - started_at, has_served=is_ready)
+            delay_s = restarts.next_delay_s(lived_s=loop.time() - started_at, has_served=is_ready)
             if not first.done() and (status == EXIT_HOPELESS or delay_s is None):
                 first.set_exception(ConfigurationError("no worker can start; what keeps it is said above"))
                 return
@@ -138,7 +140,7 @@ class Supervisor:
             logger.error("worker %d has died (status %d); it starts again in %g s", worker.index, status, delay_s)
             await asyncio.sleep(delay_s)
 
-    async def _spawn(self, worker: Worker) -> asyncio.subprocess.Process:
+    async def _spawn(self, worker: RouterProcess) -> asyncio.subprocess.Process:
         # In a session of its own, so that Ctrl-C reaches this process alone and a worker hears of it once.
         return await asyncio.create_subprocess_exec(
             *module_command("baton_serve.services.common.die_with_parent", str(os.getpid()), _MODULE),
@@ -147,7 +149,7 @@ class Supervisor:
             start_new_session=True,
         )
 
-    async def _until_ready(self, process: asyncio.subprocess.Process, worker: Worker) -> bool:
+    async def _until_ready(self, process: asyncio.subprocess.Process, worker: RouterProcess) -> bool:
         """False: it ended before."""
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -155,10 +157,10 @@ class Supervisor:
             await process.stdin.drain()
             process.stdin.close()
         if self._relay is not None:
-            self._relay.tell_all(worker.index)
+            self._relay.send_all_records(worker.index)
         return await process.stdout.readline() == READY
 
-    def _assignment(self, worker: Worker) -> Assignment:
+    def _assignment(self, worker: RouterProcess) -> ProcessAssignment:
         """Bounds of all requests together are divided."""
         settings = self._settings
         own = msgspec.structs.replace(
@@ -167,4 +169,4 @@ class Supervisor:
             max_concurrent_requests=ceil(settings.max_concurrent_requests / worker.count),
             max_queued_tokens=ceil(settings.max_queued_tokens / worker.count),
         )
-        return Assignment(msgspec.structs.asdict(own), worker)
+        return ProcessAssignment(msgspec.structs.asdict(own), worker)

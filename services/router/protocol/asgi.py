@@ -23,7 +23,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Any]
 
 _CONTEXT = "baton"
-_MOST_DISCARDED_BYTES = 64 * 1024 * 1024
+_MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 _WATCH_AFTER_S = 0.05
 _EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -106,7 +106,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     while True:
         # The server itself waits only so long for the first piece, which is mostly all and mostly there.
         is_timed = context.exchange is not None and not chunks
-        message = await receive() if is_timed else await _soon(receive, deadline, limits)
+        message = await receive() if is_timed else await _receive_in_time(receive, deadline, limits)
         if message["type"] == "http.disconnect":
             break
         chunk = message.get("body", b"")
@@ -115,14 +115,14 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             chunks.append(chunk)
         else:
             chunks.clear()
-        if not message.get("more_body", False) or size > _MOST_DISCARDED_BYTES:
+        if not message.get("more_body", False) or size > _MAX_DISCARDED_BYTES:
             break
     if size > limit:
         raise RequestTooLargeError(f"the body has more than {limit} bytes, the limit of this server")
     return b"".join(chunks)
 
 
-async def _soon(receive: Receive, deadline: float, limits: RequestLimits) -> MutableMapping[str, Any]:
+async def _receive_in_time(receive: Receive, deadline: float, limits: RequestLimits) -> MutableMapping[str, Any]:
     try:
         async with asyncio.timeout_at(deadline):
             return await receive()

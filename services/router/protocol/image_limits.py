@@ -8,14 +8,14 @@ import msgspec
 from baton_serve.services.router.protocol.errors import BadRequestError
 
 ANY_DOMAIN = "*"
-DEFAULT_PER_PROMPT = 999
+DEFAULT_IMAGES_PER_PROMPT = 999
 """vLLM's."""
 _MODALITIES = ("image", "video", "audio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    per_prompt: int = DEFAULT_PER_PROMPT
+    per_prompt: int = DEFAULT_IMAGES_PER_PROMPT
     domains: frozenset[str] = frozenset()
     """Names of hosts; `*` is every one with a public address."""
     local_path: Path | None = None
@@ -27,7 +27,7 @@ class ImageLimits:
 def images_per_prompt(stated: str) -> int:
     """Of `--limit-mm-per-prompt`, as vLLM writes it: `image=2,video=1` or `{"image": 2}`. Raises `ValueError`."""
     if not stated.strip():
-        return DEFAULT_PER_PROMPT
+        return DEFAULT_IMAGES_PER_PROMPT
     try:
         if stated.lstrip().startswith("{"):
             limits = msgspec.json.decode(stated, type=dict[str, int])
@@ -38,12 +38,12 @@ def images_per_prompt(stated: str) -> int:
         limits = {"": -1}
     if any(count < 0 or name not in _MODALITIES for name, count in limits.items()):
         raise ValueError(f'--limit-mm-per-prompt is image=2 or {{"image": 2}}, not {stated!r}')
-    return limits.get("image", DEFAULT_PER_PROMPT)
+    return limits.get("image", DEFAULT_IMAGES_PER_PROMPT)
 
 
-def refused(reason: str) -> BadRequestError:
+def image_error(reason: str) -> BadRequestError:
     return BadRequestError(f"messages: {reason}", param="messages", code="invalid_image")
 
 
-def too_long(limits: ImageLimits) -> BadRequestError:
-    return refused(f"an image has more than {limits.max_bytes} bytes (--max-image-bytes): make it smaller")
+def image_too_large_error(limits: ImageLimits) -> BadRequestError:
+    return image_error(f"an image has more than {limits.max_bytes} bytes (--max-image-bytes): make it smaller")

@@ -132,13 +132,13 @@ class GenerationRequest(_Request):
     metadata: Metadata | None = None
 
 
-class Part(_Request):
+class ContentPart(_Request):
     type: Name
     text: str | None = None
     image_url: dict[str, Any] | str | None = None
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_OBJECTS)]
+Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 
 
 class ChatMessage(_Request):

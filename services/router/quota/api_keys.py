@@ -91,7 +91,7 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigurationError(f"--api-key-file {self._file}: {getattr(exc, 'strerror', None) or exc}") from exc
         found = [
-            _parsed(line, self._defaults, f"--api-key-file {self._file}: line {number}")
+            _parse_line(line, self._defaults, f"--api-key-file {self._file}: line {number}")
             for number, line in enumerate(lines, 1)
             if line.strip() and not line.lstrip().startswith("#")
         ]
@@ -105,7 +105,7 @@ def _known(key: str, defaults: Caller, name: str = "") -> _Known:
     return _Known(digest, replace(defaults, name=name or f"key-{digest.hex()[:8]}"))
 
 
-def _parsed(line: str, defaults: Caller, where: str) -> _Known:
+def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
     key, *words = line.split()
     given = {name: value for name, _, value in (word.partition("=") for word in words)}
     known = _known(key, defaults, given.pop("name", ""))

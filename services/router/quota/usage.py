@@ -12,11 +12,11 @@ from baton_serve.services.router.protocol.caller import Caller
 
 MINUTE_S = 60
 DAY_S = 86_400
-SPANS = (MINUTE_S, DAY_S)
+WINDOW_SPANS_S = (MINUTE_S, DAY_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class UsageWindow:
     caller: str
     span_s: int
     number: int
@@ -32,8 +32,8 @@ class _Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    window: Window
+class WindowUsage:
+    window: UsageWindow
     requests: int
     tokens: int
 
@@ -46,13 +46,13 @@ class OverLimit:
 
 class UsageLedger:
     def __init__(self) -> None:
-        self._counts: dict[Window, _Count] = {}
+        self._counts: dict[UsageWindow, _Count] = {}
 
     def admit(self, caller: Caller, *, tokens: int, now: float) -> OverLimit | None:
         """Counts a request whose prompts have `tokens`, unless it is over a limit."""
         if not caller.is_limited:
             return None
-        minute, day = (self._count(caller, span, now) for span in SPANS)
+        minute, day = (self._count(caller, span, now) for span in WINDOW_SPANS_S)
         for limit, used, added, span, what in (
             (caller.requests_per_minute, minute.requests + minute.others_requests, 1, MINUTE_S, "requests a minute"),
             (caller.tokens_per_minute, minute.tokens + minute.others_tokens, tokens, MINUTE_S, "tokens a minute"),
@@ -71,36 +71,36 @@ class UsageLedger:
         """Take back the tokens that `admit` counted, for a request that was then refused. It stays counted as a
         request: limits of requests are limits of attempts."""
         if caller.is_limited:
-            for span in SPANS:
+            for span in WINDOW_SPANS_S:
                 count = self._count(caller, span, now)
                 count.tokens = max(0, count.tokens - tokens)
 
     def add(self, caller: Caller, *, tokens: int, now: float) -> None:
         """Tokens that were generated."""
         if caller.is_limited:
-            for span in SPANS:
+            for span in WINDOW_SPANS_S:
                 self._count(caller, span, now).tokens += tokens
 
-    def own(self, now: float) -> list[Used]:
+    def own(self, now: float) -> list[WindowUsage]:
         """What this router counted, in windows that are not long over."""
         self._forget(now)
-        return [Used(window, count.requests, count.tokens) for window, count in self._counts.items()]
+        return [WindowUsage(window, count.requests, count.tokens) for window, count in self._counts.items()]
 
-    def learn(self, others: Iterable[Used]) -> None:
+    def merge_others(self, others: Iterable[WindowUsage]) -> None:
         """What all others counted; never less than before, for a store that was emptied knows too little."""
         for used in others:
             if (count := self._counts.get(used.window)) is not None:
                 count.others_requests = max(count.others_requests, used.requests)
                 count.others_tokens = max(count.others_tokens, used.tokens)
 
-    def used(self, caller: Caller, now: float) -> Iterator[Used]:
-        for span in SPANS:
-            window = Window(caller.name, span, int(now // span))
+    def used(self, caller: Caller, now: float) -> Iterator[WindowUsage]:
+        for span in WINDOW_SPANS_S:
+            window = UsageWindow(caller.name, span, int(now // span))
             count = self._counts.get(window, _Count())
-            yield Used(window, count.requests + count.others_requests, count.tokens + count.others_tokens)
+            yield WindowUsage(window, count.requests + count.others_requests, count.tokens + count.others_tokens)
 
     def _count(self, caller: Caller, span_s: int, now: float) -> _Count:
-        return self._counts.setdefault(Window(caller.name, span_s, int(now // span_s)), _Count())
+        return self._counts.setdefault(UsageWindow(caller.name, span_s, int(now // span_s)), _Count())
 
     def _forget(self, now: float) -> None:
         for window in [w for w in self._counts if (w.number + 2) * w.span_s < now]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton_serve.services.common.errors import RegistryUnavailable
-from baton_serve.services.common.tasks import end
-from baton_serve.services.router.quota.usage import UsageLedger, Used
+from baton_serve.services.common.tasks import cancel_all
+from baton_serve.services.router.quota.usage import UsageLedger, WindowUsage
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ EXCHANGE_S = 0.5
 
 
 class UsageStore(Protocol):
-    async def exchange(self, own: Sequence[Used]) -> list[Used]:
+    async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
         """Tells what this router counted; returns what all others did. Raises `RegistryUnavailable`."""
 
     async def close(self) -> None: ...
@@ -31,7 +31,7 @@ class UsageExchange:
         self._ledger = ledger
         self._store = store
         self._wall_clock = wall_clock
-        self._is_away = False
+        self._is_store_away = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -39,7 +39,7 @@ class UsageExchange:
 
     async def close(self) -> None:
         if self._task is not None:
-            await end([self._task])
+            await cancel_all([self._task])
         await self.exchange()
         await self._store.close()
 
@@ -48,13 +48,13 @@ class UsageExchange:
         if not own:
             return
         try:
-            self._ledger.learn(await self._store.exchange(own))
+            self._ledger.merge_others(await self._store.exchange(own))
         except RegistryUnavailable as exc:
-            if not self._is_away:
+            if not self._is_store_away:
                 logger.warning("limits of keys are counted by this router alone: %s", exc)
-            self._is_away = True
+            self._is_store_away = True
         else:
-            self._is_away = False
+            self._is_store_away = False
 
     async def _run(self) -> None:
         while True:

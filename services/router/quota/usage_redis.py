@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.redis_client import connect_redis
-from baton_serve.services.router.quota.usage import Used
+from baton_serve.services.router.quota.usage import WindowUsage
 
 _EXCHANGE = """
 local others = {}
@@ -41,7 +41,7 @@ class RedisUsageStore:
         self._redis = connect_redis(url)
         self._exchange = self._redis.register_script(_EXCHANGE)
 
-    async def exchange(self, own: Sequence[Used]) -> list[Used]:
+    async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
         keys = [f"baton:usage:{u.window.span_s}:{u.window.number}:{u.window.caller}" for u in own]
         args: list[str | int] = [self._router]
         for used in own:
@@ -50,7 +50,7 @@ class RedisUsageStore:
             others = cast(list[int], await self._exchange(keys=keys, args=args))
         except (RedisError, OSError) as exc:
             raise RegistryUnavailable(f"Redis does not answer: {exc}") from exc
-        return [Used(u.window, others[2 * i], others[2 * i + 1]) for i, u in enumerate(own)]
+        return [WindowUsage(u.window, others[2 * i], others[2 * i + 1]) for i, u in enumerate(own)]
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 
-class Count:
+class CounterValue:
     """`value` is only ever added to."""
 
     __slots__ = ("value",)
@@ -19,23 +19,23 @@ class Count:
         self.value = 0.0
 
 
-class Counters(Collector):
+class CounterFamilies(Collector):
     """All counters of a process, each a family with the label `model_name` and perhaps one more."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._families: dict[str, tuple[str, Sequence[str], dict[tuple[str, ...], Count]]] = {}
+        self._families: dict[str, tuple[str, Sequence[str], dict[tuple[str, ...], CounterValue]]] = {}
         registry.register(self)
 
     def declare(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
         """`labels` beside `model_name`. A family is exposed from now on, with or without samples."""
         self._families.setdefault(name, (text, ("model_name", *labels), {}))
 
-    def of(self, name: str, *values: str) -> Count:
+    def labels(self, name: str, *values: str) -> CounterValue:
         """`values` of the labels, the model's name first."""
         counts = self._families[name][2]
         count = counts.get(values)
         if count is None:
-            count = counts[values] = Count()
+            count = counts[values] = CounterValue()
         return count
 
     def collect(self) -> Iterator[Metric]:

@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from baton_serve.services.common.callbacks import call_each
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 
 
 class Deadlines:
-    def __init__(self, flights: Collection[Flight], *, clock: Callable[[], float]) -> None:
-        """`flights` are those that run, now and at any later time."""
-        self._flights = flights
+    def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
+        """`lifecycles` are those that run, now and at any later time."""
+        self._lifecycles = lifecycles
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0
 
-    def watch(self, flight: Flight) -> None:
-        """One of `flights`, from now on."""
-        if self._timer is None or flight.deadline < self._at:
-            self._set(flight.deadline)
+    def watch(self, lifecycle: RequestLifecycle) -> None:
+        """One of `lifecycles`, from now on."""
+        if self._timer is None or lifecycle.deadline < self._at:
+            self._set(lifecycle.deadline)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -28,11 +28,11 @@ class Deadlines:
     def _set(self, at: float) -> None:
         self.close()
         self._at = at
-        self._timer = asyncio.get_running_loop().call_later(at - self._clock(), self._look)
+        self._timer = asyncio.get_running_loop().call_later(at - self._clock(), self._expire_due)
 
-    def _look(self) -> None:
+    def _expire_due(self) -> None:
         self._timer = None
         now = self._clock()
-        call_each("a request", [flight.expire for flight in self._flights if flight.deadline <= now])
-        if self._flights:
-            self._set(min(flight.deadline for flight in self._flights))
+        call_each("a request", [lifecycle.expire for lifecycle in self._lifecycles if lifecycle.deadline <= now])
+        if self._lifecycles:
+            self._set(min(lifecycle.deadline for lifecycle in self._lifecycles))

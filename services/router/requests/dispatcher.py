@@ -11,31 +11,37 @@ import msgspec
 from baton_serve.services.common.callbacks import call_each
 from baton_serve.services.common.tracing import Span, Tracing
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.placement.admission import AdmissionRules, Refusal, Waiting, breaks_promise, judge
+from baton_serve.services.router.placement.admission import (
+    AdmissionRules,
+    QueueState,
+    Refusal,
+    admission_verdict,
+    slo_refusal,
+)
 from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Placement
 from baton_serve.services.router.placement.retry_budget import RetryBudget
 from baton_serve.services.router.protocol.errors import ApiError, RateLimitError, UnavailableError
 from baton_serve.services.router.quota.usage import UsageLedger
 from baton_serve.services.router.requests.deadlines import Deadlines
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules, Job
-from baton_serve.services.router.requests.request_log import Endings
-from baton_serve.services.router.requests.span_attributes import attributes_of
-from baton_serve.services.router.requests.token_queue import Outbox
+from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestPolicy, RequestTiming
+from baton_serve.services.router.requests.request_log import RequestLog
+from baton_serve.services.router.requests.span_attributes import span_attributes
+from baton_serve.services.router.requests.token_queue import TokenQueue
 
-_LOOK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 """Requests of other routers end unseen: while something waits, the cluster is looked at so often."""
-_FADE = 0.9
+_DECAY = 0.9
 
 
 @dataclass(slots=True)
-class Admission:
+class AdmissionControl:
     """What a dispatcher decides with: rules, and what has been used so far."""
 
     rules: AdmissionRules
-    max_flights: int
+    max_requests: int
     ledger: UsageLedger = field(default_factory=UsageLedger)
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(0.2))
     wall_clock: Callable[[], float] = time.time
@@ -48,8 +54,8 @@ class Dispatcher:
         self,
         cluster: Cluster,
         *,
-        rules: FlightRules,
-        admission: Admission,
+        rules: RequestPolicy,
+        admission: AdmissionControl,
         metrics: RouterMetrics,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
@@ -60,188 +66,190 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock
         self._tracing = tracing or Tracing()
-        self._flights: dict[Flight, Span] = {}
-        self._deadlines = Deadlines(self._flights, clock=clock)
-        self._waiting: FairQueue[Flight] = FairQueue()
-        self._resuming: Flight | None = None
-        self._look_again: asyncio.TimerHandle | None = None
+        self._lifecycles: dict[RequestLifecycle, Span] = {}
+        self._deadlines = Deadlines(self._lifecycles, clock=clock)
+        self._waiting: FairQueue[RequestLifecycle] = FairQueue()
+        self._resuming: RequestLifecycle | None = None
+        self._poll_timer: asyncio.TimerHandle | None = None
         self._ended_at = 0.0
-        self._ends_every_s = 1.0
-        self.endings = Endings(metrics, clock=clock)
-        cluster.listen(self._pump)
-        metrics.in_flight.set_function(lambda: len(self._flights))
+        self._mean_end_interval_s = 1.0
+        self.request_log = RequestLog(metrics, clock=clock)
+        cluster.add_listener(self._dispatch_waiting)
+        metrics.in_flight.set_function(lambda: len(self._lifecycles))
 
     @property
-    def num_flights(self) -> int:
-        return len(self._flights)
+    def num_running(self) -> int:
+        return len(self._lifecycles)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def launch(self, jobs: Sequence[Job], outbox: Outbox, *, arrival: Arrival) -> list[Flight]:
-        """One flight a job, all or none; what comes back goes to `outbox`. Raises `ApiError`. After any exception
+    def submit(
+        self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
+    ) -> list[RequestLifecycle]:
+        """One flight a job, all or none; what comes back goes to `token_queue`. Raises `ApiError`. After any exception
         none of them runs, and their tokens are not counted for the caller."""
-        if not arrival.continues:
-            self._check_limits(jobs, arrival)
-        flights: list[Flight] = []
+        if not timing.continues:
+            self._check_limits(requests, timing)
+        lifecycles: list[RequestLifecycle] = []
         try:
-            for job in jobs:
-                flights.append(self._start(job, outbox, arrival))
+            for request in requests:
+                lifecycles.append(self._start(request, token_queue, timing))
         except BaseException:
-            for flight in flights:
-                flight.cancel("another prompt of the request was refused")
-            if not arrival.continues:
-                self._refund(jobs, arrival)
+            for lifecycle in lifecycles:
+                lifecycle.cancel("another prompt of the request was refused")
+            if not timing.continues:
+                self._refund(requests, timing)
             raise
-        return flights
+        return lifecycles
 
     def close(self) -> None:
         error = UnavailableError("the router stops", code="stopping")
-        call_each("a request", [partial(flight.fail, error) for flight in self._flights])
-        if self._look_again is not None:
-            self._look_again.cancel()
+        call_each("a request", [partial(lifecycle.fail, error) for lifecycle in self._lifecycles])
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
         self._deadlines.close()
-        self.endings.tell()
+        self.request_log.flush()
 
-    def admits(self, flight: Flight, placement: Placement) -> bool:
-        now, arrival = self._clock(), flight.arrival
-        if arrival.continues:
+    def admit_request(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
+        now, timing = self._clock(), lifecycle.timing
+        if timing.continues:
             return True
-        if flight is self._resuming:
-            return self._admits_again(flight, placement)
-        tokens = len(flight.job.token_ids)
-        verdict = judge(
+        if lifecycle is self._resuming:
+            return self._admit_waiting(lifecycle, placement)
+        tokens = len(lifecycle.request.token_ids)
+        verdict = admission_verdict(
             placement,
-            arrival.slo,
+            timing.slo,
             self._admission.rules,
-            waited_s=now - arrival.at,
+            waited_s=now - timing.at,
             tokens=tokens,
-            waiting=self._queue_before(flight),
+            waiting=self._queue_ahead(lifecycle),
         )
         if isinstance(verdict, Refusal):
-            raise self._refused(verdict)
+            raise self._rejection(verdict)
         if verdict == "wait":
-            self._waiting.push(flight, arrival.caller, priority=flight.job.priority, tokens=tokens)
+            self._waiting.push(lifecycle, timing.caller, priority=lifecycle.request.priority, tokens=tokens)
             self._count_waiting()
-            self._look_soon()
+            self._schedule_poll()
         return verdict == "go"
 
-    def prefilled(self, flight: Flight) -> None:
+    def on_prefill_done(self, lifecycle: RequestLifecycle) -> None:
         if self._waiting:
-            self._pump()
+            self._dispatch_waiting()
 
-    def allows_retry(self) -> bool:
-        return self._admission.retries.allows_retry(self._clock())
+    def take_retry(self) -> bool:
+        return self._admission.retries.take_retry(self._clock())
 
-    def ended(self, flight: Flight) -> None:
-        self._learn_end(self._clock())
-        if self._waiting.remove(flight):
+    def on_end(self, lifecycle: RequestLifecycle) -> None:
+        self._record_end(self._clock())
+        if self._waiting.remove(lifecycle):
             self._count_waiting()
-        span, admission = self._flights.pop(flight, None), self._admission
-        admission.ledger.add(flight.arrival.caller, tokens=flight.num_generated, now=admission.wall_clock())
-        self.endings.add(flight)
+        span, admission = self._lifecycles.pop(lifecycle, None), self._admission
+        admission.ledger.add(lifecycle.timing.caller, tokens=lifecycle.num_generated, now=admission.wall_clock())
+        self.request_log.add(lifecycle)
         if span is not None and span.is_recording:
-            call_each("tracing", [partial(_record, span, flight)])
-        self._pump()
+            call_each("tracing", [partial(_record, span, lifecycle)])
+        self._dispatch_waiting()
 
-    def _check_limits(self, jobs: Sequence[Job], arrival: Arrival) -> None:
+    def _check_limits(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
         """Raises `RateLimitError`."""
         admission = self._admission
-        if len(self._flights) + len(jobs) > admission.max_flights:
-            message = f"{len(self._flights)} requests are being served and {admission.max_flights} is the limit"
-            raise self._refused(Refusal("queue", message, None))
-        tokens = sum([len(job.token_ids) for job in jobs])
-        over = admission.ledger.admit(arrival.caller, tokens=tokens, now=admission.wall_clock())
+        if len(self._lifecycles) + len(requests) > admission.max_requests:
+            message = f"{len(self._lifecycles)} requests are being served and {admission.max_requests} is the limit"
+            raise self._rejection(Refusal("queue", message, None))
+        tokens = sum([len(request.token_ids) for request in requests])
+        over = admission.ledger.admit(timing.caller, tokens=tokens, now=admission.wall_clock())
         if over is not None:
             self._metrics.refused("key")
             raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
-        admission.retries.request()
+        admission.retries.record_request()
 
-    def _refund(self, jobs: Sequence[Job], arrival: Arrival) -> None:
+    def _refund(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
         """Nothing was computed: the caller has used no tokens."""
-        admission, tokens = self._admission, sum([len(job.token_ids) for job in jobs])
-        admission.ledger.refund(arrival.caller, tokens=tokens, now=admission.wall_clock())
+        admission, tokens = self._admission, sum([len(request.token_ids) for request in requests])
+        admission.ledger.refund(timing.caller, tokens=tokens, now=admission.wall_clock())
 
-    def _start(self, job: Job, outbox: Outbox, arrival: Arrival) -> Flight:
-        span = self._tracing.span("llm_request", arrival.trace_headers, at=arrival.at)
-        span.child("tokenize", at=arrival.tokenizing_at).end(at=arrival.tokenized_at)
-        flight = Flight(
-            msgspec.structs.replace(job, trace_headers=span.headers) if span.headers else job,
+    def _start(self, request: PromptRequest, token_queue: TokenQueue, timing: RequestTiming) -> RequestLifecycle:
+        span = self._tracing.span("llm_request", timing.trace_headers, at=timing.at)
+        span.child("tokenize", at=timing.tokenizing_at).end(at=timing.tokenized_at)
+        lifecycle = RequestLifecycle(
+            msgspec.structs.replace(request, trace_headers=span.headers) if span.headers else request,
             cluster=self._cluster,
-            outbox=outbox,
+            token_queue=token_queue,
             rules=self._rules,
             clock=self._clock,
-            arrival=arrival,
+            timing=timing,
             owner=self,
         )
         try:
-            flight.start()
-            self._flights[flight] = span
-            self._deadlines.watch(flight)
-            self._metrics.started(flight)
+            lifecycle.start()
+            self._lifecycles[lifecycle] = span
+            self._deadlines.watch(lifecycle)
+            self._metrics.started(lifecycle)
         except BaseException as exc:
-            if self._waiting.remove(flight):
+            if self._waiting.remove(lifecycle):
                 self._count_waiting()
-            if self._flights.pop(flight, None) is not None:
-                flight.cancel("the request was refused")
+            if self._lifecycles.pop(lifecycle, None) is not None:
+                lifecycle.cancel("the request was refused")
             span.end(error=exc.message if isinstance(exc, ApiError) else "an internal error")
             raise
-        return flight
+        return lifecycle
 
-    def _admits_again(self, flight: Flight, placement: Placement) -> bool:
+    def _admit_waiting(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
         """It is the first of those that wait."""
-        waited_s = self._clock() - flight.arrival.at
-        if (refusal := breaks_promise(placement, flight.arrival.slo, waited_s=waited_s)) is not None:
-            raise self._refused(refusal)
+        waited_s = self._clock() - lifecycle.timing.at
+        if (refusal := slo_refusal(placement, lifecycle.timing.slo, waited_s=waited_s)) is not None:
+            raise self._rejection(refusal)
         if placement.shortest_queue_s > self._admission.rules.dispatch_ahead_s:
             return False
-        self._waiting.remove(flight)
+        self._waiting.remove(lifecycle)
         self._count_waiting()
         return True
 
-    def _pump(self) -> None:
+    def _dispatch_waiting(self) -> None:
         """Lets go what may, in order. The first that must wait holds those behind it."""
-        while (flight := self._waiting.first()) is not None and self._resuming is None:
+        while (lifecycle := self._waiting.first()) is not None and self._resuming is None:
             before = len(self._waiting)
-            self._resuming = flight
+            self._resuming = lifecycle
             try:
-                flight.resume()
+                lifecycle.resume()
             finally:
                 self._resuming = None
             if len(self._waiting) == before:
-                self._look_soon()
+                self._schedule_poll()
                 return
 
-    def _queue_before(self, flight: Flight) -> Waiting:
-        rate = self._cluster.takers().prefill_tokens_per_s
-        before = self._waiting.tokens_before(flight.arrival.caller, priority=flight.job.priority)
-        return Waiting(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
+    def _queue_ahead(self, lifecycle: RequestLifecycle) -> QueueState:
+        rate = self._cluster.routable_workers().prefill_tokens_per_s
+        before = self._waiting.tokens_before(lifecycle.timing.caller, priority=lifecycle.request.priority)
+        return QueueState(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
 
-    def _look_soon(self) -> None:
-        if self._look_again is None:
-            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
+    def _schedule_poll(self) -> None:
+        if self._poll_timer is None:
+            self._poll_timer = asyncio.get_running_loop().call_later(_POLL_INTERVAL_S, self._poll)
 
-    def _look(self) -> None:
-        self._look_again = None
-        self._pump()
+    def _poll(self) -> None:
+        self._poll_timer = None
+        self._dispatch_waiting()
 
-    def _refused(self, refusal: Refusal) -> RateLimitError:
+    def _rejection(self, refusal: Refusal) -> RateLimitError:
         self._metrics.refused(refusal.cause)
-        retry_after_s = self._ends_every_s if refusal.retry_after_s is None else refusal.retry_after_s
+        retry_after_s = self._mean_end_interval_s if refusal.retry_after_s is None else refusal.retry_after_s
         return RateLimitError(f"{refusal.message}: try again later", retry_after_s=retry_after_s)
 
     def _count_waiting(self) -> None:
         self._metrics.waiting(requests=len(self._waiting), tokens=self._waiting.tokens)
 
-    def _learn_end(self, now: float) -> None:
+    def _record_end(self, now: float) -> None:
         if self._ended_at:
-            self._ends_every_s = _FADE * self._ends_every_s + (1 - _FADE) * (now - self._ended_at)
+            self._mean_end_interval_s = _DECAY * self._mean_end_interval_s + (1 - _DECAY) * (now - self._ended_at)
         self._ended_at = now
 
 
-def _record(span: Span, flight: Flight) -> None:
-    timeline = flight.timeline
-    span.child("admit", at=flight.arrival.tokenized_at).end(at=timeline.placed_at or timeline.ended_at)
-    span.set(attributes_of(flight))
-    span.end(at=timeline.ended_at, error=None if flight.error is None else flight.error.message)
+def _record(span: Span, lifecycle: RequestLifecycle) -> None:
+    timeline = lifecycle.timeline
+    span.child("admit", at=lifecycle.timing.tokenized_at).end(at=timeline.placed_at or timeline.ended_at)
+    span.set(span_attributes(lifecycle))
+    span.end(at=timeline.ended_at, error=None if lifecycle.error is None else lifecycle.error.message)

@@ -10,61 +10,63 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baton_serve.services.router.placement.first_gap import hold_s, ttft_left_s
+from baton_serve.services.router.placement.first_gap import first_token_hold_s, ttft_budget_s
 from baton_serve.services.router.protocol.errors import ApiError
 from baton_serve.services.router.requests.attempt import Attempt
-from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules
+from baton_serve.services.router.requests.prompt_request import RequestPolicy, RequestTiming
 from baton_serve.services.router.requests.timeline import Timeline
-from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.text.token_sequence import New, TokenSequence
+from baton_serve.services.router.requests.token_queue import TokenQueue
+from baton_serve.services.router.text.token_sequence import TokenSequence, TokenUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     sequence: TokenSequence
-    tokens: New
+    tokens: TokenUpdate
     came_at: float
     timer: asyncio.TimerHandle
 
 
-class Delivery:
+class FirstTokenPacer:
     """`first_choice`: of the sequences' choices in the answer. Moments are those of the router's monotonic clock."""
 
     __slots__ = ("_arrival", "_clock", "_first_choice", "_held", "_outbox", "_rules", "_timeline")
 
     def __init__(
         self,
-        outbox: Outbox,
+        token_queue: TokenQueue,
         timeline: Timeline,
-        arrival: Arrival,
-        rules: FlightRules,
+        timing: RequestTiming,
+        rules: RequestPolicy,
         *,
         first_choice: int,
         clock: Callable[[], float],
     ) -> None:
-        self._outbox = outbox
+        self._outbox = token_queue
         self._timeline = timeline
         self._first_choice = first_choice
-        self._arrival = arrival
+        self._arrival = timing
         self._rules = rules
         self._clock = clock
         self._held: dict[int, _Held] = {}
 
-    def put(self, sequence: TokenSequence, news: Sequence[New], now: float) -> None:
+    def put(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
         if self._held:
             self._release(sequence.index)
-        self._pass_on(sequence, news, now)
+        self._deliver(sequence, updates, now)
 
-    def put_first(self, attempt: Attempt, sequence: TokenSequence, news: Sequence[New], now: float) -> None:
+    def put_first_token(
+        self, attempt: Attempt, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float
+    ) -> None:
         """From an instance that will not write the others."""
-        if attempt.decode is not None and len(news) == 1 and not sequence.is_finished:
-            attempt.first_at[sequence.index] = now
+        if attempt.decode is not None and len(updates) == 1 and not sequence.is_finished:
+            attempt.first_token_at[sequence.index] = now
             for_s = self._hold_s(attempt, now)
             if for_s > 0:
                 timer = asyncio.get_running_loop().call_later(for_s, partial(self._release, sequence.index))
-                self._held[sequence.index] = _Held(sequence, news[0], now, timer)
+                self._held[sequence.index] = _Held(sequence, updates[0], now, timer)
                 return
-        self.put(sequence, news, now)
+        self.put(sequence, updates, now)
 
     def fail(self, error: ApiError) -> None:
         """After all that has come."""
@@ -76,7 +78,7 @@ class Delivery:
         for index in list(self._held):
             self._release(index)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Nobody wants what is held any more."""
         for held in self._held.values():
             held.timer.cancel()
@@ -87,11 +89,11 @@ class Delivery:
         slo = self._arrival.slo
         if slo.itl_s is None or attempt.decode is None or attempt.position:
             return 0.0
-        return hold_s(
+        return first_token_hold_s(
             attempt.decode.first_gap_s(),
             itl_s=slo.itl_s,
-            most_itls=self._rules.first_token_hold,
-            ttft_left_s=ttft_left_s(slo.ttft_s, now - self._arrival.at),
+            max_itls=self._rules.first_token_hold,
+            ttft_budget_s=ttft_budget_s(slo.ttft_s, now - self._arrival.at),
         )
 
     def _release(self, index: int) -> None:
@@ -101,16 +103,16 @@ class Delivery:
         held.timer.cancel()
         now = self._clock()
         self._timeline.held_s = max(self._timeline.held_s, now - held.came_at)
-        self._pass_on(held.sequence, [held.tokens], now)
+        self._deliver(held.sequence, [held.tokens], now)
 
-    def _pass_on(self, sequence: TokenSequence, news: Sequence[New], now: float) -> None:
+    def _deliver(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
         timeline = self._timeline
         timeline.last_token_at = now
         if timeline.first_token_at is None:
             timeline.first_token_at = now
         if len(sequence.token_ids) > timeline.num_later_tokens + 1:
             timeline.num_later_tokens = len(sequence.token_ids) - 1
-        for tokens in news:
+        for tokens in updates:
             self._outbox.put(self._first_choice + sequence.index, tokens, now)
             if tokens.finish_reason is not None:
                 timeline.finish_reasons.append(tokens.finish_reason)

@@ -24,7 +24,7 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def cumulated(self) -> list[tuple[str, float]]:
+    def cumulative_counts(self) -> list[tuple[str, float]]:
         total, found = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
             total += count
@@ -32,7 +32,7 @@ class Histogram:
         return found
 
 
-class Histograms(Collector):
+class HistogramFamilies(Collector):
     """All histograms of a process, each a family with the label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -47,5 +47,5 @@ class Histograms(Collector):
         for name, (text, models) in self._families.items():
             family = HistogramMetricFamily(name, text, labels=["model_name"])
             for model_name, histogram in models.items():
-                family.add_metric([model_name], histogram.cumulated(), histogram.sum)
+                family.add_metric([model_name], histogram.cumulative_counts(), histogram.sum)
             yield family

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from baton_serve.services.router.requests.counter import Count, Counters
-from baton_serve.services.router.requests.histogram import Histogram, Histograms
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.counter import CounterFamilies, CounterValue
+from baton_serve.services.router.requests.histogram import Histogram, HistogramFamilies
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.timeline import Timeline
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -26,12 +26,12 @@ def _one_two_five(limit: int) -> tuple[int, ...]:
     return tuple(m * 10**e for e in range(len(str(limit))) for m in (1, 2, 5) if m * 10**e <= limit)
 
 
-class Families:
+class MetricFamilies:
     """The families of metrics of one process; each model has its own samples of them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.histograms = Histograms(registry)
-        self.counters = Counters(registry)
+        self.histograms = HistogramFamilies(registry)
+        self.counters = CounterFamilies(registry)
         self._registry = registry
         self._gauges: dict[str, Gauge] = {}
 
@@ -43,8 +43,8 @@ class Families:
 
 
 class RouterMetrics:
-    def __init__(self, registry: CollectorRegistry, model_name: str, *, families: Families | None = None) -> None:
-        self._families = families or Families(registry)
+    def __init__(self, registry: CollectorRegistry, model_name: str, *, families: MetricFamilies | None = None) -> None:
+        self._families = families or MetricFamilies(registry)
         self.registry = registry
         self._model = model_name
         lengths = _one_two_five(_MAX_TOKENS_BUCKET)
@@ -96,7 +96,7 @@ class RouterMetrics:
         self.waiting(requests=0, tokens=0)
         self.in_flight = self._gauge("baton:requests_in_flight", "Prompts being answered.")
 
-    def of_model(self, model_name: str) -> "RouterMetrics":
+    def for_model(self, model_name: str) -> "RouterMetrics":
         """Of another model behind this router."""
         return RouterMetrics(self.registry, model_name, families=self._families)
 
@@ -120,9 +120,9 @@ class RouterMetrics:
         if since_last_s is not None:
             self._tpot.observe(since_last_s)
 
-    def started(self, flight: Flight) -> None:
-        self._prompt_tokens.value += len(flight.job.token_ids)
-        self._images.value += len(flight.job.media)
+    def started(self, lifecycle: RequestLifecycle) -> None:
+        self._prompt_tokens.value += len(lifecycle.request.token_ids)
+        self._images.value += len(lifecycle.request.media)
 
     def pooled(self, lengths: Sequence[int], seconds: float) -> None:
         """A call to a model that answers with vectors; `lengths` of its inputs in tokens."""
@@ -132,21 +132,21 @@ class RouterMetrics:
         self._count(self._success, "stop").value += len(lengths)
         self._e2e.observe(seconds)
 
-    def ended(self, flight: Flight) -> None:
-        timeline, job = flight.timeline, flight.job
+    def ended(self, lifecycle: RequestLifecycle) -> None:
+        timeline, request = lifecycle.timeline, lifecycle.request
         ttft_s, itl_s, decode_s, admission_s = timeline.ttft_s, timeline.itl_s, timeline.decode_s, timeline.admission_s
-        lengths = [len(sequence.token_ids) for sequence in flight.sequences]
+        lengths = [len(sequence.token_ids) for sequence in lifecycle.sequences]
         for reason in timeline.finish_reasons:
             self._count(self._success, reason).value += 1
         self._count(self._placements, timeline.decision).value += 1
         self._replays.value += timeline.replays
         self._tokenize.observe(timeline.tokenize_s)
-        self._prompt_length.observe(len(job.token_ids))
-        self._n.observe(job.num_sequences)
-        self._max_tokens.observe(job.sampling.max_tokens)
+        self._prompt_length.observe(len(request.token_ids))
+        self._n.observe(request.num_sequences)
+        self._max_tokens.observe(request.sampling.max_tokens)
         self._answer_length.observe(sum(lengths))
         self._longest.observe(max(lengths))
-        if timeline.e2e_s is not None and flight.error is None:
+        if timeline.e2e_s is not None and lifecycle.error is None:
             self._e2e.observe(timeline.e2e_s)
         if decode_s is not None:
             self._decode.observe(decode_s)
@@ -171,15 +171,15 @@ class RouterMetrics:
         if timeline.held_s:
             self._held.observe(timeline.held_s)
 
-    def _count(self, family: str, label: str) -> Count:
-        return self._families.counters.of(family, self._model, label)
+    def _count(self, family: str, label: str) -> CounterValue:
+        return self._families.counters.labels(family, self._model, label)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return self._families.histograms.add(name, text, buckets, self._model)
 
-    def _counter(self, name: str, text: str) -> Count:
+    def _counter(self, name: str, text: str) -> CounterValue:
         self._families.counters.declare(name, text)
-        return self._families.counters.of(name, self._model)
+        return self._families.counters.labels(name, self._model)
 
     def _labelled(self, name: str, text: str, label: str) -> str:
         self._families.counters.declare(name, text, [label])

@@ -12,13 +12,13 @@ from baton_serve.services.router.protocol.errors import (
 )
 
 
-def no_capacity(refused: NoCapacity) -> ApiError:
-    if refused.reason == "never_fits":
-        return BadRequestError(refused.message, code="context_length_exceeded")
-    return UnavailableError(refused.message, retry_after_s=1.0)
+def no_capacity_error(no_capacity: NoCapacity) -> ApiError:
+    if no_capacity.reason == "never_fits":
+        return BadRequestError(no_capacity.message, code="context_length_exceeded")
+    return UnavailableError(no_capacity.message, retry_after_s=1.0)
 
 
-def failure(failed: Failed) -> ApiError:
+def failure_error(failed: Failed) -> ApiError:
     """For when replays are used up."""
     match failed.code:
         case "overloaded":

@@ -8,8 +8,8 @@ from baton_serve.services.router.placement.policy import NoCapacity
 from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
-class Patience:
-    """`relaunch` gets sequences with the number of their replays; `give_up` hears why the first of those that still
+class PlacementRetry:
+    """`place_again` gets sequences with the number of their replays; `give_up` hears why the first of those that still
     wait when the time is over could not be placed."""
 
     def __init__(
@@ -17,39 +17,39 @@ class Patience:
         cluster: Cluster,
         *,
         wait_s: float,
-        relaunch: Callable[[list[TokenSequence], int], None],
+        place_again: Callable[[list[TokenSequence], int], None],
         give_up: Callable[[NoCapacity], None],
     ) -> None:
         self._cluster = cluster
         self._wait_s = wait_s
-        self._relaunch = relaunch
+        self._place_again = place_again
         self._give_up = give_up
         self._groups: list[tuple[list[TokenSequence], int]] = []
-        self._unlisten: Callable[[], None] | None = None
+        self._remove_listener: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def wait(self, group: list[TokenSequence], replays: int, refused: NoCapacity) -> None:
+    def add(self, group: list[TokenSequence], replays: int, no_capacity: NoCapacity) -> None:
         self._groups.append((group, replays))
-        if self._unlisten is None:
-            self._unlisten = self._cluster.listen(self._retry)
-            self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._over, refused)
+        if self._remove_listener is None:
+            self._remove_listener = self._cluster.add_listener(self._retry)
+            self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._on_timeout, no_capacity)
 
     def end(self) -> None:
         self._groups.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._unlisten is not None:
-            self._unlisten()
-            self._unlisten = None
+        if self._remove_listener is not None:
+            self._remove_listener()
+            self._remove_listener = None
 
     def _retry(self) -> None:
         groups, self._groups = self._groups, []
         for group, replays in groups:
-            self._relaunch(group, replays)
+            self._place_again(group, replays)
 
-    def _over(self, refused: NoCapacity) -> None:
+    def _on_timeout(self, no_capacity: NoCapacity) -> None:
         if self._groups:
-            self._give_up(refused)
+            self._give_up(no_capacity)
         else:
             self.end()

@@ -15,8 +15,8 @@ from baton_serve.contracts.messages import Answer, Cancel, Failed, Pool, Pooled
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
 from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.routable import serves
-from baton_serve.services.router.cluster.worker_state import Member, Share
+from baton_serve.services.router.cluster.routable import serves_model
+from baton_serve.services.router.cluster.worker_state import LoadEstimate, WorkerState
 from baton_serve.services.router.placement.block_index import Match
 from baton_serve.services.router.placement.policy import Candidate
 from baton_serve.services.router.placement.retry_budget import RetryBudget
@@ -28,24 +28,24 @@ from baton_serve.services.router.protocol.errors import (
     RateLimitError,
     UnavailableError,
 )
-from baton_serve.services.router.requests.dispatcher import Admission
+from baton_serve.services.router.requests.dispatcher import AdmissionControl
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.placement_errors import failure
-from baton_serve.services.router.requests.pooling_admission import Going, Turn, Turns
+from baton_serve.services.router.requests.placement_errors import failure_error
+from baton_serve.services.router.requests.pooling_admission import Going, PoolingAdmission, PoolingDemand
 from baton_serve.services.router.requests.pooling_vectors import Vector
-from baton_serve.services.router.requests.prompt_request import FlightRules
+from baton_serve.services.router.requests.prompt_request import RequestPolicy
 
 logger = logging.getLogger(__name__)
 
-GROUP_TOKENS = 8192
-LEAST_GROUP_TOKENS = 512
+MAX_GROUP_TOKENS = 8192
+MIN_GROUP_TOKENS = 512
 """Fewer are not worth a second instance."""
 _BACKOFF_S = 0.05
 _RETRY_AFTER_S = 1.0
 _NO_MATCH = Match()
 
 
-class PoolingJob(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` is unique in the cluster."""
 
     request_id: str
@@ -64,13 +64,13 @@ class PoolingJob(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(given.token_ids) for given in self.inputs)
 
 
-class PoolingCalls:
+class PoolingDispatcher:
     def __init__(
         self,
         cluster: Cluster,
         *,
-        rules: FlightRules,
-        admission: Admission,
+        rules: RequestPolicy,
+        admission: AdmissionControl,
         metrics: RouterMetrics,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
@@ -84,25 +84,25 @@ class PoolingCalls:
         self._num_inputs = 0
         self._is_closed = False
         self._tracing = tracing or Tracing()
-        self._turns = Turns(admission, metrics, clock=clock)
-        cluster.listen(self._turns.pump)
+        self._pooling_admission = PoolingAdmission(admission, metrics, clock=clock)
+        cluster.add_listener(self._pooling_admission.dispatch_waiting)
 
-    async def vectors(self, job: PoolingJob, *, arrived_at: float) -> list[Vector]:
+    async def vectors(self, prompts: PoolingPrompts, *, arrived_at: float) -> list[Vector]:
         """One for each input, in their order. Raises `ApiError`; cancelling it ends the work."""
-        self._check_limits(job)
-        self._num_inputs += len(job.inputs)
+        self._check_limits(prompts)
+        self._num_inputs += len(prompts.inputs)
         try:
-            found = await self._in_task(job, arrived_at)
+            found = await self._in_task(prompts, arrived_at)
         finally:
-            self._num_inputs -= len(job.inputs)
-            self._turns.pump()
-        lengths = [len(given.token_ids) for given in job.inputs]
+            self._num_inputs -= len(prompts.inputs)
+            self._pooling_admission.dispatch_waiting()
+        lengths = [len(given.token_ids) for given in prompts.inputs]
         self._metrics.pooled(lengths, self._clock() - arrived_at)
         return found
 
-    async def _in_task(self, job: PoolingJob, arrived_at: float) -> list[Vector]:
+    async def _in_task(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
         """In a task of its own, so that `close` can end it."""
-        task = asyncio.create_task(self._in_turn(job, arrived_at))
+        task = asyncio.create_task(self._in_turn(prompts, arrived_at))
         self._tasks.add(task)
         try:
             return await task
@@ -114,58 +114,58 @@ class PoolingCalls:
         finally:
             self._tasks.discard(task)
 
-    async def _in_turn(self, job: PoolingJob, arrived_at: float) -> list[Vector]:
-        with self._tracing.span("pooling_request", job.trace_headers, at=arrived_at) as span:
-            span.set({"gen_ai.request.id": job.request_id, "gen_ai.usage.prompt_tokens": job.num_tokens})
-            with await self._take_turn(job, arrived_at) as going:
-                call = _Call(
-                    msgspec.structs.replace(job, trace_headers=span.headers),
+    async def _in_turn(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
+        with self._tracing.span("pooling_request", prompts.trace_headers, at=arrived_at) as span:
+            span.set({"gen_ai.request.id": prompts.request_id, "gen_ai.usage.prompt_tokens": prompts.num_tokens})
+            with await self._take_turn(prompts, arrived_at) as going:
+                call = _PoolingCall(
+                    msgspec.structs.replace(prompts, trace_headers=span.headers),
                     self._cluster,
                     self._rules,
                     deadline=arrived_at + self._rules.request_timeout_s,
                     clock=self._clock,
                     retries=self._admission.retries,
-                    on_asked=going.end,
+                    on_sent=going.end,
                 )
-                self._admission.retries.request()
+                self._admission.retries.record_request()
                 return await call.run()
 
-    async def _take_turn(self, job: PoolingJob, arrived_at: float) -> Going:
+    async def _take_turn(self, prompts: PoolingPrompts, arrived_at: float) -> Going:
         """Raises `RateLimitError`; then the caller has used no tokens."""
         try:
-            return await self._turns.take(self._turn(job, arrived_at))
+            return await self._pooling_admission.admit(self._demand(prompts, arrived_at))
         except BaseException:
             admission = self._admission
-            admission.ledger.refund(job.caller, tokens=job.num_tokens, now=admission.wall_clock())
+            admission.ledger.refund(prompts.caller, tokens=prompts.num_tokens, now=admission.wall_clock())
             raise
 
-    def _turn(self, job: PoolingJob, arrived_at: float) -> Turn:
-        return Turn(
-            num_tokens=job.num_tokens,
-            priority=job.priority,
-            caller=job.caller,
-            slo=job.slo,
+    def _demand(self, prompts: PoolingPrompts, arrived_at: float) -> PoolingDemand:
+        return PoolingDemand(
+            num_tokens=prompts.num_tokens,
+            priority=prompts.priority,
+            caller=prompts.caller,
+            slo=prompts.slo,
             arrived_at=arrived_at,
-            candidates=lambda: candidates(self._cluster, self._clock(), job.model),
+            candidates=lambda: candidates(self._cluster, self._clock(), prompts.model),
             granted=asyncio.get_running_loop().create_future(),
         )
 
-    def _check_limits(self, job: PoolingJob) -> None:
+    def _check_limits(self, prompts: PoolingPrompts) -> None:
         """Raises `RateLimitError`."""
         admission, running = self._admission, self._num_inputs
-        if running and running + len(job.inputs) > admission.max_flights:
+        if running and running + len(prompts.inputs) > admission.max_requests:
             raise RateLimitError(
-                f"{running} inputs are being computed and {admission.max_flights} is the limit: try again later",
+                f"{running} inputs are being computed and {admission.max_requests} is the limit: try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        over = admission.ledger.admit(job.caller, tokens=job.num_tokens, now=admission.wall_clock())
+        over = admission.ledger.admit(prompts.caller, tokens=prompts.num_tokens, now=admission.wall_clock())
         if over is not None:
             self._metrics.refused("key")
             raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
 
     def close(self) -> None:
         self._is_closed = True
-        self._turns.close()
+        self._pooling_admission.close()
         for task in self._tasks:
             task.cancel()
 
@@ -178,29 +178,29 @@ class _Group:
     num_tokens: int = 0
 
 
-class _Call:
+class _PoolingCall:
     def __init__(
         self,
-        job: PoolingJob,
+        prompts: PoolingPrompts,
         cluster: Cluster,
-        rules: FlightRules,
+        rules: RequestPolicy,
         *,
         deadline: float,
         clock: Callable[[], float],
         retries: RetryBudget,
-        on_asked: Callable[[], None],
+        on_sent: Callable[[], None],
     ) -> None:
-        """`on_asked` is called whenever an instance has got work."""
-        self._job = job
+        """`on_sent` is called whenever an instance has got work."""
+        self._job = prompts
         self._cluster = cluster
         self._rules = rules
         self._deadline = deadline
         self._clock = clock
         self._retries = retries
-        self._on_asked = on_asked
+        self._on_asked = on_sent
         self._found: dict[int, Vector] = {}
-        self._avoid: set[InstanceId] = set()
-        self._num_asked = 0
+        self._avoided: set[InstanceId] = set()
+        self._num_calls = 0
 
     async def run(self) -> list[Vector]:
         left_s = max(0.0, self._deadline - self._clock())
@@ -227,32 +227,32 @@ class _Call:
     async def _compute(self, group: _Group, left_s: float) -> None:
         """Asks instances until all of the group's vectors are there."""
         for attempt in range(self._rules.max_replays + 1):
-            member = await self._member(group)
-            asked = _Asked(self._positions_left(group), self._found)
-            self._num_asked += 1
-            await self._ask(member, asked, RequestId(f"{self._job.request_id}~{self._num_asked}"), left_s)
+            worker = await self._worker(group)
+            asked = _InstanceCall(self._positions_left(group), self._found)
+            self._num_calls += 1
+            await self._send(worker, asked, RequestId(f"{self._job.request_id}~{self._num_calls}"), left_s)
             error = asked.error()
             if error is None:
-                member.circuit.succeeded()
+                worker.circuit_breaker.succeeded()
                 return
             if isinstance(error, BadRequestError):
                 raise error
-            instance = member.record.instance
+            instance = worker.record.instance
             extra = {"request_id": self._job.request_id}
             logger.warning("asked again: %s: %s", instance, error.message, extra=extra)
-            self._avoid.add(instance)
-            if attempt == self._rules.max_replays or not self._may_retry(member, asked):
+            self._avoided.add(instance)
+            if attempt == self._rules.max_replays or not self._may_retry(worker, asked):
                 raise error
             await asyncio.sleep(_BACKOFF_S * 2**attempt)
 
-    def _may_retry(self, member: Member, asked: "_Asked") -> bool:
+    def _may_retry(self, worker: WorkerState, asked: "_InstanceCall") -> bool:
         """Blames the instance, unless it was lost (the cluster has done so) or is merely full."""
         code = asked.failed.code if asked.failed is not None else None
         if code in ("internal", "timeout"):
-            member.circuit.failed(self._clock())
-        return code not in ("overloaded", "internal") or self._retries.allows_retry(self._clock())
+            worker.circuit_breaker.failed(self._clock())
+        return code not in ("overloaded", "internal") or self._retries.take_retry(self._clock())
 
-    async def _ask(self, member: Member, asked: "_Asked", request_id: RequestId, left_s: float) -> None:
+    async def _send(self, worker: WorkerState, asked: "_InstanceCall", request_id: RequestId, left_s: float) -> None:
         inputs = [self._job.inputs[position] for position in asked.positions]
         num_tokens = sum(len(given.token_ids) for given in inputs)
         message = Pool(
@@ -262,41 +262,41 @@ class _Call:
             priority=self._job.priority,
             timeout_s=max(0.1, left_s),
         )
-        send = member.prepare(message)
-        share = Share(assignment=asked, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)
-        with member.assign(request_id, share):
+        send = worker.prepare(message)
+        share = LoadEstimate(handler=asked, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)
+        with worker.assign(request_id, share):
             try:
-                member.circuit.tries(self._clock())
+                worker.circuit_breaker.begin_attempt(self._clock())
                 self._on_asked()
                 send()
                 await asked.end
             finally:
-                if not asked.is_over:
-                    member.send(Cancel(request_id))
+                if not asked.is_finished:
+                    worker.send(Cancel(request_id))
 
-    async def _member(self, group: _Group) -> Member:
+    async def _worker(self, group: _Group) -> WorkerState:
         """The one that is done first; waits a while for one to come. Raises `UnavailableError`."""
-        chosen = self._choose(group)
-        if chosen is None and await self._cluster.until(
-            lambda: self._choose(group) is not None, within_s=self._rules.instance_wait_s
+        chosen = self._pick(group)
+        if chosen is None and await self._cluster.wait_until(
+            lambda: self._pick(group) is not None, within_s=self._rules.instance_wait_s
         ):
-            chosen = self._choose(group)
+            chosen = self._pick(group)
         if chosen is None:
             raise UnavailableError("no instance is ready that computes vectors", retry_after_s=_RETRY_AFTER_S)
         return chosen
 
-    def _choose(self, group: _Group) -> Member | None:
+    def _pick(self, group: _Group) -> WorkerState | None:
         found = candidates(self._cluster, self._clock(), self._job.model)
-        trusted = [candidate for candidate in found if candidate.instance not in self._avoid]
-        best = quickest(group.num_tokens, trusted or found)
-        return self._cluster.member(best.instance) if best is not None else None
+        trusted = [candidate for candidate in found if candidate.instance not in self._avoided]
+        best = fastest_candidate(group.num_tokens, trusted or found)
+        return self._cluster.worker(best.instance) if best is not None else None
 
     def _positions_left(self, group: _Group) -> list[int]:
         return [position for position in group.positions if position not in self._found]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _InstanceCall:
     """`services.router.cluster.worker_state.Assignment`: some inputs at one instance."""
 
     positions: list[int]
@@ -310,7 +310,7 @@ class _Asked:
         self.end = asyncio.get_running_loop().create_future()
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """The instance has nothing more to do for it."""
         return self.num_answers == len(self.positions) or self.failed is not None or self.lost is not None
 
@@ -321,9 +321,9 @@ class _Asked:
             return None
         if self.failed.code in ("invalid", "too_long"):
             return BadRequestError(self.failed.message, code=self.failed.code)
-        return failure(self.failed)
+        return failure_error(self.failed)
 
-    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
+    def on_answer(self, worker: WorkerState, answer: Answer, now: float) -> None:
         match answer:
             case Pooled():
                 self.found[self.positions[answer.index]] = Vector(answer.shape, answer.data)
@@ -332,24 +332,26 @@ class _Asked:
                 self.failed = answer
         self._end_if_over()
 
-    def on_lost(self, member: Member, reason: str) -> None:
+    def on_lost(self, worker: WorkerState, reason: str) -> None:
         self.lost = reason
         self._end_if_over()
 
     def _end_if_over(self) -> None:
-        if self.is_over and not self.end.done():
+        if self.is_finished and not self.end.done():
             self.end.set_result(None)
 
 
 def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None) -> list[Candidate]:
     """Instances that compute vectors and take work; with `model`, those of one of its names alone."""
-    members = [m for m in cluster.members() if m.takes_work and m.record.pooling is not None]
-    members = [m for m in members if model is None or serves(m.record, model)]
-    sound = [m for m in members if m.circuit.allows(now)]  # where all circuits are open, any instance is better
-    return [m.candidate(_NO_MATCH, now) for m in sound or members]
+    workers = [m for m in cluster.workers() if m.takes_work and m.record.pooling is not None]
+    workers = [m for m in workers if model is None or serves_model(m.record, model)]
+    healthy = [
+        m for m in workers if m.circuit_breaker.allows(now)
+    ]  # where all circuits are open, any instance is better
+    return [m.candidate(_NO_MATCH, now) for m in healthy or workers]
 
 
-def quickest(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
+def fastest_candidate(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
     """The one that will have computed so many more tokens first."""
     return min(among, key=lambda c: (c.time_to_first_token_s(num_tokens), c.instance), default=None)
 
@@ -357,7 +359,7 @@ def quickest(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
 def split(inputs: Sequence[PoolingInput], num_instances: int) -> list[_Group]:
     """In their order, into groups that keep all instances busy and no frame too long."""
     total = sum(len(given.token_ids) for given in inputs)
-    wanted = min(GROUP_TOKENS, max(LEAST_GROUP_TOKENS, -(-total // num_instances)))
+    wanted = min(MAX_GROUP_TOKENS, max(MIN_GROUP_TOKENS, -(-total // num_instances)))
     groups: list[_Group] = []
     for position, given in enumerate(inputs):
         if not groups or groups[-1].num_tokens >= wanted:

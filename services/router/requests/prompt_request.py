@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import msgspec
 
-from baton_serve.contracts.block_hash import block_names, root_name
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.block_hash import hash_blocks, root_hash
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.sampling import SamplingParams
@@ -15,7 +15,7 @@ from baton_serve.services.router.placement.policy import PlacementPolicy
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 
 
-class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
     """How an API call came to its prompts. Moments of the router's monotonic clock; equal ones: nothing was text."""
 
     at: float
@@ -31,12 +31,12 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     def tokenize_s(self) -> float:
         return self.tokenized_at - self.tokenizing_at
 
-    def ttft_left_s(self, now: float) -> float | None:
+    def ttft_budget_s(self, now: float) -> float | None:
         """Of the time to the first token that was promised; None: nothing was."""
         return None if self.slo.ttft_s is None else self.slo.ttft_s - (now - self.at)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` is unique in the cluster. `sampling.max_tokens` has been checked against the context."""
 
     request_id: str
@@ -59,7 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlightRules:
+class RequestPolicy:
     policy: PlacementPolicy
     request_timeout_s: float
     handoff_timeout_s: float
@@ -70,35 +70,35 @@ class FlightRules:
     """In promised times between tokens: so long a first token is held back at most. 0: never."""
 
 
-class PromptNames(msgspec.Struct):
+class PromptBlockHashes(msgspec.Struct):
     """Names of the full blocks of some tokens, per layout, computed once."""
 
     token_ids: list[int]
     cache_salt: str
     lora: str = ""
     media: Sequence[MediaSpan] = ()
-    _names: dict[KVLayout, list[BlockName]] = {}
+    _hashes: dict[KVLayout, list[BlockHash]] = {}
 
-    def longer(self, token_ids: list[int]) -> "PromptNames":
+    def extended(self, token_ids: list[int]) -> "PromptBlockHashes":
         """Of these tokens, which begin with its own."""
-        return PromptNames(token_ids, self.cache_salt, self.lora, self.media)
+        return PromptBlockHashes(token_ids, self.cache_salt, self.lora, self.media)
 
-    def root(self, layout: KVLayout) -> BlockName:
+    def root(self, layout: KVLayout) -> BlockHash:
         return _root(layout, self.cache_salt, self.lora)
 
-    def names(self, layout: KVLayout) -> list[BlockName]:
-        known = self._names.get(layout)
+    def hashes(self, layout: KVLayout) -> list[BlockHash]:
+        known = self._hashes.get(layout)
         if known is None:
             full = len(self.token_ids) // layout.block_tokens * layout.block_tokens
             root, tokens = self.root(layout), self.token_ids[:full]
-            known = block_names(root, tokens, layout.block_tokens, media=self.media) if full else []
-            self._names[layout] = known
+            known = hash_blocks(root, tokens, layout.block_tokens, media=self.media) if full else []
+            self._hashes[layout] = known
         return known
 
 
 @lru_cache(maxsize=1024)
-def _root(layout: KVLayout, cache_salt: str, lora: str) -> BlockName:
-    return root_name(
+def _root(layout: KVLayout, cache_salt: str, lora: str) -> BlockHash:
+    return root_hash(
         fingerprint=layout.fingerprint,
         kv_dtype=layout.dtype,
         block_tokens=layout.block_tokens,

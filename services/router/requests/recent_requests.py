@@ -8,7 +8,7 @@ import msgspec
 from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.requests.timeline import Timeline
 
-_KEPT = 50
+_MAX_RECENT_REQUESTS = 50
 
 
 class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class RecentRequests:
     def __init__(self) -> None:
-        self._requests: deque[tuple[str, int, int, Timeline]] = deque(maxlen=_KEPT)
+        self._requests: deque[tuple[str, int, int, Timeline]] = deque(maxlen=_MAX_RECENT_REQUESTS)
 
     def add(self, request_id: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
         """`timeline` has ended; it is explained when somebody asks."""

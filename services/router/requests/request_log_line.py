@@ -1,21 +1,21 @@
 """The log line of a request that ended: what was decided for it, what was predicted, and what came of it."""
 
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 
 
-def ended_line(flight: Flight) -> dict[str, object]:
+def log_fields(lifecycle: RequestLifecycle) -> dict[str, object]:
     """Fields of the line."""
-    timeline, report, handoff = flight.timeline, flight.timeline.report, flight.timeline.handoff
+    timeline, report, handoff = lifecycle.timeline, lifecycle.timeline.report, lifecycle.timeline.handoff
     return {
-        "request_id": flight.job.request_id,
-        "caller": flight.arrival.caller.name,
+        "request_id": lifecycle.request.request_id,
+        "caller": lifecycle.timing.caller.name,
         "decision": timeline.decision,
         "prefill": timeline.prefill,
         "decode": timeline.decode,
         "finish_reasons": timeline.finish_reasons,
-        "prompt_tokens": len(flight.job.token_ids),
-        "images": len(flight.job.media) or None,
-        "generated_tokens": flight.num_generated,
+        "prompt_tokens": len(lifecycle.request.token_ids),
+        "images": len(lifecycle.request.media) or None,
+        "generated_tokens": lifecycle.num_generated,
         "cached_tokens": sum(timeline.cached_tokens.values()),
         "pulled_tokens": report.pulled_tokens if report is not None else None,
         "predicted_ttft_s": timeline.predicted_ttft_s,

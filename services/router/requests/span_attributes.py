@@ -3,23 +3,23 @@
 from collections.abc import Iterator
 
 from baton_serve.services.common.tracing import Attributes
-from baton_serve.services.router.requests.lifecycle import Flight
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 
 
-def attributes_of(flight: Flight) -> Attributes:
+def span_attributes(lifecycle: RequestLifecycle) -> Attributes:
     """Times in seconds. What is not known is left out."""
-    return {name: value for name, value in _all(flight) if value is not None}
+    return {name: value for name, value in _attributes(lifecycle) if value is not None}
 
 
-def _all(flight: Flight) -> Iterator[tuple[str, str | int | float | None]]:
-    job, timeline = flight.job, flight.timeline
-    yield "gen_ai.request.id", job.request_id
-    yield "gen_ai.request.n", job.num_sequences
-    yield "gen_ai.request.max_tokens", job.sampling.max_tokens
-    yield "gen_ai.request.temperature", job.sampling.temperature
-    yield "gen_ai.request.top_p", job.sampling.top_p
-    yield "gen_ai.usage.prompt_tokens", len(job.token_ids)
-    yield "gen_ai.usage.completion_tokens", flight.num_generated
+def _attributes(lifecycle: RequestLifecycle) -> Iterator[tuple[str, str | int | float | None]]:
+    request, timeline = lifecycle.request, lifecycle.timeline
+    yield "gen_ai.request.id", request.request_id
+    yield "gen_ai.request.n", request.num_sequences
+    yield "gen_ai.request.max_tokens", request.sampling.max_tokens
+    yield "gen_ai.request.temperature", request.sampling.temperature
+    yield "gen_ai.request.top_p", request.sampling.top_p
+    yield "gen_ai.usage.prompt_tokens", len(request.token_ids)
+    yield "gen_ai.usage.completion_tokens", lifecycle.num_generated
     yield "gen_ai.latency.time_to_first_token", timeline.ttft_s
     yield "gen_ai.latency.e2e", timeline.e2e_s
     yield "gen_ai.latency.time_in_queue", timeline.queue_s

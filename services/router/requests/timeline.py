@@ -33,7 +33,7 @@ class Timeline(msgspec.Struct):
     """Of the longest sequence, after its first."""
     finish_reasons: list[FinishReason | str] = []
 
-    def placed(self, placement: Placement, now: float) -> None:
+    def record_placement(self, placement: Placement, now: float) -> None:
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None

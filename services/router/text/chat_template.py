@@ -20,11 +20,11 @@ from baton_serve.services.router.protocol.errors import BadRequestError, ModelFo
 from baton_serve.services.router.text.tokenization import read_json
 
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
-Message = dict[str, Json]
+TemplateMessage = dict[str, Json]
 ContentFormat = Literal["string", "openai"]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_TAIL = "BATON-END-OF-FINAL-MESSAGE "
+_END_MARK = "BATON-END-OF-FINAL-MESSAGE "
 _TOO_OLD = "no chat template: the model has none, so give one with --chat-template FILE"
 
 
@@ -98,7 +98,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[TemplateMessage],
         *,
         tools: list[Json] | None = None,
         documents: list[Json] | None = None,
@@ -132,9 +132,9 @@ class ChatTemplate:
         return text if final is None else _cut_at_mark(text, final)
 
 
-def _normalized(message: Message) -> Message:
+def _normalized(message: TemplateMessage) -> TemplateMessage:
     """Templates expect a missing key, not null; reasoning goes by the names that templates read."""
-    chat: Message = {key: value for key, value in message.items() if value is not None}
+    chat: TemplateMessage = {key: value for key, value in message.items() if value is not None}
     named = [chat[key] for key in _REASONING if key in chat]
     if not named:
         return chat
@@ -142,31 +142,31 @@ def _normalized(message: Message) -> Message:
     return {"thinking": reasoning, **chat, "reasoning_content": reasoning}
 
 
-def _mark_final_message(chat: list[Message]) -> str:
+def _mark_final_message(chat: list[TemplateMessage]) -> str:
     """Puts a mark behind the last message's text, in a copy; returns that text."""
     content = chat[-1].get("content") if chat else None
     if isinstance(content, str):
-        chat[-1]["content"] = content + _TAIL
+        chat[-1]["content"] = content + _END_MARK
         return content
     parts = [dict(part) if isinstance(part, dict) else part for part in content] if isinstance(content, list) else []
     for part in reversed(parts):
         text = part.get("text") if isinstance(part, dict) else None
         if isinstance(part, dict) and isinstance(text, str):
-            part["text"] = text + _TAIL
+            part["text"] = text + _END_MARK
             chat[-1]["content"] = parts
             return text
     raise BadRequestError("the last message has no text to continue", param="continue_final_message")
 
 
 def _cut_at_mark(rendered: str, final: str) -> str:
-    mark = _TAIL.strip()
+    mark = _END_MARK.strip()
     if mark not in rendered or final.strip() not in rendered:
         raise BadRequestError(
             "the chat template drops the last message, so it cannot be continued", param="continue_final_message"
         )
     at = rendered.rindex(mark)
     # A template that strips messages has also stripped the mark's own trailing space.
-    return rendered[:at] if rendered[at : at + len(_TAIL)] == _TAIL else rendered[:at].rstrip()
+    return rendered[:at] if rendered[at : at + len(_END_MARK)] == _END_MARK else rendered[:at].rstrip()
 
 
 def _file_or_text(given: str) -> str:

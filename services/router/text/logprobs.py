@@ -13,7 +13,7 @@ from baton_serve.services.router.protocol.openai_responses import (
 )
 from baton_serve.services.router.text.detokenizer import Detokenizer
 
-_LOWEST = -9999.0
+_MIN_LOGPROB = -9999.0
 """JSON has no minus infinity."""
 
 
@@ -77,4 +77,4 @@ class LogprobWriter:
 
 
 def _finite(one: Logprob) -> float:
-    return max(one.logprob, _LOWEST)
+    return max(one.logprob, _MIN_LOGPROB)

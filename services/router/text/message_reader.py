@@ -16,7 +16,7 @@ from baton_serve.services.router.protocol.openai_responses import (
     ToolCallDelta,
 )
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.grammar import FORM_PARAMETERS, Asked, asked_of
+from baton_serve.services.router.text.grammar import FORM_PARAMETERS, GrammarSpec, read_grammar_spec
 from baton_serve.services.router.text.reasoning import REASONING_FORMATS
 from baton_serve.services.router.text.scanning.parts import Call, Content, Part, PartReader, Reasoning, merged
 from baton_serve.services.router.text.served_model import SHORT_ID_CHARS
@@ -25,7 +25,7 @@ from baton_serve.services.router.text.tool_choice import tool_choice_of
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ParsedMessage:
     """`content` is null when there is something else instead."""
 
     content: str | None
@@ -34,29 +34,31 @@ class Message:
 
 
 class MessageFormat:
-    """How the answers to one request are read. `asked` is the form they must have, `ends_with_calls` whether calls are
-    what an answer ends with, for its finish reason."""
+    """How the answers to one request are read. `grammar_spec` is the form they must have, `ends_with_calls` whether
+    calls are what an answer ends with, for its finish reason."""
 
     def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
         """Raises `BadRequestError` for tools that cannot be served."""
-        choice = tool_choice_of(request, settings, asked_of(request))
+        choice = tool_choice_of(request, settings, read_grammar_spec(request))
         self._calls = choice.format
         self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
-        self._prompt = prompt if self._reasoning is None else self._reasoning.prompt_end(prompt, _begun(request))
-        self.asked = self._after_reasoning(choice.asked)
+        self._prompt = (
+            prompt if self._reasoning is None else self._reasoning.prompt_end(prompt, _continued_text(request))
+        )
+        self.grammar_spec = self._after_reasoning(choice.grammar_spec)
         self.ends_with_calls = not choice.is_named
         self._functions = [tool.function for tool in request.tools or ()]
         self._is_parallel = request.parallel_tool_calls is not False
         self._shows_reasoning = request.include_reasoning is not False
         self._has_short_ids = settings.tool_call_parser == "mistral"
 
-    def _after_reasoning(self, asked: Asked | None) -> Asked | None:
+    def _after_reasoning(self, grammar_spec: GrammarSpec | None) -> GrammarSpec | None:
         """The stated form is that of the answer proper."""
         reasoning, prompt = self._reasoning, self._prompt
-        if asked is None or reasoning is None:
-            return asked
-        rule = asked.rule
-        return Asked(lambda lark: f"{reasoning.rule(lark, prompt)} {rule(lark)}", asked.param)
+        if grammar_spec is None or reasoning is None:
+            return grammar_spec
+        rule = grammar_spec.rule
+        return GrammarSpec(lambda lark: f"{reasoning.rule(lark, prompt)} {rule(lark)}", grammar_spec.param)
 
     @property
     def is_plain(self) -> bool:
@@ -93,7 +95,7 @@ class MessageFormats:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self._plain = None if settings.reasoning_parser else MessageFormat(settings, _ASKS_NOTHING, "")
+        self._plain = None if settings.reasoning_parser else MessageFormat(settings, _PLAIN_REQUEST, "")
 
     def of(self, request: ChatCompletionRequest, prompt: str) -> MessageFormat:
         """Raises `BadRequestError` for tools that cannot be served."""
@@ -103,10 +105,10 @@ class MessageFormats:
 
 
 _SHAPING = FORM_PARAMETERS | {"tools", "tool_choice"}
-_ASKS_NOTHING = ChatCompletionRequest(messages=[chat_message("user", "")])
+_PLAIN_REQUEST = ChatCompletionRequest(messages=[chat_message("user", "")])
 
 
-def _begun(request: ChatCompletionRequest) -> str:
+def _continued_text(request: ChatCompletionRequest) -> str:
     """The text of the message that is to be continued."""
     content = request.messages[-1].content
     if not request.continue_final_message or content is None:
@@ -123,7 +125,7 @@ class MessageReader:
         self._calls = calls
         self._format = format
 
-    def whole(self, text: str) -> Message:
+    def whole(self, text: str) -> ParsedMessage:
         parts = merged([*self._push(text), *self._finish()])
         content = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -132,7 +134,7 @@ class MessageReader:
             for part in parts
             if isinstance(part, Call)
         ]
-        return Message(content if content or not (reasoning or calls) else None, reasoning or None, calls)
+        return ParsedMessage(content if content or not (reasoning or calls) else None, reasoning or None, calls)
 
     def delta(self, text: str, *, is_last: bool) -> ChatDelta | None:
         """None when nothing can be said yet."""

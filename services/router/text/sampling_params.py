@@ -53,7 +53,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int | None = None
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """`max_model_len` is what every live instance can serve."""
 
     vocab_size: int
@@ -110,7 +110,7 @@ class TokenRules(msgspec.Struct, frozen=True):
     bad_words: list[list[int]]
 
 
-def token_rules(request: GenerationRequest, rules: TextRules, limits: Limits, *, num_prompts: int) -> TokenRules:
+def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimits, *, num_prompts: int) -> TokenRules:
     """Raises `BadRequestError`."""
     if not (request.logit_bias or request.stop_token_ids or rules.bad_words) and request.allowed_token_ids is None:
         return TokenRules(logit_bias={}, allowed_token_ids=None, stop_token_ids=[], bad_words=[])
@@ -137,7 +137,7 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: Limits, *,
 
 
 def sampling_params(
-    request: GenerationRequest, num_prompt_tokens: int, rules: TextRules, tokens: TokenRules, limits: Limits
+    request: GenerationRequest, num_prompt_tokens: int, rules: TextRules, tokens: TokenRules, limits: ModelLimits
 ) -> SamplingParams:
     """Raises `BadRequestError`. Call once per prompt: `max_tokens` depends on its length."""
     logprobs = rules.logprobs
@@ -172,14 +172,14 @@ def sampling_params(
     )
 
 
-class Breadth(msgspec.Struct, frozen=True):
+class SequenceCounts(msgspec.Struct, frozen=True):
     """Of each prompt `width` sequences or beams are looked at, and `count` are the answer."""
 
     count: int
     width: int
 
 
-def breadth(request: GenerationRequest, num_prompts: int, limits: Limits) -> Breadth:
+def sequence_counts(request: GenerationRequest, num_prompts: int, limits: ModelLimits) -> SequenceCounts:
     """Raises `BadRequestError`."""
     count = request.n or 1
     width = request.best_of or count
@@ -191,17 +191,17 @@ def breadth(request: GenerationRequest, num_prompts: int, limits: Limits) -> Bre
             f"{param}: the request asks for {width * num_prompts} sequences, the limit is {limits.max_sequences}",
             param=param,
         )
-    return Breadth(count, width)
+    return SequenceCounts(count, width)
 
 
-def ranked(sampling: SamplingParams, size: Breadth) -> SamplingParams:
+def with_ranking_logprobs(sampling: SamplingParams, size: SequenceCounts) -> SamplingParams:
     """Where the best are to be chosen, every token's log-probability is needed."""
     if size.width == size.count or sampling.logprobs is not None:
         return sampling
     return msgspec.structs.replace(sampling, logprobs=0)
 
 
-def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits: Limits) -> None:
+def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits: ModelLimits) -> None:
     """Beams follow the model's own probabilities: nothing else may be asked of them. Raises `BadRequestError`."""
     if not request.use_beam_search:
         for name, neutral in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
@@ -221,7 +221,7 @@ def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits
         )
 
 
-def check_prompt(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
+def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
     """Raises `BadRequestError` when no answer could follow this prompt."""
     if not token_ids:
         raise BadRequestError(f"{param}: the prompt is empty", param=param)
@@ -239,7 +239,7 @@ def check_num_tokens(num_tokens: int, *, param: str) -> None:
         )
 
 
-def check_token_ids(token_ids: Sequence[int], limits: Limits, *, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
     """For ids that come from a client. Raises `BadRequestError`."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < limits.vocab_size)
@@ -255,7 +255,7 @@ def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError
     )
 
 
-def kept(wanted: int | None, limits: Limits) -> int | None:
+def kept(wanted: int | None, limits: ModelLimits) -> int | None:
     """How many tokens of a prompt `truncate_prompt_tokens` keeps; None: all. Raises `BadRequestError`."""
     if wanted is None:
         return None
@@ -268,13 +268,13 @@ def kept(wanted: int | None, limits: Limits) -> int | None:
     return keep or None
 
 
-def truncated(token_ids: list[int], wanted: int | None, limits: Limits) -> list[int]:
+def truncated(token_ids: list[int], wanted: int | None, limits: ModelLimits) -> list[int]:
     """Keeps the last `wanted` tokens; -1 means as many as the context allows."""
     keep = kept(wanted, limits)
     return token_ids if keep is None or keep >= len(token_ids) else token_ids[len(token_ids) - keep :]
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Limits) -> int:
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
     room = limits.max_model_len - num_prompt_tokens
     name, wanted = "max_tokens", request.max_tokens
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
@@ -316,7 +316,7 @@ def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | 
     return request.prompt_logprobs
 
 
-def _check_logprobs(wanted: int | None, param: str, limits: Limits) -> None:
+def _check_logprobs(wanted: int | None, param: str, limits: ModelLimits) -> None:
     if wanted is not None and wanted > limits.max_logprobs:
         raise BadRequestError(f"{param}: {wanted} were asked for, the limit is {limits.max_logprobs}", param=param)
 
@@ -326,7 +326,7 @@ def _seed(seed: int | None) -> int:
     return _random.getrandbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
 
 
-def _logit_bias(given: Mapping[str, float], limits: Limits) -> dict[int, float]:
+def _logit_bias(given: Mapping[str, float], limits: ModelLimits) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
         is_number = len(key) <= _MOST_DIGITS and key.isascii() and key.isdigit()
@@ -336,7 +336,7 @@ def _logit_bias(given: Mapping[str, float], limits: Limits) -> dict[int, float]:
     return bias
 
 
-def _token_ids(given: Sequence[int] | None, param: str, limits: Limits) -> list[int] | None:
+def _token_ids(given: Sequence[int] | None, param: str, limits: ModelLimits) -> list[int] | None:
     if given is None:
         return None
     if param == "allowed_token_ids" and not given:

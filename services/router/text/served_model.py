@@ -17,16 +17,16 @@ from baton_serve.services.router.protocol.json_texts import TooDeepError, parsed
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessage,
-    Part,
+    ContentPart,
     TokenizeRequest,
     Tool,
 )
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.chat_template import ChatTemplate, ChatTemplates, Json, Message
+from baton_serve.services.router.text.chat_template import ChatTemplate, ChatTemplates, Json, TemplateMessage
 from baton_serve.services.router.text.detokenizer import Detokenizer
-from baton_serve.services.router.text.grammar import Asked, Vocabulary
+from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
-from baton_serve.services.router.text.multimodal.message_parts import KIND
+from baton_serve.services.router.text.multimodal.message_parts import IMAGE_PART_TYPE
 from baton_serve.services.router.text.sampling_params import SamplingDefaults
 from baton_serve.services.router.text.thread_pools import GRAMMARS, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
@@ -71,7 +71,7 @@ class ServedModel:
         self.vocab_size = tokenizer.vocab_size
         self.lowercase = False
         """Texts are embedded in lower case."""
-        self.eos_ids: frozenset[int] = frozenset()
+        self.eos_token_ids: frozenset[int] = frozenset()
         self.sampling_defaults = SamplingDefaults()
         self.vision: VisionProfile | None = None
         """How images are read; None: they are not."""
@@ -97,7 +97,7 @@ class ServedModel:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
         generation = read_json(model_folder(settings.model) / "generation_config.json", _Ends)
-        model.eos_ids = model.vocabulary.ends = _eos_ids(config, config.text_config, generation)
+        model.eos_token_ids = model.vocabulary.ends = _eos_token_ids(config, config.text_config, generation)
         if settings.generation_config == "auto":
             defaults = read_json(model_folder(settings.model) / "generation_config.json", SamplingDefaults)
             model.sampling_defaults = defaults or SamplingDefaults()
@@ -126,11 +126,11 @@ class ServedModel:
         encode = partial(self.tokenizer.encode_end, add_special_tokens=add_special_tokens, num_tokens=num_tokens)
         return await beside_loop(len(text), lambda: encode(text))
 
-    async def grammar(self, asked: Asked) -> str:
+    async def grammar(self, grammar_spec: GrammarSpec) -> str:
         """Return the grammar's text, which is valid. It is written in a thread and compiled in another process, unless
         it has been compiled before. Raises `BadRequestError`, `RateLimitError` or `UnavailableError`."""
-        grammar = await GRAMMARS.run(self.vocabulary.write, asked.rule, param=asked.param)
-        self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=asked.param)
+        grammar = await GRAMMARS.run(self.vocabulary.write, grammar_spec.rule, param=grammar_spec.param)
+        self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=grammar_spec.param)
         return grammar
 
     def start_compiler(self) -> None:
@@ -208,13 +208,13 @@ class ServedModel:
         except jinja2.TemplateError as exc:
             raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
 
-    def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> Message:
-        plain: Message = {"role": message.role, **(message.model_extra or {})}
+    def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> TemplateMessage:
+        plain: TemplateMessage = {"role": message.role, **(message.model_extra or {})}
         if isinstance(message.content, str) or message.content is None:
             plain["content"] = message.content
         else:
-            shown = [image for part in message.content if part.type == KIND] if image is not None else []
-            texts = [part for part in message.content if not shown or part.type != KIND]
+            shown = [image for part in message.content if part.type == IMAGE_PART_TYPE] if image is not None else []
+            texts = [part for part in message.content if not shown or part.type != IMAGE_PART_TYPE]
             wanted = template.content_format if self._content_format == "auto" else self._content_format
             if wanted == "openai":
                 plain["content"] = [_part(part, shown) for part in message.content]
@@ -222,7 +222,7 @@ class ServedModel:
                 plain["content"] = "\n".join([*shown, *(_text_of(part.type, part.text) for part in texts)])
         return self._with_calls(plain)
 
-    def _with_calls(self, message: Message) -> Message:
+    def _with_calls(self, message: TemplateMessage) -> TemplateMessage:
         """As templates expect them: no empty list, arguments as objects, and ids as long as the model knows them."""
         calls = message.pop("tool_calls", None)
         if isinstance(calls, list) and calls:
@@ -266,7 +266,7 @@ def _too_long(max_tokens: int, num_chars: int, num_tokens: str) -> BadRequestErr
     )
 
 
-def _eos_ids(*configs: _Ends | None) -> frozenset[int]:
+def _eos_token_ids(*configs: _Ends | None) -> frozenset[int]:
     """Every token that an engine takes for the end of sequence."""
     stated = [config.eos_token_id for config in configs if config is not None]
     return frozenset(chain.from_iterable([one] if isinstance(one, int) else one or [] for one in stated))
@@ -278,8 +278,8 @@ def _text_of(kind: str, text: str | None) -> str:
     return text
 
 
-def _part(part: Part, shown: Sequence[str]) -> Json:
-    if shown and part.type == KIND:
+def _part(part: ContentPart, shown: Sequence[str]) -> Json:
+    if shown and part.type == IMAGE_PART_TYPE:
         return {"type": "image"}
     return {"type": "text", "text": _text_of(part.type, part.text)}
 

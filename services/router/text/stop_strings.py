@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Cut(msgspec.Struct, frozen=True):
+class StopSearchResult(msgspec.Struct, frozen=True):
     """`text` may be sent. `matched` is the stop string that ended it."""
 
     text: str
@@ -20,22 +20,22 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def push(self, text: str, *, is_active: bool = True) -> Cut:
+    def push(self, text: str, *, is_active: bool = True) -> StopSearchResult:
         """Text that comes while `is_active` is false (too few tokens yet) cannot end the sequence."""
         if not self._stops:
-            return Cut(text)
+            return StopSearchResult(text)
         if not is_active:
             sent, self._held = self._held + text, ""
-            return Cut(sent)
+            return StopSearchResult(sent)
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
             at, stop = min(found, key=lambda match: match[0])
-            return Cut(text[: at + len(stop)] if self._include else text[:at], stop)
+            return StopSearchResult(text[: at + len(stop)] if self._include else text[:at], stop)
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
-        return Cut(text[: len(text) - keep])
+        return StopSearchResult(text[: len(text) - keep])
 
     def finish(self) -> str:
         """What was held back: the stop string never came."""

@@ -6,10 +6,10 @@ from baton_serve.contracts.messages import FinishReason, TokenLogprobs
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.sampling_params import TextRules
 from baton_serve.services.router.text.stop_strings import StopStrings
-from baton_serve.services.router.text.token_sequence import New
+from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
-class Piece(msgspec.Struct):
+class TextDelta(msgspec.Struct):
     """`text` may be empty although tokens came: a character or a stop string may be incomplete."""
 
     text: str
@@ -19,24 +19,24 @@ class Piece(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class Gathered:
+class TextAccumulator:
     """The pieces of one choice as one."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
-        self._piece = Piece("", [])
+        self._piece = TextDelta("", [])
 
-    def add(self, piece: Piece) -> None:
+    def add(self, text_delta: TextDelta) -> None:
         whole = self._piece
-        self._texts.append(piece.text)
-        whole.token_ids += piece.token_ids
-        if piece.logprobs is not None:
+        self._texts.append(text_delta.text)
+        whole.token_ids += text_delta.token_ids
+        if text_delta.logprobs is not None:
             whole.logprobs = whole.logprobs or []
-            whole.logprobs += piece.logprobs
-        whole.finish_reason = piece.finish_reason
-        whole.stop_reason = piece.stop_reason
+            whole.logprobs += text_delta.logprobs
+        whole.finish_reason = text_delta.finish_reason
+        whole.stop_reason = text_delta.stop_reason
 
-    def whole(self) -> Piece:
+    def whole(self) -> TextDelta:
         self._piece.text = "".join(self._texts)
         return self._piece
 
@@ -59,22 +59,22 @@ class SequenceWriter:
         """Where its tokens do not say so: at a stop string."""
         return bool(self._rules.stop)
 
-    def push(self, new: New) -> Piece:
+    def push(self, new: TokenUpdate) -> TextDelta:
         """When the piece has a finish reason that `new` has not, the text ended here and the rest is not wanted."""
         visible = new.token_ids
         if new.stop_token_id is not None and not self._rules.include_stop_str_in_output:
             visible = visible[:-1]
         if not self._rules.stop:
             self.num_tokens += len(new.token_ids)
-            piece = Piece(self._stream.push(visible), new.token_ids, new.logprobs)
+            text_delta = TextDelta(self._stream.push(visible), new.token_ids, new.logprobs)
         else:
-            piece = self._search(new, len(visible))
-        if new.finish_reason is not None and piece.finish_reason is None:
-            self._end(piece, new)
-        self.is_finished = piece.finish_reason is not None
-        return piece
+            text_delta = self._search(new, len(visible))
+        if new.finish_reason is not None and text_delta.finish_reason is None:
+            self._end(text_delta, new)
+        self.is_finished = text_delta.finish_reason is not None
+        return text_delta
 
-    def _search(self, new: New, num_visible: int) -> Piece:
+    def _search(self, new: TokenUpdate, num_visible: int) -> TextDelta:
         """Token by token, so that nothing after a stop string is counted."""
         text: list[str] = []
         for i, token_id in enumerate(new.token_ids):
@@ -84,16 +84,16 @@ class SequenceWriter:
             text.append(cut.text)
             if cut.matched is not None:
                 logprobs = new.logprobs[: i + 1] if new.logprobs is not None else None
-                return Piece("".join(text), new.token_ids[: i + 1], logprobs, "stop", cut.matched)
-        return Piece("".join(text), new.token_ids, new.logprobs)
+                return TextDelta("".join(text), new.token_ids[: i + 1], logprobs, "stop", cut.matched)
+        return TextDelta("".join(text), new.token_ids, new.logprobs)
 
-    def _end(self, piece: Piece, new: New) -> None:
+    def _end(self, text_delta: TextDelta, new: TokenUpdate) -> None:
         cut = self._stops.push(self._stream.finish(), is_active=self.num_tokens > self._rules.min_tokens)
-        piece.text += cut.text
+        text_delta.text += cut.text
         if cut.matched is not None:
-            piece.finish_reason, piece.stop_reason = "stop", cut.matched
+            text_delta.finish_reason, text_delta.stop_reason = "stop", cut.matched
             return
-        piece.text += self._stops.finish()
-        piece.finish_reason = new.finish_reason
+        text_delta.text += self._stops.finish()
+        text_delta.finish_reason = new.finish_reason
         if new.stop_token_id in self._rules.stop_token_ids:
-            piece.stop_reason = new.stop_token_id
+            text_delta.stop_reason = new.stop_token_id

@@ -19,7 +19,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     stop_token_id: int | None
 
 
-New = Tokens | NewTokens
+TokenUpdate = Tokens | NewTokens
 """A message of which all is new is handed on as it is."""
 
 
@@ -30,7 +30,7 @@ class TokenSequence(msgspec.Struct):
     is_finished: bool = False
     _early: dict[int, Tokens] = {}
 
-    def accept(self, message: Tokens) -> Sequence[New]:
+    def accept(self, message: Tokens) -> Sequence[TokenUpdate]:
         """What can be handed on now."""
         if self.is_finished:
             return ()
@@ -43,13 +43,13 @@ class TokenSequence(msgspec.Struct):
             self._early[message.position] = message
             return ()
         first = self._take(message)
-        news: list[New] = [] if first is None else [first]
+        updates: list[TokenUpdate] = [] if first is None else [first]
         while self._early and not self.is_finished and (position := self._next_early()) is not None:
             if (new := self._take(self._early.pop(position))) is not None:
-                news.append(new)
-        return news
+                updates.append(new)
+        return updates
 
-    def forget_early(self) -> None:
+    def drop_out_of_order(self) -> None:
         """Whoever sent them will not send what is missing before them."""
         self._early.clear()
 

@@ -10,7 +10,7 @@ import msgspec
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.grammar import Asked
+from baton_serve.services.router.text.grammar import GrammarSpec
 from baton_serve.services.router.text.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat
 from baton_serve.services.router.text.tool_calls.forced import (
     Function,
@@ -24,15 +24,15 @@ from baton_serve.services.router.text.tool_calls.strict import STRICT_RULES, str
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`format`: how calls are read; None: all text is content. `asked`: the form that the answer must have. `is_named`:
-    the client knows which function it gets, so its answer ends with `stop`, as OpenAI's do."""
+    """`format`: how calls are read; None: all text is content. `grammar_spec`: the form that the answer must have.
+    `is_named`: the client knows which function it gets, so its answer ends with `stop`, as OpenAI's do."""
 
     format: ToolCallFormat | None = None
-    asked: Asked | None = None
+    grammar_spec: GrammarSpec | None = None
     is_named: bool = False
 
 
-def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, form: Asked | None) -> ToolChoice:
+def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, form: GrammarSpec | None) -> ToolChoice:
     """`form`: what the request says of an answer without calls. Raises `BadRequestError` for what cannot be served."""
     choice = request.tool_choice
     functions = [tool.function for tool in request.tools or []]
@@ -47,14 +47,14 @@ def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, for
         if not functions:
             raise BadRequestError("tool_choice: 'required' needs tools", param="tool_choice")
         rule = required_rule(functions, is_parallel=_is_parallel(request))
-        return ToolChoice(ToolCallFormat(required_calls), Asked(rule, "tools"))
+        return ToolChoice(ToolCallFormat(required_calls), GrammarSpec(rule, "tools"))
     if not functions or choice == "none":
-        return ToolChoice(asked=form)
+        return ToolChoice(grammar_spec=form)
     return _auto(request, settings, functions, form)
 
 
 def _auto(
-    request: ChatCompletionRequest, settings: RouterSettings, functions: Sequence[Function], form: Asked | None
+    request: ChatCompletionRequest, settings: RouterSettings, functions: Sequence[Function], form: GrammarSpec | None
 ) -> ToolChoice:
     parser = settings.tool_call_parser
     if not settings.enable_auto_tool_choice or parser is None:
@@ -77,7 +77,7 @@ def _auto(
     rule = strict_rule(
         STRICT_RULES[parser], functions, is_parallel=_is_parallel(request), form=None if form is None else form.rule
     )
-    return ToolChoice(TOOL_CALL_FORMATS[parser], Asked(rule, "tools" if form is None else form.param))
+    return ToolChoice(TOOL_CALL_FORMATS[parser], GrammarSpec(rule, "tools" if form is None else form.param))
 
 
 def _is_parallel(request: ChatCompletionRequest) -> bool:
@@ -93,5 +93,7 @@ def _named(choice: dict[str, object], functions: Sequence[Function]) -> ToolChoi
         )
     for offered in functions:
         if name_of(offered) == wanted:
-            return ToolChoice(ToolCallFormat(named_call(wanted)), Asked(named_rule(offered), "tools"), is_named=True)
+            return ToolChoice(
+                ToolCallFormat(named_call(wanted)), GrammarSpec(named_rule(offered), "tools"), is_named=True
+            )
     raise BadRequestError(f"tool_choice: no tool is named {wanted!r}", param="tool_choice")

@@ -11,7 +11,7 @@ import torch
 from baton_serve.engine.kernels.cpu.attention import CpuAttention
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.linear import PackedLinear, has_packed_linear, pack
-from baton_serve.engine.kernels.cpu.time_slicing import give_way_to
+from baton_serve.engine.kernels.cpu.time_slicing import yield_to_processes
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
 
 ROWS, WIDTH = 4, 8
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs a compiler")
 @pytest.fixture
 def words() -> "Iterator[ctypes.Array[ctypes.c_int64]]":
     made = (ctypes.c_int64 * (ROWS * WIDTH))()
-    assert give_way_to(ctypes.addressof(made), ROWS, WIDTH)
+    assert yield_to_processes(ctypes.addressof(made), ROWS, WIDTH)
     yield made
-    assert give_way_to(0, 0, 0)
+    assert yield_to_processes(0, 0, 0)
 
 
 def _attention() -> Compute:

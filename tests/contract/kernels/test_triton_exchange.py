@@ -67,7 +67,7 @@ def _choose(rank: int, inboxes: torch.Tensor, parts: list[list[torch.Tensor]], r
         torch.tensor([inbox.data_ptr() for inbox in inboxes]),
         torch.zeros(MAX_ROWS, dtype=torch.int32),
     )
-    made = triton_exchange.Inboxes(rank, addresses, counters, triton_exchange.WORDS_OF_LARGEST, MAX_ROWS)
+    made = triton_exchange.Inboxes(rank, addresses, counters, triton_exchange.WORDS_PER_ARGMAX, MAX_ROWS)
     found = []
     for exchange in parts:
         out = torch.full((len(exchange[rank]),), -1, dtype=torch.int64)
@@ -88,7 +88,7 @@ def test_all_ranks_find_the_largest_of_all_columns_and_of_equals_the_first(ranks
     strange[3, -1] = 5.0
     rounds = [drawn, equal, strange, drawn[:1]]
     parts = [list(torch.split(whole, columns, dim=1)) for whole in rounds]
-    size = triton_exchange.inbox_bytes(ranks, MAX_ROWS, triton_exchange.WORDS_OF_LARGEST) // triton_exchange.WORD_BYTES
+    size = triton_exchange.inbox_bytes(ranks, MAX_ROWS, triton_exchange.WORDS_PER_ARGMAX) // triton_exchange.WORD_BYTES
     inboxes = torch.frombuffer(mmap.mmap(-1, ranks * size * triton_exchange.WORD_BYTES), dtype=torch.int64)
     context = multiprocessing.get_context("fork")
     results = context.Queue()

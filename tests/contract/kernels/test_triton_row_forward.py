@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton_serve.engine.collectives.backends import Alone
+from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kernels.metadata import RowLayer
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
@@ -17,7 +17,7 @@ from baton_serve.engine.model import fused
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.formats import scheme
-from baton_serve.engine.model.quantized.online import Plan, linear_names, quantize_layer
+from baton_serve.engine.model.quantized.online import QuantizationPlan, linear_names, quantize_layer
 from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 
 CONTEXT, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 64
@@ -28,12 +28,12 @@ def model_of() -> LoadedModel:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     module = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).half().eval().to(DEVICE)
-    plan = Plan(scheme("sym_int4", fp8_dtype="e4m3", group_size=128))
+    plan = QuantizationPlan(scheme("sym_int4", fp8_dtype="e4m3", group_size=128))
     for name in linear_names(module):
         assert quantize_layer(module, name, module.get_submodule(name).weight.data, plan)
     specs = [AttentionSpec(HEAD_DIM**-0.5)] * 2
     return LoadedModel(
-        module, "tiny", torch.float16, 64, 64, KV_HEADS, HEAD_DIM, 2, specs, eos_ids=frozenset(), fingerprint=""
+        module, "tiny", torch.float16, 64, 64, KV_HEADS, HEAD_DIM, 2, specs, eos_token_ids=frozenset(), fingerprint=""
     )
 
 
@@ -68,7 +68,7 @@ def test_a_decode_step_of_one_row_goes_through_one_kernel(monkeypatch: pytest.Mo
     results = []
     for kernel in (None, made):
         monkeypatch.setattr(fused, "row_kernel", kernel or (lambda *given: None))
-        forward = fused.FusedForward(model_of(), ReferenceAttention(), triton_layers, Alone())
+        forward = fused.FusedForward(model_of(), ReferenceAttention(), triton_layers, SingleRank())
         caches = [batch.cache.clone() for _ in range(2)]
         logits = forward(inputs_of(batch), caches)
         results.append((logits.float(), torch.stack(caches).float()))

@@ -3,14 +3,14 @@
 import pytest
 
 from baton_serve.bench.serving.handoff import added_s, exposed_s
-from baton_serve.bench.serving.serve import Outcome
+from baton_serve.bench.serving.serve import RequestOutcome
 
 
 def test_the_second_token_is_compared_with_those_after_it() -> None:
     outcomes = [
-        Outcome(itls_s=[0.005, 0.003, 0.002, 0.004]),
-        Outcome(itls_s=[0.001], output_tokens=2),
-        Outcome(itls_s=[0.1, 0.1, 0.1], error="lost"),
+        RequestOutcome(itls_s=[0.005, 0.003, 0.002, 0.004]),
+        RequestOutcome(itls_s=[0.001], output_tokens=2),
+        RequestOutcome(itls_s=[0.1, 0.1, 0.1], error="lost"),
     ]
     assert added_s(outcomes) == [pytest.approx(0.002)]
 

@@ -10,22 +10,22 @@ from baton_serve.bench.serving.pd_results import (
     OBJECTIVES_MS,
     UNIFIED,
     Measured,
-    Setup,
+    PdSetup,
     curve,
     line_of,
     lines,
     losses,
     read_runs,
 )
-from baton_serve.bench.serving.serve import Outcome
+from baton_serve.bench.serving.serve import RequestOutcome
 
 
-def outcome(ttft_s: float, gaps_ms: list[float], error: str | None = None) -> Outcome:
-    return Outcome(ttft_s=ttft_s, itls_s=[gap / 1e3 for gap in gaps_ms], error=error)
+def outcome(ttft_s: float, gaps_ms: list[float], error: str | None = None) -> RequestOutcome:
+    return RequestOutcome(ttft_s=ttft_s, itls_s=[gap / 1e3 for gap in gaps_ms], error=error)
 
 
-def measured(layout: str, rate: float, outcomes: list[Outcome]) -> Measured:
-    return Measured(Setup(layout, 512, ()), rate, 2.0, outcomes)
+def measured(layout: str, rate: float, outcomes: list[RequestOutcome]) -> Measured:
+    return Measured(PdSetup(layout, 512, ()), rate, 2.0, outcomes)
 
 
 def test_a_request_is_good_when_both_objectives_hold_and_failed_ones_never_are() -> None:
@@ -93,7 +93,7 @@ def test_setups_are_the_same_but_for_roles_and_chunks() -> None:
 
 
 def test_a_promise_is_part_of_a_setup_and_of_its_line() -> None:
-    plain, promised = Setup(APART, 512, ()), Setup(APART, 512, (), 12.0)
+    plain, promised = PdSetup(APART, 512, ()), PdSetup(APART, 512, (), 12.0)
     assert promised.name == "1P1D, chunk 512, 12 ms promised"
     found = [
         Measured(plain, 1.0, 2.0, [outcome(0.1, [7])] * 2),
@@ -110,7 +110,7 @@ def test_an_earlier_run_gives_the_same_curve_and_plot(tmp_path: Path, capsys: py
     found = [
         measured(APART, 4.0, [outcome(0.2, [7, 13.21]), outcome(0.1, [], error="503")]),
         measured(UNIFIED, 4.0, [outcome(0.1, [40, 5])]),
-        Measured(Setup(APART, 512, (), 12.0), 4.0, 2.0, [outcome(0.2, [7, 13])]),
+        Measured(PdSetup(APART, 512, (), 12.0), 4.0, 2.0, [outcome(0.2, [7, 13])]),
     ]
     kept, plot = tmp_path / "runs.jsonl", tmp_path / "curve.png"
     kept.write_text("".join(line_of(one) + "\n" for one in found))

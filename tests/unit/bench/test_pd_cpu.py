@@ -1,11 +1,11 @@
 """The ratios that are told, and which setups are started."""
 
-from baton_serve.bench.serving.pd_cpu import Setup, Values, parser, rows, setups
+from baton_serve.bench.serving.pd_cpu import CpuSetup, Values, parser, rows, setups
 
 
 def test_each_unified_setup_stands_beside_the_one_apart() -> None:
-    apart = Setup("1P1D", (), True)
-    small, large = Setup("unified, chunk 128", (), False), Setup("unified, chunk 512", (), False)
+    apart = CpuSetup("1P1D", (), True)
+    small, large = CpuSetup("unified, chunk 128", (), False), CpuSetup("unified, chunk 512", (), False)
     found = [
         (apart, [Values(90, 0.05, 0.04, 1.0), Values(110, 0.02, 0.03, 1.0), Values(95, 0.03, 0.03, 1.0)]),
         (small, [Values(80, 0.09, 0.05, 2.0)]),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton_serve.bench.serving.ready import Turn, rows, stages_of
+from baton_serve.bench.serving.ready import StartupRun, rows, stages_of
 
 
 def line(at: float, logger: str, event: str) -> str:
@@ -32,7 +32,7 @@ def test_of_several_instances_the_last_one_counts() -> None:
 
 
 def test_values_are_medians_and_the_limit_is_of_the_same_turns() -> None:
-    turns = [Turn(seconds, {"registered": seconds - 0.1}) for seconds in (4.0, 2.0, 8.0)]
+    turns = [StartupRun(seconds, {"registered": seconds - 0.1}) for seconds in (4.0, 2.0, 8.0)]
     found = {row.case: row for row in rows("model", turns, [1.0, 1.0, 2.0], [0.0, 0.0, 0.0])}
     ready = found["model: ready"]
     assert (ready.value, ready.limit, ready.ratio) == (4.0, 1.0, 0.25)

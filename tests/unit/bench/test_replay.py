@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton_serve.bench.serving.replay import hit_rate_of, parse_counters, run
-from baton_serve.bench.serving.serve import Outcome
+from baton_serve.bench.serving.serve import RequestOutcome
 from baton_serve.bench.serving.traces import Trace, TraceRequest
 from baton_serve.bench.serving.workload import trace_requests
 from tests.unit.bench.tiny_trace import conversations, write_conversations
@@ -39,9 +39,9 @@ def test_prompts_are_the_same_every_time_and_another_seed_gives_others() -> None
 
 
 def test_the_hit_rate_is_what_the_server_tells() -> None:
-    told = [Outcome(prompt_tokens=100, cached_tokens=40), Outcome(prompt_tokens=100, cached_tokens=0)]
+    told = [RequestOutcome(prompt_tokens=100, cached_tokens=40), RequestOutcome(prompt_tokens=100, cached_tokens=0)]
     assert hit_rate_of(told, {}, {}) == 0.2
-    silent = [Outcome(prompt_tokens=100)]
+    silent = [RequestOutcome(prompt_tokens=100)]
     before = parse_counters(
         '# HELP x\nvllm:prefix_cache_hits_total{engine="0"} 5.0\nvllm:prefix_cache_queries_total 10'
     )

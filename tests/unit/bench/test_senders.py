@@ -2,8 +2,8 @@
 
 import json
 
-from baton_serve.bench.router.senders import Seen, Target, asked, read_stream
-from baton_serve.bench.serving.workload import Request
+from baton_serve.bench.router.senders import LoadTarget, StreamRecord, read_stream, request_bytes
+from baton_serve.bench.serving.workload import BenchRequest
 
 
 def event(**values: object) -> bytes:
@@ -28,20 +28,22 @@ def test_gaps_between_tokens_are_those_of_their_last_bytes() -> None:
         (3.0, TOKEN[half:] + b"\r\n"),
         (3.5, chunked(USAGE) + chunked(DONE)),
     ]
-    found = read_stream(Seen(1.0, pieces))
+    found = read_stream(StreamRecord(1.0, pieces))
     assert (found.ttft_s, found.itls_s, found.latency_s) == (0.5, [0.5, 1.0], 2.0)
     assert (found.prompt_tokens, found.output_tokens, found.error) == (7, 3, None)
 
 
 def test_a_promise_goes_with_each_request() -> None:
-    request = Request(0.0, [1, 2], 3)
-    plain, promised = Target("http://localhost:1", "m", 1.0), Target("http://localhost:1", "m", 1.0, 12.5)
-    assert b"x-baton-itl-ms: 12.5\r\n" in asked(request, promised).split(b"\r\n\r\n")[0] + b"\r\n"
-    assert b"x-baton-itl-ms" not in asked(request, plain)
-    assert b"x-baton-ttft-ms: 900\r\n" in asked(request, Target("http://localhost:1", "m", 1.0, 12.0, 900.0))
+    request = BenchRequest(0.0, [1, 2], 3)
+    plain, promised = LoadTarget("http://localhost:1", "m", 1.0), LoadTarget("http://localhost:1", "m", 1.0, 12.5)
+    assert b"x-baton-itl-ms: 12.5\r\n" in request_bytes(request, promised).split(b"\r\n\r\n")[0] + b"\r\n"
+    assert b"x-baton-itl-ms" not in request_bytes(request, plain)
+    assert b"x-baton-ttft-ms: 900\r\n" in request_bytes(
+        request, LoadTarget("http://localhost:1", "m", 1.0, 12.0, 900.0)
+    )
 
 
 def test_a_stream_without_its_end_has_failed() -> None:
-    assert read_stream(Seen(1.0, [(1.5, chunked(TOKEN))])).error == "the stream broke off"
-    assert read_stream(Seen(1.0, [(1.5, event(error="no")), (2.0, DONE)])).error == "no"
-    assert read_stream(Seen(1.0, [], "refused")).error == "refused"
+    assert read_stream(StreamRecord(1.0, [(1.5, chunked(TOKEN))])).error == "the stream broke off"
+    assert read_stream(StreamRecord(1.0, [(1.5, event(error="no")), (2.0, DONE)])).error == "no"
+    assert read_stream(StreamRecord(1.0, [], "refused")).error == "refused"

@@ -8,7 +8,7 @@ import pytest
 
 from baton_serve.bench.serving.traces import Trace, TraceRequest
 from baton_serve.bench.simulation.cost import CostError, CostModel, prompt_steps
-from baton_serve.bench.simulation.run import Result, Served, simulate
+from baton_serve.bench.simulation.run import Served, SimulationResult, simulate
 from baton_serve.bench.simulation.search import Trials, best_split, smallest_pools
 from baton_serve.bench.simulation.summary import Objective, Summary, rows, summarise
 from baton_serve.services.router.placement.policy import PolicyName
@@ -130,7 +130,7 @@ def test_where_a_pace_is_promised_a_decode_instance_takes_prompts_from_a_queue()
     assert {one.decision for one in shared.served} == {"disaggregated", "decode_only"}
     assert shared.gaps.percentile(99) < 0.2
 
-    def mean_ttft_s(result: Result) -> float:
+    def mean_ttft_s(result: SimulationResult) -> float:
         return sum(one.ttft_s for one in result.served) / len(result.served)
 
     assert mean_ttft_s(shared) < 0.8 * mean_ttft_s(apart)

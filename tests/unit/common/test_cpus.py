@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from baton_serve.contracts.instance import Role
-from baton_serve.services.common.cpus.allocation import STANDS_BACK, Cpu, Host, Seat, seats
+from baton_serve.services.common.cpus.allocation import BACKGROUND_NICE, Cpu, CpuAllocation, HostCpus, allocate_cpus
 
 
-def host(*nodes: int, hyperthreads: int = 1, quota: float | None = None) -> Host:
+def host(*nodes: int, hyperthreads: int = 1, quota: float | None = None) -> HostCpus:
     """Nodes of so many cores. The first hardware thread of every core comes first, as Linux counts them."""
     cores = [node for node, count in enumerate(nodes) for _ in range(count)]
-    return Host(
+    return HostCpus(
         tuple(
             Cpu(number=half * len(cores) + core, core=core, node=node)
             for half in range(hyperthreads)
@@ -21,63 +21,67 @@ def host(*nodes: int, hyperthreads: int = 1, quota: float | None = None) -> Host
     )
 
 
-def cpus(found: Sequence[Seat]) -> list[tuple[int, ...]]:
+def cpus(found: Sequence[CpuAllocation]) -> list[tuple[int, ...]]:
     return [seat.cpus for seat in found]
 
 
 def test_one_instance_has_every_core_and_no_core_twice() -> None:
-    assert seats(host(8, hyperthreads=2), ["unified"]) == [Seat(8, tuple(range(8)))]
+    assert allocate_cpus(host(8, hyperthreads=2), ["unified"]) == [CpuAllocation(8, tuple(range(8)))]
 
 
 def test_two_instances_of_a_machine_with_two_sockets_take_one_each() -> None:
-    found = seats(host(16, 16, hyperthreads=2), ["prefill", "decode"])
+    found = allocate_cpus(host(16, 16, hyperthreads=2), ["prefill", "decode"])
     assert cpus(found) == [tuple(range(16)), tuple(range(16, 32))]
     assert [seat.threads for seat in found] == [16, 16]
 
 
 def test_no_instance_lies_across_nodes_where_there_are_fewer_nodes() -> None:
-    found = seats(host(12, 12), ["prefill", "prefill", "decode", "decode", "decode"])
+    found = allocate_cpus(host(12, 12), ["prefill", "prefill", "decode", "decode", "decode"])
     nodes = [{number // 12 for number in seat.cpus} for seat in found]
     assert all(len(node) == 1 for node in nodes)
     assert sorted(number for seat in found for number in seat.cpus) == list(range(24))
 
 
 def test_an_instance_takes_several_nodes_where_there_are_more_of_them() -> None:
-    assert cpus(seats(host(4, 4, 4, 4), ["unified", "unified"])) == [tuple(range(8)), tuple(range(8, 16))]
+    assert cpus(allocate_cpus(host(4, 4, 4, 4), ["unified", "unified"])) == [tuple(range(8)), tuple(range(8, 16))]
 
 
 def test_on_few_cores_prefill_and_decode_take_turns_on_all_of_them() -> None:
-    prefill, decode = seats(host(2), ["prefill", "decode"])
-    assert prefill == Seat(2, (0, 1), STANDS_BACK, takes_turns=True)
-    assert decode == Seat(2, (0, 1), takes_turns=True)
-    assert cpus(seats(host(6), ["prefill", "decode", "decode"])) == [tuple(range(6)), (0, 1, 2), (3, 4, 5)]
+    prefill, decode = allocate_cpus(host(2), ["prefill", "decode"])
+    assert prefill == CpuAllocation(2, (0, 1), BACKGROUND_NICE, shares_cores=True)
+    assert decode == CpuAllocation(2, (0, 1), shares_cores=True)
+    assert cpus(allocate_cpus(host(6), ["prefill", "decode", "decode"])) == [tuple(range(6)), (0, 1, 2), (3, 4, 5)]
 
 
 def test_instances_with_cores_of_their_own_take_no_turns() -> None:
-    assert not any(seat.takes_turns for seat in seats(host(8), ["prefill", "decode"]))
-    assert not any(seat.takes_turns for seat in seats(host(2), ["unified", "unified"]))
-    assert not any(seat.takes_turns for seat in seats(host(2), ["prefill"]))
+    assert not any(seat.shares_cores for seat in allocate_cpus(host(8), ["prefill", "decode"]))
+    assert not any(seat.shares_cores for seat in allocate_cpus(host(2), ["unified", "unified"]))
+    assert not any(seat.shares_cores for seat in allocate_cpus(host(2), ["prefill"]))
 
 
 def test_a_cgroup_s_limit_bounds_threads_and_binds_nobody() -> None:
-    assert seats(host(64, quota=16.0), ["prefill", "decode"]) == [Seat(8), Seat(8)]
-    assert seats(host(64, quota=0.5), ["unified"]) == [Seat(1)]
+    assert allocate_cpus(host(64, quota=16.0), ["prefill", "decode"]) == [CpuAllocation(8), CpuAllocation(8)]
+    assert allocate_cpus(host(64, quota=0.5), ["unified"]) == [CpuAllocation(1)]
     assert host(64, quota=4.0).num_cores == 4
 
 
 def test_turns_are_taken_under_a_cgroup_s_limit_too() -> None:
-    found = seats(host(64, quota=4.0), ["prefill", "decode"])
-    assert found == [Seat(4, nice=STANDS_BACK, takes_turns=True), Seat(4, takes_turns=True)]
+    found = allocate_cpus(host(64, quota=4.0), ["prefill", "decode"])
+    assert found == [CpuAllocation(4, nice=BACKGROUND_NICE, shares_cores=True), CpuAllocation(4, shares_cores=True)]
 
 
 def test_a_limit_of_all_there_is_limits_nothing() -> None:
-    assert cpus(seats(host(8, quota=8.0), ["unified"])) == [tuple(range(8))]
+    assert cpus(allocate_cpus(host(8, quota=8.0), ["unified"])) == [tuple(range(8))]
 
 
 def test_more_instances_than_cores_are_bound_nowhere() -> None:
-    assert seats(host(2), ["unified"] * 3) == [Seat(1)] * 3
-    one = Seat(1, takes_turns=True)
-    assert seats(host(1), ["prefill", "decode", "decode"]) == [Seat(1, nice=STANDS_BACK, takes_turns=True), one, one]
+    assert allocate_cpus(host(2), ["unified"] * 3) == [CpuAllocation(1)] * 3
+    one = CpuAllocation(1, shares_cores=True)
+    assert allocate_cpus(host(1), ["prefill", "decode", "decode"]) == [
+        CpuAllocation(1, nice=BACKGROUND_NICE, shares_cores=True),
+        one,
+        one,
+    ]
 
 
 @pytest.mark.parametrize("nodes", [(1, 3), (9, 9, 9, 1), (7, 7, 7, 1), (5,), (2, 2, 2, 1)])
@@ -85,7 +89,7 @@ def test_more_instances_than_cores_are_bound_nowhere() -> None:
 def test_every_instance_has_cores_and_none_is_given_twice(nodes: tuple[int, ...], role: Role) -> None:
     machine = host(*nodes)
     for count in range(1, sum(nodes) + 1):
-        found = seats(machine, [role] * count)
+        found = allocate_cpus(machine, [role] * count)
         given = [number for seat in found for number in seat.cpus]
         assert len(found) == count and all(seat.cpus and seat.threads == len(seat.cpus) for seat in found)
         assert len(given) == len(set(given))

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton_serve.contracts.events import BlockEvent, BlocksStored, EventBatch
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.services.common.zmq.block_events import EventPublisher, EventSubscriber
 
 A = InstanceId("prefill-0")
 
 
 def stored(number: int) -> list[BlockEvent]:
-    return [BlocksStored([BlockName(bytes([number]) * 16)])]
+    return [BlocksStored([BlockHash(bytes([number]) * 16)])]
 
 
 class Follower:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, SAME_SIGNAL_S, Lifecycle, run
+from baton_serve.services.common.lifecycle import DUPLICATE_SIGNAL_S, EXIT_FAILURE, EXIT_HOPELESS, Lifecycle, run
 
 
 def test_a_signal_stops_what_was_started_in_reverse_order() -> None:
@@ -51,7 +51,7 @@ def test_a_phase_that_hangs_is_cancelled_and_the_others_run() -> None:
 def test_a_second_signal_cuts_the_deadlines_short() -> None:
     async def start(lifecycle: Lifecycle) -> None:
         async def hangs() -> None:
-            await asyncio.sleep(SAME_SIGNAL_S + 0.01)
+            await asyncio.sleep(DUPLICATE_SIGNAL_S + 0.01)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
 

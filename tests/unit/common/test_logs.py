@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_serve.services.common.logs import LogFormat, configure_logs, log_past, request_logs
+from baton_serve.services.common.logs import LogFormat, configure_logs, log_at, request_logs
 
 logger = logging.getLogger("services.test")
 
@@ -50,7 +50,7 @@ def test_a_line_may_be_about_a_moment_that_has_passed() -> None:
     ]
     for format, said in cases:
         stream = configured(format)
-        log_past(logger, "it was", {"request_id": "r-1"}, at=1_700_000_000.25)
+        log_at(logger, "it was", {"request_id": "r-1"}, at=1_700_000_000.25)
         assert said in stream.getvalue()
         assert "r-1" in stream.getvalue()
 

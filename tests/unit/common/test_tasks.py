@@ -2,7 +2,7 @@
 
 import asyncio
 
-from baton_serve.services.common.tasks import end
+from baton_serve.services.common.tasks import cancel_all
 
 
 def test_a_cancellation_that_is_forgotten_is_said_again() -> None:
@@ -21,8 +21,8 @@ def test_a_cancellation_that_is_forgotten_is_said_again() -> None:
     async def test() -> None:
         tasks = [asyncio.create_task(work()) for work in (forgetful, failing)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(end(tasks), 10)
+        await asyncio.wait_for(cancel_all(tasks), 10)
         assert tasks[0].cancelled() and isinstance(tasks[1].exception(), ZeroDivisionError)
-        await end([])
+        await cancel_all([])
 
     asyncio.run(test())

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from baton_serve.services.common.http.write_coalescer import TurnWrites, Unsent
+from baton_serve.services.common.http.write_coalescer import PendingWrites, WriteCoalescer
 
 
 class Counted:
@@ -23,7 +23,7 @@ class Counted:
         return getattr(self._transport, name)
 
 
-def run(body: Callable[[Unsent, Counted, socket.socket], Awaitable[None]]) -> None:
+def run(body: Callable[[PendingWrites, Counted, socket.socket], Awaitable[None]]) -> None:
     async def scenario() -> None:
         near, far = socket.socketpair()
         with near, far:
@@ -31,7 +31,7 @@ def run(body: Callable[[Unsent, Counted, socket.socket], Awaitable[None]]) -> No
             transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=near)
             counted = Counted(transport)
             try:
-                await body(TurnWrites().of(cast(asyncio.Transport, counted)), counted, far)
+                await body(WriteCoalescer().of(cast(asyncio.Transport, counted)), counted, far)
             finally:
                 transport.abort()
                 await asyncio.sleep(0)
@@ -48,7 +48,7 @@ async def received(far: socket.socket, size: int) -> bytes:
 
 
 def test_pieces_of_one_turn_leave_together_past_an_empty_transport() -> None:
-    async def body(unsent: Unsent, transport: Counted, far: socket.socket) -> None:
+    async def body(unsent: PendingWrites, transport: Counted, far: socket.socket) -> None:
         for piece in (b"a", b"b", b"c"):
             unsent.add(piece)
         assert transport.written == []
@@ -62,7 +62,7 @@ def test_pieces_of_one_turn_leave_together_past_an_empty_transport() -> None:
 
 
 def test_what_the_kernel_does_not_take_waits_in_the_transport_and_nothing_overtakes_it() -> None:
-    async def body(unsent: Unsent, transport: Counted, far: socket.socket) -> None:
+    async def body(unsent: PendingWrites, transport: Counted, far: socket.socket) -> None:
         sent = bytearray()
         for number in range(40):
             piece = bytes((number,)) * 100_000
@@ -82,7 +82,7 @@ def test_what_the_kernel_does_not_take_waits_in_the_transport_and_nothing_overta
 
 
 def test_nothing_is_written_to_a_connection_that_is_being_closed() -> None:
-    async def body(unsent: Unsent, transport: Counted, far: socket.socket) -> None:
+    async def body(unsent: PendingWrites, transport: Counted, far: socket.socket) -> None:
         unsent.add(b"late")
         transport.close()
         unsent.flush()
@@ -93,7 +93,7 @@ def test_nothing_is_written_to_a_connection_that_is_being_closed() -> None:
 
 
 def test_a_client_that_is_gone_is_the_transports_to_find_out() -> None:
-    async def body(unsent: Unsent, transport: Counted, far: socket.socket) -> None:
+    async def body(unsent: PendingWrites, transport: Counted, far: socket.socket) -> None:
         far.close()
         unsent.add(b"nobody reads this")
         unsent.flush()
@@ -107,9 +107,9 @@ def test_encrypted_connections_are_written_to_by_their_transport_alone() -> None
         def get_extra_info(self, name: str, default: object = None) -> object:
             return object() if name == "sslcontext" else self._transport.get_extra_info(name, default)
 
-    async def body(_: Unsent, transport: Counted, far: socket.socket) -> None:
+    async def body(_: PendingWrites, transport: Counted, far: socket.socket) -> None:
         encrypted = Encrypted(transport._transport)
-        unsent = TurnWrites().of(cast(asyncio.Transport, encrypted))
+        unsent = WriteCoalescer().of(cast(asyncio.Transport, encrypted))
         unsent.add(b"secret")
         await asyncio.sleep(0)
         assert encrypted.written == [b"secret"]

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from baton_serve.services.common.errors import PeerUnreachable
-from baton_serve.services.common.zmq.zmtp import command, framed, handshake
+from baton_serve.services.common.zmq.zmtp import command, frame_message, handshake
 from baton_serve.services.common.zmq.zmtp_sockets import ZmtpDealer, ZmtpRouter
 
 
@@ -39,7 +39,7 @@ def with_dealer(test: Callable[[ZmtpDealer, Listener], Awaitable[None]]) -> None
         dealer.start()
         dealer.send(b"first")
         async with asyncio.timeout(10):
-            while framed(b"first") not in b"".join(listener.received):  # noqa: ASYNC110 - the fake has no events
+            while frame_message(b"first") not in b"".join(listener.received):  # noqa: ASYNC110 - the fake has no events
                 await asyncio.sleep(0.001)
             listener.received.clear()
             await test(dealer, listener)
@@ -55,7 +55,7 @@ def test_messages_of_one_turn_are_one_write() -> None:
             dealer.send(message)
         while not listener.received:  # noqa: ASYNC110 - the fake has no events
             await asyncio.sleep(0.001)
-        assert listener.received == [framed(b"a") + framed(b"b") + framed(b"c")]
+        assert listener.received == [frame_message(b"a") + frame_message(b"b") + frame_message(b"c")]
 
     with_dealer(scenario)
 
@@ -65,7 +65,7 @@ def test_what_was_sent_just_before_the_end_still_arrives() -> None:
         dealer.send(b"the last")
         dealer.close(linger_ms=1000)
         await listener.is_over.wait()
-        assert b"".join(listener.received) == framed(b"the last")
+        assert b"".join(listener.received) == frame_message(b"the last")
 
     with_dealer(scenario)
 
@@ -74,7 +74,7 @@ def strict_dealer(address: str) -> ZmtpDealer:
     def lost(reason: str) -> None:
         raise AssertionError(reason)
 
-    return ZmtpDealer(address, on_message=lambda _: None, on_lost=lost, most_unsent_bytes=1000)
+    return ZmtpDealer(address, on_message=lambda _: None, on_lost=lost, max_unsent_bytes=1000)
 
 
 def test_messages_to_a_peer_that_is_not_there_are_kept_up_to_a_limit() -> None:
@@ -134,7 +134,7 @@ async def silent_after(begin: bytes) -> list[str]:
 
 @pytest.mark.parametrize(
     "begin",
-    [b"", handshake(b"DEALER")[:20], handshake(b"DEALER"), handshake(b"DEALER") + framed(b"")],
+    [b"", handshake(b"DEALER")[:20], handshake(b"DEALER"), handshake(b"DEALER") + frame_message(b"")],
     ids=["nothing", "half a handshake", "a handshake", "an empty message"],
 )
 def test_a_connection_that_is_silent_ends(begin: bytes) -> None:

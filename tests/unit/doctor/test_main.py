@@ -5,12 +5,12 @@ import json
 import pytest
 
 from baton_serve.bench.ports import free_port
-from baton_serve.services.doctor.findings import Report, note, ok, problem
+from baton_serve.services.doctor.findings import DoctorReport, note, ok, problem
 from baton_serve.services.doctor.main import as_text, main
 
 
 def test_the_text_has_a_line_for_each_finding_and_its_remedy() -> None:
-    report = Report("1", False, [ok("cards", "one"), problem("rebar", "off", "turn it on"), note("x", "y")])
+    report = DoctorReport("1", False, [ok("cards", "one"), problem("rebar", "off", "turn it on"), note("x", "y")])
     lines = as_text(report).splitlines()
     assert lines[0].startswith("ok ") and lines[1].startswith("PROBLEM  rebar: off")
     assert lines[2].strip() == "→ turn it on"

@@ -4,8 +4,8 @@ import pytest
 
 from baton_serve.kvtransfer import Verdict
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
-from baton_serve.services.doctor.device_probe import DeviceFacts, Facts
-from baton_serve.services.doctor.transports import ends_of, judge_verdict
+from baton_serve.services.doctor.device_probe import DeviceFacts, ProbeFacts
+from baton_serve.services.doctor.transports import probe_ends, transport_finding
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from baton_serve.services.doctor.transports import ends_of, judge_verdict
     ],
 )
 def test_each_outcome_is_a_finding(outcome: ProbeOutcome, status: str, said: str) -> None:
-    finding = judge_verdict(Verdict(Rung("oneccl", "gloo"), outcome, 12.34e9, "so it went"), "host → host")
+    finding = transport_finding(Verdict(Rung("oneccl", "gloo"), outcome, 12.34e9, "so it went"), "host → host")
     assert (finding.check, finding.status, finding.message) == ("transport oneccl by gloo", status, said)
 
 
@@ -31,5 +31,5 @@ def device(index: int) -> DeviceFacts:
     ("count", "ends"), [(0, ("", "")), (1, ("xpu:0", "xpu:0")), (2, ("xpu:0", "xpu:1")), (4, ("xpu:0", "xpu:1"))]
 )
 def test_the_first_two_devices_are_tried(count: int, ends: tuple[str, str]) -> None:
-    assert ends_of(Facts("2", "xpu", {}, [device(i) for i in range(count)], [])) == ends
-    assert ends_of(None) == ("", "")
+    assert probe_ends(ProbeFacts("2", "xpu", {}, [device(i) for i in range(count)], [])) == ends
+    assert probe_ends(None) == ("", "")

@@ -1,10 +1,10 @@
 from baton_serve.contracts.events import BlocksRemoved, BlocksStored
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.engine.core.block_pool import BlockPool
 
 
-def name(number: int) -> BlockName:
-    return BlockName(bytes([number]) * 16)
+def name(number: int) -> BlockHash:
+    return BlockHash(bytes([number]) * 16)
 
 
 def test_block_zero_is_never_given_out() -> None:
@@ -130,8 +130,8 @@ def test_the_hottest_are_those_found_most_often_then_those_used_last() -> None:
     found = pool.match([name(3)])
     pool.share(found)
     pool.release(found)
-    assert pool.hot_names(9) == [name(3), name(5), name(6), name(4), name(1), name(2)]
-    assert pool.hot_names(1) == [name(3)]
+    assert pool.hot_block_hashes(9) == [name(3), name(5), name(6), name(4), name(1), name(2)]
+    assert pool.hot_block_hashes(1) == [name(3)]
 
 
 def test_a_block_has_another_version_whenever_it_is_given_out() -> None:

@@ -5,18 +5,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton_serve.contracts.events import BlocksRemoved, BlocksStored
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.host_tier import HostTier
 
 NUM_BLOCKS = 8
 
 
-def name(number: int) -> BlockName:
-    return BlockName(bytes([number]) * 16)
+def name(number: int) -> BlockHash:
+    return BlockHash(bytes([number]) * 16)
 
 
-def chain(root: int, length: int) -> list[BlockName]:
+def chain(root: int, length: int) -> list[BlockHash]:
     """Names as those of one prompt's blocks: chains of different roots share nothing."""
     return [name(root * 16 + i) for i in range(length)]
 
@@ -26,18 +26,18 @@ class Memory:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.blocks: dict[int, BlockName] = {}
-        self.slots: dict[int, BlockName] = {}
+        self.blocks: dict[int, BlockHash] = {}
+        self.slots: dict[int, BlockHash] = {}
 
     def move(self) -> None:
         assert self.pool.host is not None
-        for block, slot, is_out in self.pool.host.take_moves():
-            if is_out:
+        for block, slot, is_to_host in self.pool.host.take_tier_copies():
+            if is_to_host:
                 self.slots[slot] = self.blocks[block]
             else:
                 self.blocks[block] = self.slots[slot]
 
-    def write(self, block: int, content: BlockName) -> None:
+    def write(self, block: int, content: BlockHash) -> None:
         self.blocks[block] = content
 
 
@@ -46,7 +46,7 @@ def pool_of(num_blocks: int, num_slots: int) -> tuple[BlockPool, Memory]:
     return pool, Memory(pool)
 
 
-def store(pool: BlockPool, memory: Memory, names: list[BlockName]) -> list[int]:
+def store(pool: BlockPool, memory: Memory, names: list[BlockHash]) -> list[int]:
     """As a prompt does: takes what is cached, computes the rest. Owned."""
     prefix = pool.find(names)
     blocks = pool.take(prefix)
@@ -126,7 +126,7 @@ class TiersMachine(RuleBasedStateMachine):
     def start(self, num_slots: int) -> None:
         self.pool, self.memory = pool_of(NUM_BLOCKS, num_slots)
         self.owned: list[list[int]] = []
-        self.told: dict[str, set[BlockName]] = {"device": set(), "host": set()}
+        self.told: dict[str, set[BlockHash]] = {"device": set(), "host": set()}
 
     @rule(root=st.integers(1, 6), length=st.integers(1, 6))
     def arrive(self, root: int, length: int) -> None:
@@ -156,7 +156,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert host is not None
         pool.check_invariants([block for blocks in self.owned for block in blocks])
         self.memory.move()
-        for known in pool.cached_names():
+        for known in pool.cached_block_hashes():
             block = pool.block_of(known)
             assert block is not None and self.memory.blocks[block] == known
         for known, slot in host._slots.items():
@@ -166,7 +166,7 @@ class TiersMachine(RuleBasedStateMachine):
                 self.told[event.tier] |= set(event.names)
             else:
                 self.told[event.tier] -= set(event.names)
-        assert self.told == {"device": set(pool.cached_names()), "host": set(host.names())}
+        assert self.told == {"device": set(pool.cached_block_hashes()), "host": set(host.names())}
 
 
 TiersMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)

@@ -67,7 +67,7 @@ def test_both_ways_of_stating_frequencies_are_understood() -> None:
 def test_every_end_of_sequence_counts() -> None:
     config = dense_config({**LLAMA, "eos_token_id": [2, 3]}, also_ends=frozenset([5]))
     assert config is not None
-    assert config.eos_ids == {2, 3, 5}
+    assert config.eos_token_ids == {2, 3, 5}
 
 
 @pytest.mark.parametrize(

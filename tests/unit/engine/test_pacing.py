@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton_serve.engine.core.request_table import Roster
-from baton_serve.engine.core.scheduler import Plan, Scheduler
-from baton_serve.engine.core.step_time_model import Pace
+from baton_serve.engine.core.request_table import RequestTable
+from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
+from baton_serve.engine.core.step_time_model import StepTimeModel
 from tests.unit.engine.test_pace import promise_of_step
 from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
 
@@ -13,61 +13,61 @@ ALLOWS_64, ALLOWS_128 = promise_of_step(STEP_S + 0.0017), promise_of_step(STEP_S
 """Promises; 40 tokens of prompts take 1 ms."""
 
 
-def pace(*, stretch: float = 1e9) -> Pace:
-    return Pace(40_000.0, STEP_S, stretch)
+def step_time_model(*, max_stretch: float = 1e9) -> StepTimeModel:
+    return StepTimeModel(40_000.0, STEP_S, max_stretch)
 
 
-def writing(*promises_s: float | None, paced: Pace | None = None) -> tuple[Roster, Scheduler]:
+def writing(*itl_slos_s: float | None, paced: StepTimeModel | None = None) -> tuple[RequestTable, Scheduler]:
     """Sequences that write, with these promises, and a prompt of 200 tokens that waits."""
-    roster = make_roster(num_blocks=200, seqs=8, batched=256)
-    scheduler = Scheduler(roster, paced)
-    for number, promise_s in enumerate(promises_s):
-        add(roster, make_work(f"w{number}", [1, 2, 3], max_tokens=100, itl_s=promise_s))
-    step(roster, scheduler)
-    assert all(sequence.num_generated == 1 for sequence in roster.running)
-    add(roster, make_work("long", [5] * 200, max_tokens=2))
-    return roster, scheduler
+    table = make_roster(num_blocks=200, seqs=8, batched=256)
+    scheduler = Scheduler(table, paced)
+    for number, itl_slo_s in enumerate(itl_slos_s):
+        add(table, make_work(f"w{number}", [1, 2, 3], max_tokens=100, itl_s=itl_slo_s))
+    step(table, scheduler)
+    assert all(sequence.num_generated == 1 for sequence in table.running)
+    add(table, make_work("long", [5] * 200, max_tokens=2))
+    return table, scheduler
 
 
-def prompt_tokens(plan: Plan) -> int:
+def prompt_tokens(plan: ScheduledBatch) -> int:
     return sum(chunk.length for chunk in plan.chunks if chunk.length > 1)
 
 
 def test_a_prompt_goes_in_chunks_that_the_tightest_promise_allows() -> None:
     for promises, tokens in (((ALLOWS_128,), 127), ((ALLOWS_128, ALLOWS_64, ALLOWS_128), 61)):
-        roster, scheduler = writing(*promises, paced=pace())
+        table, scheduler = writing(*promises, paced=step_time_model())
         plan = scheduler.schedule(0.0)
         assert (prompt_tokens(plan), len(plan.chunks)) == (tokens, len(promises) + 1)
-        roster.check_invariants()
+        table.check_invariants()
 
 
 def test_nothing_promised_is_a_whole_step_unless_a_stretch_is_set() -> None:
-    assert prompt_tokens(writing(None, paced=pace())[1].schedule(0.0)) == 200
+    assert prompt_tokens(writing(None, paced=step_time_model())[1].schedule(0.0)) == 200
     assert prompt_tokens(writing(None)[1].schedule(0.0)) == 200
-    assert prompt_tokens(writing(None, paced=pace(stretch=1.3))[1].schedule(0.0)) == 64 - 1
+    assert prompt_tokens(writing(None, paced=step_time_model(max_stretch=1.3))[1].schedule(0.0)) == 64 - 1
 
 
 def test_where_nobody_writes_a_promise_bounds_nothing() -> None:
-    roster = make_roster(num_blocks=200, batched=256)
-    add(roster, make_work("a", [1] * 200, itl_s=ALLOWS_64))
-    assert prompt_tokens(Scheduler(roster, pace()).schedule(0.0)) == 200
+    table = make_roster(num_blocks=200, batched=256)
+    add(table, make_work("a", [1] * 200, itl_s=ALLOWS_64))
+    assert prompt_tokens(Scheduler(table, step_time_model()).schedule(0.0)) == 200
 
 
 def test_a_promise_that_cannot_be_kept_still_lets_prompts_advance() -> None:
-    roster, scheduler = writing(0.001, paced=pace())
+    table, scheduler = writing(0.001, paced=step_time_model())
     assert prompt_tokens(scheduler.schedule(0.0)) == 31
     for _ in range(-(-200 // 31) - 1):
-        step(roster, scheduler)
-    assert [output.request_id for output in step(roster, scheduler).tokens] == ["w0", "long"]
+        step(table, scheduler)
+    assert [output.request_id for output in step(table, scheduler).tokens] == ["w0", "long"]
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_every_step_is_bounded_and_the_tokens_are_the_same(is_ahead: bool) -> None:
-    roster, scheduler = writing(ALLOWS_64, ALLOWS_128, paced=pace())
+    table, scheduler = writing(ALLOWS_64, ALLOWS_128, paced=step_time_model())
     planned: list[int] = []
     schedule = scheduler.schedule
 
-    def seen(now: float) -> Plan:
+    def seen(now: float) -> ScheduledBatch:
         plan = schedule(now)
         planned.append(prompt_tokens(plan))
         return plan
@@ -77,7 +77,7 @@ def test_every_step_is_bounded_and_the_tokens_are_the_same(is_ahead: bool) -> No
     for _ in range(200):
         if not scheduler.has_work() and ahead.launched is None:
             break
-        result = ahead.step(roster, scheduler) if is_ahead else step(roster, scheduler)
+        result = ahead.step(table, scheduler) if is_ahead else step(table, scheduler)
         for output in result.tokens:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     assert [count for count in planned if count] == [62, 62, 62, 14]
@@ -87,9 +87,11 @@ def test_every_step_is_bounded_and_the_tokens_are_the_same(is_ahead: bool) -> No
 
 def test_what_an_instance_has_to_spare_for_prompts() -> None:
     """64 tokens in a step, two of them of those who write."""
-    roster, scheduler = writing(ALLOWS_64, ALLOWS_128, paced=pace())
+    table, scheduler = writing(ALLOWS_64, ALLOWS_128, paced=step_time_model())
     assert scheduler.spare_tokens_per_s() == pytest.approx(62 / (STEP_S + 62 / 40_000))
-    assert writing(ALLOWS_64, None, paced=pace())[1].spare_tokens_per_s() == 0.0, "nothing was promised to one"
-    assert writing(0.001, paced=pace())[1].spare_tokens_per_s() == 0.0, "no time is left"
-    assert Scheduler(make_roster(), pace()).spare_tokens_per_s() == 40_000.0, "nobody writes"
-    assert roster.num_preemptions == 0
+    assert writing(ALLOWS_64, None, paced=step_time_model())[1].spare_tokens_per_s() == 0.0, (
+        "nothing was promised to one"
+    )
+    assert writing(0.001, paced=step_time_model())[1].spare_tokens_per_s() == 0.0, "no time is left"
+    assert Scheduler(make_roster(), step_time_model()).spare_tokens_per_s() == 40_000.0, "nobody writes"
+    assert table.num_preemptions == 0

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton_serve.engine.config import Runner, Task
+from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from baton_serve.engine.pooling.kind import Kind, kind_of
+from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.engine.pooling.recipe import Recipe, read_recipe
 
 MODULES = [
@@ -44,22 +44,24 @@ def folder(path: Path, architecture: str, modules: list[dict[str, str]] | None =
     ],
 )
 def test_architecture_runner_and_task_decide(
-    tmp_path: Path, architecture: str, runner: Runner, task: Task, kind: Kind
+    tmp_path: Path, architecture: str, runner: RunnerType, task: Task, kind: ModelKind
 ) -> None:
-    assert kind_of(folder(tmp_path / "m", architecture), runner=runner, task=task) == kind
+    assert detect_model_kind(folder(tmp_path / "m", architecture), runner=runner, task=task) == kind
 
 
 def test_a_folder_of_sentence_transformers_embeds_whatever_its_architecture(tmp_path: Path) -> None:
-    assert kind_of(folder(tmp_path / "m", "Qwen3ForCausalLM", MODULES, pooling_mode_lasttoken=True)) == "embed"
+    assert (
+        detect_model_kind(folder(tmp_path / "m", "Qwen3ForCausalLM", MODULES, pooling_mode_lasttoken=True)) == "embed"
+    )
 
 
 def test_a_runner_and_a_task_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contradict"):
-        kind_of(tmp_path, runner="generate", task="embed")
+        detect_model_kind(tmp_path, runner="generate", task="embed")
 
 
 def test_a_folder_that_is_no_model_is_left_to_the_loader(tmp_path: Path) -> None:
-    assert kind_of(tmp_path / "nowhere") == "generate"
+    assert detect_model_kind(tmp_path / "nowhere") == "generate"
 
 
 def test_the_recipe_is_that_of_sentence_transformers(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine.core.request_table import Roster
+from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.scheduler import Scheduler
 from baton_serve.engine.errors import RequestError, UsageError
@@ -24,40 +24,40 @@ A = RequestId("a")
 
 
 @pytest.fixture
-def roster() -> Iterator[Roster]:
-    roster = make_roster()
-    yield roster
-    roster.check_invariants()
+def table() -> Iterator[RequestTable]:
+    table = make_roster()
+    yield table
+    table.check_invariants()
 
 
 @pytest.fixture
-def scheduler(roster: Roster) -> Scheduler:
-    return Scheduler(roster)
+def scheduler(table: RequestTable) -> Scheduler:
+    return Scheduler(table)
 
 
 @pytest.fixture
-def reservations(roster: Roster) -> Reservations:
-    return Reservations(roster)
+def reservations(table: RequestTable) -> Reservations:
+    return Reservations(table)
 
 
 def test_a_reserved_request_goes_on_after_its_first_token(
-    roster: Roster, scheduler: Scheduler, reservations: Reservations
+    table: RequestTable, scheduler: Scheduler, reservations: Reservations
 ) -> None:
     work = make_work("a", list(range(1, 11)), max_tokens=5)
     reservation = reservations.reserve(work, 0.0)
     assert reservation is not None
-    assert reservation.names == block_names(ROOT, work.token_ids, BLOCK_TOKENS)
+    assert reservation.names == hash_blocks(ROOT, work.token_ids, BLOCK_TOKENS)
     assert [name for name, _ in reservation.missing] == reservation.names
     assert not scheduler.has_work()
     reservations.mark_received(A, reservation.names)
     reservations.admit(A, {0: 7})
-    assert [t for o in _outputs(roster, scheduler) for t in o] == expected_tokens("a", 0, 5)[1:]
+    assert [t for o in _outputs(table, scheduler) for t in o] == expected_tokens("a", 0, 5)[1:]
 
 
-def _outputs(roster: Roster, scheduler: Scheduler) -> list[list[int]]:
+def _outputs(table: RequestTable, scheduler: Scheduler) -> list[list[int]]:
     found = []
     while scheduler.has_work():
-        found += [output.token_ids for output in step(roster, scheduler).tokens]
+        found += [output.token_ids for output in step(table, scheduler).tokens]
     return found
 
 
@@ -71,12 +71,12 @@ def test_received_blocks_are_cached_for_the_next_request(reservations: Reservati
     assert len(second.missing) == 1
 
 
-def test_no_room_is_none_and_takes_nothing(roster: Roster, reservations: Reservations) -> None:
+def test_no_room_is_none_and_takes_nothing(table: RequestTable, reservations: Reservations) -> None:
     assert reservations.reserve(make_work("a", [1] * 60), 0.0)
-    free = roster.pool.num_free
+    free = table.pool.num_free
     assert reservations.reserve(make_work("b", [2] * 8), 0.0) is None
-    assert roster.pool.num_free == free
-    assert RequestId("b") not in roster.requests
+    assert table.pool.num_free == free
+    assert RequestId("b") not in table.requests
 
 
 def test_a_request_cannot_be_admitted_before_its_blocks_are_there(reservations: Reservations) -> None:
@@ -96,7 +96,7 @@ def test_a_block_is_received_once(reservations: Reservations) -> None:
 
 
 def test_after_a_failed_handoff_the_received_blocks_are_not_computed_again(
-    roster: Roster, scheduler: Scheduler, reservations: Reservations
+    table: RequestTable, scheduler: Scheduler, reservations: Reservations
 ) -> None:
     reservation = reservations.reserve(make_work("a", [1] * 13), 0.0)
     assert reservation is not None
@@ -107,46 +107,46 @@ def test_after_a_failed_handoff_the_received_blocks_are_not_computed_again(
 
 
 def test_a_first_token_that_ends_its_sequence_starts_nothing(
-    roster: Roster, scheduler: Scheduler, reservations: Reservations
+    table: RequestTable, scheduler: Scheduler, reservations: Reservations
 ) -> None:
     reservation = reservations.reserve(make_work("a", [1] * 6, sequences=2), 0.0)
     assert reservation is not None
     reservations.mark_received(A, reservation.names)
     reservations.admit(A, {0: EOS, 1: 5})
-    assert [s.index for s in roster.running] == [1]
-    run_to_end_from(roster, scheduler)
+    assert [s.index for s in table.running] == [1]
+    run_to_end_from(table, scheduler)
 
 
-def run_to_end_from(roster: Roster, scheduler: Scheduler) -> None:
-    _outputs(roster, scheduler)
-    assert not roster.requests
-    assert roster.pool.num_free == roster.pool.num_total
+def run_to_end_from(table: RequestTable, scheduler: Scheduler) -> None:
+    _outputs(table, scheduler)
+    assert not table.requests
+    assert table.pool.num_free == table.pool.num_total
 
 
-def test_cancelling_a_reservation_frees_it(roster: Roster, reservations: Reservations) -> None:
+def test_cancelling_a_reservation_frees_it(table: RequestTable, reservations: Reservations) -> None:
     assert reservations.reserve(make_work("a", [1] * 20), 0.0)
-    roster.cancel(A, None)
-    assert roster.pool.num_free == roster.pool.num_total
+    table.cancel(A, None)
+    assert table.pool.num_free == table.pool.num_total
 
 
-def test_a_request_id_is_used_once(roster: Roster) -> None:
-    add(roster, make_work("a", [1]))
+def test_a_request_id_is_used_once(table: RequestTable) -> None:
+    add(table, make_work("a", [1]))
     with pytest.raises(RequestError, match="already in use"):
-        add(roster, make_work("a", [1]))
+        add(table, make_work("a", [1]))
 
 
 def test_pinned_blocks_outlive_everything_until_unpinned(
-    roster: Roster, scheduler: Scheduler, reservations: Reservations
+    table: RequestTable, scheduler: Scheduler, reservations: Reservations
 ) -> None:
-    add(roster, make_work("a", [1] * 8))
-    run_to_end(roster, scheduler)
-    names = block_names(ROOT, [1] * 8, BLOCK_TOKENS)
+    add(table, make_work("a", [1] * 8))
+    run_to_end(table, scheduler)
+    names = hash_blocks(ROOT, [1] * 8, BLOCK_TOKENS)
     pinned = reservations.pin([*names, names[0]])
     assert [item.name for item in pinned] == [*names, names[0]]
     reservations.unpin(names[:1])
-    add(roster, make_work("b", [2] * 50, max_tokens=5))
-    run_to_end(roster, scheduler)
-    assert roster.pool.match(names) == [item.block for item in pinned[:2]]
+    add(table, make_work("b", [2] * 50, max_tokens=5))
+    run_to_end(table, scheduler)
+    assert table.pool.match(names) == [item.block for item in pinned[:2]]
     reservations.unpin(names)
     with pytest.raises(UsageError, match="not pinned"):
         reservations.unpin(names)

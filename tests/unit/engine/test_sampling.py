@@ -4,12 +4,12 @@ import pytest
 from msgspec import structs
 
 from baton_serve.contracts.sampling import SamplingParams
-from baton_serve.engine.core.request_table import Limits
+from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.sampling_rules import check_work, uniform
 from baton_serve.engine.errors import RequestError
 from tests.unit.engine.work import make_work
 
-LIMITS = Limits(block_tokens=4, max_model_len=20, max_num_seqs=4, max_num_batched_tokens=8)
+LIMITS = SchedulerConfig(block_tokens=4, max_model_len=20, max_num_seqs=4, max_num_batched_tokens=8)
 
 
 def check(length: int = 3, **sampling: Any) -> None:

@@ -2,11 +2,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.core.outputs import StepResult
-from baton_serve.engine.core.request_table import OVERTAKING, Roster
-from baton_serve.engine.core.scheduler import Plan, Sampled, Scheduler
+from baton_serve.engine.core.request_table import DUE_TOKENS_PER_PROMPT_TOKEN, RequestTable
+from baton_serve.engine.core.scheduler import ModelRunnerOutput, ScheduledBatch, Scheduler
 from tests.unit.engine.work import (
     BLOCK_TOKENS,
     EOS,
@@ -21,27 +21,27 @@ from tests.unit.engine.work import (
 
 
 @pytest.fixture
-def roster() -> Iterator[Roster]:
-    roster = make_roster()
-    yield roster
-    roster.check_invariants()
+def table() -> Iterator[RequestTable]:
+    table = make_roster()
+    yield table
+    table.check_invariants()
 
 
 @pytest.fixture
-def scheduler(roster: Roster) -> Scheduler:
-    return Scheduler(roster)
+def scheduler(table: RequestTable) -> Scheduler:
+    return Scheduler(table)
 
 
-def lengths(plan: Plan) -> dict[str, int]:
+def lengths(plan: ScheduledBatch) -> dict[str, int]:
     return {chunk.sequence.request.work.request_id: chunk.length for chunk in plan.chunks}
 
 
-def finish(scheduler: Scheduler, plan: Plan, token: int = 1) -> StepResult:
-    return scheduler.apply(plan, Sampled([token] * len(plan.rows)), 0.0)
+def finish(scheduler: Scheduler, plan: ScheduledBatch, token: int = 1) -> StepResult:
+    return scheduler.apply(plan, ModelRunnerOutput([token] * len(plan.rows)), 0.0)
 
 
-def test_a_long_prompt_is_computed_in_chunks_of_the_budget(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 19))
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 19))
     plans = []
     for _ in range(3):
         plans.append(scheduler.schedule(0.0))
@@ -50,195 +50,195 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget(roster: Roster, sched
     assert [len(plan.rows) for plan in plans] == [0, 0, 1]
 
 
-def test_decodes_come_before_prompts(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 3))
+def test_decodes_come_before_prompts(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 3))
     finish(scheduler, scheduler.schedule(0.0))
-    add(roster, make_work("b", [2] * 30))
+    add(table, make_work("b", [2] * 30))
     assert lengths(scheduler.schedule(0.0)) == {"a": 1, "b": 7}
 
 
-def test_a_smaller_priority_number_runs_first(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("late", [1] * 8, priority=1))
-    add(roster, make_work("urgent", [2] * 8, priority=-1))
+def test_a_smaller_priority_number_runs_first(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("late", [1] * 8, priority=1))
+    add(table, make_work("urgent", [2] * 8, priority=-1))
     assert lengths(scheduler.schedule(0.0)) == {"urgent": 8}
 
 
-def test_nothing_to_do_is_an_empty_plan(roster: Roster, scheduler: Scheduler) -> None:
+def test_nothing_to_do_is_an_empty_plan(table: RequestTable, scheduler: Scheduler) -> None:
     assert not scheduler.has_work()
-    assert scheduler.schedule(0.0) == Plan([], [])
+    assert scheduler.schedule(0.0) == ScheduledBatch([], [])
 
 
-def test_a_cached_prefix_is_not_computed_again(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 8))
-    run_to_end(roster, scheduler)
-    add(roster, make_work("b", [1] * 8 + [2]))
+def test_a_cached_prefix_is_not_computed_again(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 8))
+    run_to_end(table, scheduler)
+    add(table, make_work("b", [1] * 8 + [2]))
     assert lengths(scheduler.schedule(0.0)) == {"b": 1}
     assert scheduler.num_prefix_hit_tokens == 8
 
 
-def test_the_last_token_is_computed_even_when_all_blocks_are_cached(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 8))
-    run_to_end(roster, scheduler)
-    add(roster, make_work("b", [1] * 8))
+def test_the_last_token_is_computed_even_when_all_blocks_are_cached(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 8))
+    run_to_end(table, scheduler)
+    add(table, make_work("b", [1] * 8))
     assert lengths(scheduler.schedule(0.0)) == {"b": BLOCK_TOKENS}
 
 
-def test_two_running_requests_share_their_prefix(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 8 + [2]))
+def test_two_running_requests_share_their_prefix(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 8 + [2]))
     for _ in range(2):
-        step(roster, scheduler)
-    add(roster, make_work("b", [1] * 8 + [3]))
-    step(roster, scheduler)
-    a, b = roster.running
+        step(table, scheduler)
+    add(table, make_work("b", [1] * 8 + [3]))
+    step(table, scheduler)
+    a, b = table.running
     assert a.blocks[:2] == b.blocks[:2]
 
 
 def test_the_latest_request_gives_way_when_memory_is_short() -> None:
-    roster = make_roster(num_blocks=5, batched=32)
-    scheduler = Scheduler(roster)
-    add(roster, make_work("a", [1] * 8, max_tokens=8))
-    add(roster, make_work("b", [2] * 8, max_tokens=8))
-    tokens = run_to_end(roster, scheduler)
-    assert roster.num_preemptions > 0
+    table = make_roster(num_blocks=5, batched=32)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 8, max_tokens=8))
+    add(table, make_work("b", [2] * 8, max_tokens=8))
+    tokens = run_to_end(table, scheduler)
+    assert table.num_preemptions > 0
     assert tokens == {("a", 0): expected_tokens("a", 0, 8), ("b", 0): expected_tokens("b", 0, 8)}
 
 
 def test_a_preempted_request_comes_before_later_ones() -> None:
-    roster = make_roster(num_blocks=5, batched=32)
-    scheduler = Scheduler(roster)
-    add(roster, make_work("a", [1] * 8, max_tokens=8))
-    add(roster, make_work("b", [2] * 8, max_tokens=8))
-    while not roster.num_preemptions:
-        step(roster, scheduler)
-    add(roster, make_work("c", [3] * 4))
-    head = roster.head()
+    table = make_roster(num_blocks=5, batched=32)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 8, max_tokens=8))
+    add(table, make_work("b", [2] * 8, max_tokens=8))
+    while not table.num_preemptions:
+        step(table, scheduler)
+    add(table, make_work("c", [3] * 4))
+    head = table.head()
     assert head is not None
     assert head.request.work.request_id == "b"
 
 
-def test_a_prefill_request_is_held_with_all_its_blocks(roster: Roster, scheduler: Scheduler) -> None:
+def test_a_prefill_request_is_held_with_all_its_blocks(table: RequestTable, scheduler: Scheduler) -> None:
     work = make_work("a", list(range(1, 11)), sequences=2)
-    add(roster, work, "prefill")
-    results = [step(roster, scheduler) for _ in range(2)]
+    add(table, work, "prefill")
+    results = [step(table, scheduler) for _ in range(2)]
     named = [item for result in results for done in result.completed for item in done.blocks]
-    assert [name for name, _ in named] == block_names(ROOT, work.token_ids, BLOCK_TOKENS)
+    assert [name for name, _ in named] == hash_blocks(ROOT, work.token_ids, BLOCK_TOKENS)
     assert results[1].held == ["a"]
     assert [(o.sequence, o.position) for o in results[1].tokens] == [(0, 0), (1, 0)]
-    trunk = roster.requests[RequestId("a")].sequences[0]
-    assert [block for _, block in named] == trunk.blocks
+    parent = table.requests[RequestId("a")].sequences[0]
+    assert [block for _, block in named] == parent.blocks
     assert not scheduler.has_work()
-    roster.end_request(trunk.request)
-    assert roster.pool.num_free == roster.pool.num_total
+    table.finish_request(parent.request)
+    assert table.pool.num_free == table.pool.num_total
 
 
 def test_cached_blocks_of_a_prefill_request_are_reported_at_its_first_step(
-    roster: Roster, scheduler: Scheduler
+    table: RequestTable, scheduler: Scheduler
 ) -> None:
-    add(roster, make_work("a", [1] * 8))
-    run_to_end(roster, scheduler)
-    add(roster, make_work("b", [1] * 8 + [2] * 12), "prefill")
-    assert [len(done.blocks) for done in step(roster, scheduler).completed] == [4]
+    add(table, make_work("a", [1] * 8))
+    run_to_end(table, scheduler)
+    add(table, make_work("b", [1] * 8 + [2] * 12), "prefill")
+    assert [len(done.blocks) for done in step(table, scheduler).completed] == [4]
 
 
 def test_blocks_of_a_prefill_request_are_never_taken_from_it() -> None:
-    roster = make_roster(num_blocks=5, batched=4)
-    scheduler = Scheduler(roster)
-    add(roster, make_work("a", [1] * 4, max_tokens=20))
-    step(roster, scheduler)
-    add(roster, make_work("b", [2] * 9), "prefill")
+    table = make_roster(num_blocks=5, batched=4)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 4, max_tokens=20))
+    step(table, scheduler)
+    add(table, make_work("b", [2] * 9), "prefill")
     for _ in range(12):
         if not scheduler.has_work():
             break
-        step(roster, scheduler)
-    assert len(roster.requests[RequestId("b")].sequences[0].blocks) == 3
+        step(table, scheduler)
+    assert len(table.requests[RequestId("b")].sequences[0].blocks) == 3
     assert not scheduler.has_work()
-    roster.cancel(RequestId("b"), None)
+    table.cancel(RequestId("b"), None)
     assert scheduler.has_work()
-    assert run_to_end_after_first(roster, scheduler) == {0}
+    assert run_to_end_after_first(table, scheduler) == {0}
 
 
-def test_sequences_of_one_request_fork_from_one_prompt(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 6, sequences=3, max_tokens=5))
-    step(roster, scheduler)
-    assert len({s.blocks[0] for s in roster.running}) == 1
-    assert len({s.blocks[1] for s in roster.running}) == 3
-    assert len(run_to_end_after_first(roster, scheduler)) == 3
+def test_sequences_of_one_request_fork_from_one_prompt(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 6, sequences=3, max_tokens=5))
+    step(table, scheduler)
+    assert len({s.blocks[0] for s in table.running}) == 1
+    assert len({s.blocks[1] for s in table.running}) == 3
+    assert len(run_to_end_after_first(table, scheduler)) == 3
 
 
-def run_to_end_after_first(roster: Roster, scheduler: Scheduler) -> set[int]:
+def run_to_end_after_first(table: RequestTable, scheduler: Scheduler) -> set[int]:
     indexes = set()
     while scheduler.has_work():
-        indexes |= {output.sequence for output in step(roster, scheduler).tokens}
+        indexes |= {output.sequence for output in step(table, scheduler).tokens}
     return indexes
 
 
 def test_more_sequences_than_slots_still_all_end() -> None:
-    roster = make_roster(seqs=2)
-    scheduler = Scheduler(roster)
-    add(roster, make_work("a", [1] * 6, sequences=5, max_tokens=7))
-    tokens = run_to_end(roster, scheduler)
+    table = make_roster(seqs=2)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 6, sequences=5, max_tokens=7))
+    tokens = run_to_end(table, scheduler)
     assert tokens == {("a", i): expected_tokens("a", i, 7) for i in range(5)}
 
 
-def test_an_end_of_sequence_token_stops(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 3, max_tokens=9))
+def test_an_end_of_sequence_token_stops(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 3, max_tokens=9))
     (output,) = finish(scheduler, scheduler.schedule(0.0), EOS).tokens
     assert (output.finish_reason, output.stop_token_id) == ("stop", EOS)
-    assert not roster.requests
+    assert not table.requests
 
 
 def test_the_longest_length_ends_a_sequence() -> None:
-    roster = make_roster(num_blocks=2)
-    scheduler = Scheduler(roster)
-    add(roster, make_work("a", [1] * 6, max_tokens=99))
+    table = make_roster(num_blocks=2)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 6, max_tokens=99))
     (first,) = finish(scheduler, scheduler.schedule(0.0)).tokens
     (second,) = finish(scheduler, scheduler.schedule(0.0)).tokens
     assert (first.finish_reason, second.finish_reason) == (None, "length")
 
 
-def test_cancelling_one_sequence_leaves_the_others(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 6, sequences=2, max_tokens=5))
-    step(roster, scheduler)
-    roster.cancel(RequestId("a"), 0)
-    assert run_to_end_after_first(roster, scheduler) == {1}
-    assert roster.pool.num_free == roster.pool.num_total
+def test_cancelling_one_sequence_leaves_the_others(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 6, sequences=2, max_tokens=5))
+    step(table, scheduler)
+    table.cancel(RequestId("a"), 0)
+    assert run_to_end_after_first(table, scheduler) == {1}
+    assert table.pool.num_free == table.pool.num_total
 
 
-def test_cancelling_before_the_first_token_removes_that_sequence(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 6, sequences=2))
-    roster.cancel(RequestId("a"), 0)
-    assert {index for _, index in run_to_end(roster, scheduler)} == {1}
+def test_cancelling_before_the_first_token_removes_that_sequence(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 6, sequences=2))
+    table.cancel(RequestId("a"), 0)
+    assert {index for _, index in run_to_end(table, scheduler)} == {1}
 
 
-def test_a_waiting_request_can_be_cancelled(roster: Roster, scheduler: Scheduler) -> None:
-    add(roster, make_work("a", [1] * 6))
-    roster.cancel(RequestId("a"), None)
+def test_a_waiting_request_can_be_cancelled(table: RequestTable, scheduler: Scheduler) -> None:
+    add(table, make_work("a", [1] * 6))
+    table.cancel(RequestId("a"), None)
     assert not scheduler.has_work()
-    assert not roster.requests
+    assert not table.requests
 
 
-def test_the_report_of_the_first_token_splits_queue_and_prefill(roster: Roster, scheduler: Scheduler) -> None:
-    roster.enqueue(roster.enrol(make_work("a", [1] * 5), "generate", 1.0))
+def test_the_report_of_the_first_token_splits_queue_and_prefill(table: RequestTable, scheduler: Scheduler) -> None:
+    table.enqueue(table.add(make_work("a", [1] * 5), "generate", 1.0))
     plan = scheduler.schedule(3.0)
-    (report,) = scheduler.apply(plan, Sampled([1]), 7.0).first
+    (report,) = scheduler.apply(plan, ModelRunnerOutput([1]), 7.0).first
     assert (report.queue_s, report.prefill_s, report.cached_tokens) == (2.0, 4.0, 0)
 
 
 def test_short_prompts_for_other_instances_overtake_a_long_one_within_bounds(
-    roster: Roster, scheduler: Scheduler
+    table: RequestTable, scheduler: Scheduler
 ) -> None:
-    add(roster, make_work("first", [1] * 8), "prefill")
+    add(table, make_work("first", [1] * 8), "prefill")
     finish(scheduler, scheduler.schedule(0.0))
-    add(roster, make_work("long", [2] * 9), "prefill")
-    add(roster, make_work("short", [3] * 4), "prefill")
-    assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)] == ["short", "long"]
-    roster.num_planned_tokens += OVERTAKING * 9  # so much was computed before it meanwhile
-    add(roster, make_work("late", [4] * 1), "prefill")
-    assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)][-1] == "late"
-    roster.cancel(RequestId("first"), None)
+    add(table, make_work("long", [2] * 9), "prefill")
+    add(table, make_work("short", [3] * 4), "prefill")
+    assert [s.request.work.request_id for s in sorted(table.waiting(), key=lambda s: s.key)] == ["short", "long"]
+    table.num_scheduled_prompt_tokens += DUE_TOKENS_PER_PROMPT_TOKEN * 9  # so much was computed before it meanwhile
+    add(table, make_work("late", [4] * 1), "prefill")
+    assert [s.request.work.request_id for s in sorted(table.waiting(), key=lambda s: s.key)][-1] == "late"
+    table.cancel(RequestId("first"), None)
 
 
-def test_prompts_that_are_answered_here_come_in_their_order(roster: Roster) -> None:
-    add(roster, make_work("long", [2] * 9))
-    add(roster, make_work("short", [3] * 4))
-    assert [s.request.work.request_id for s in sorted(roster.waiting(), key=lambda s: s.key)] == ["long", "short"]
+def test_prompts_that_are_answered_here_come_in_their_order(table: RequestTable) -> None:
+    add(table, make_work("long", [2] * 9))
+    add(table, make_work("short", [3] * 4))
+    assert [s.request.work.request_id for s in sorted(table.waiting(), key=lambda s: s.key)] == ["long", "short"]

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.events import BlocksStored
-from baton_serve.contracts.identity import BlockName, RequestId
-from baton_serve.engine.core.kv_import import Imports
+from baton_serve.contracts.identity import BlockHash, RequestId
+from baton_serve.engine.core.kv_import import KVImports
 from baton_serve.engine.core.outputs import StepResult
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.scheduler import Scheduler
@@ -23,25 +23,25 @@ LONGEST_PROMPT = 18
 class SchedulingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7)
-        self.scheduler = Scheduler(self.roster)
-        self.reservations = Reservations(self.roster)
+        self.table = make_roster(NUM_BLOCKS, seqs=3, batched=7)
+        self.scheduler = Scheduler(self.table)
+        self.reservations = Reservations(self.table)
         self.count = 0
         self.expected: dict[tuple[str, int], int] = {}  # next position of each sequence
         self.remaining: Counter[tuple[str, int]] = Counter()
         self.held: list[RequestId] = []
-        self.reserved: dict[RequestId, list[BlockName]] = {}
-        self.pinned: list[BlockName] = []
-        self.imports = Imports(self.roster)
-        self.imported: dict[RequestId, list[BlockName]] = {}
-        self.cached: set[BlockName] = set()
+        self.reserved: dict[RequestId, list[BlockHash]] = {}
+        self.pinned: list[BlockHash] = []
+        self.imports = KVImports(self.table)
+        self.imported: dict[RequestId, list[BlockHash]] = {}
+        self.cached: set[BlockHash] = set()
 
     @initialize(caching=st.booleans())
     def start(self, caching: bool) -> None:
-        self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching)
-        self.scheduler = Scheduler(self.roster)
-        self.reservations = Reservations(self.roster)
-        self.imports = Imports(self.roster)
+        self.table = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching)
+        self.scheduler = Scheduler(self.table)
+        self.reservations = Reservations(self.table)
+        self.imports = KVImports(self.table)
 
     def new_id(self) -> str:
         self.count += 1
@@ -58,7 +58,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     def arrive(self, length: int, prefix: int, max_tokens: int, sequences: int, priority: int, mode: Mode) -> None:
         request_id = self.new_id()
         work = make_work(request_id, [prefix] * length, max_tokens=max_tokens, priority=priority, sequences=sequences)
-        add(self.roster, work, mode)
+        add(self.table, work, mode)
         for index in range(sequences):
             self.expected[request_id, index] = 0
             self.remaining[request_id, index] = 1 if mode == "prefill" else max_tokens
@@ -92,7 +92,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.reservations.admit(request_id, {0: made_up_token(request_id, 0, 0)})
             self.expected[request_id, 0] += 1
             self.remaining[request_id, 0] -= 1
-        self.roster.take_copies()
+        self.table.take_copies()
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), whole=st.booleans())
@@ -100,7 +100,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         request_id, index = data.draw(st.sampled_from(sorted(self.expected)))
         if RequestId(request_id) in self.held:
             return
-        self.roster.cancel(RequestId(request_id), None if whole else index)
+        self.table.cancel(RequestId(request_id), None if whole else index)
         self.reserved.pop(RequestId(request_id), None)
         for key in [k for k in self.expected if k[0] == request_id and (whole or k[1] == index)]:
             self.forget(key)
@@ -108,13 +108,13 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule()
     def release(self) -> None:
-        request = self.roster.requests[self.held.pop(0)]
-        self.roster.end_request(request)
+        request = self.table.requests[self.held.pop(0)]
+        self.table.finish_request(request)
 
     @precondition(lambda self: self.cached and not self.pinned)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        names = data.draw(st.lists(st.sampled_from(sorted(self.roster.pool.cached_names())), max_size=3))
+        names = data.draw(st.lists(st.sampled_from(sorted(self.table.pool.cached_block_hashes())), max_size=3))
         self.pinned = [item.name for item in self.reservations.pin(names)]
 
     @precondition(lambda self: self.pinned)
@@ -126,7 +126,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, LONGEST_PROMPT), prefix=st.integers(0, 2))
     def begin_import(self, length: int, prefix: int) -> None:
         import_id = RequestId(self.new_id())
-        names = block_names(ROOT, [prefix] * length, BLOCK_TOKENS)[: length // BLOCK_TOKENS]
+        names = hash_blocks(ROOT, [prefix] * length, BLOCK_TOKENS)[: length // BLOCK_TOKENS]
         if missing := self.imports.begin(import_id, names):
             self.imported[import_id] = [name for name, _ in missing]
 
@@ -145,7 +145,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.observe(self.step())
 
     def step(self) -> StepResult:
-        return step(self.roster, self.scheduler)
+        return step(self.table, self.scheduler)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -170,11 +170,11 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_leaked_or_owned_twice(self) -> None:
-        self.roster.check_invariants()
+        self.table.check_invariants()
 
     @invariant()
     def events_tell_what_is_cached(self) -> None:
-        for event in self.roster.pool.take_events():
+        for event in self.table.pool.take_events():
             if event.tier == "host":
                 continue
             if isinstance(event, BlocksStored):
@@ -183,7 +183,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             else:
                 assert self.cached >= set(event.names)
                 self.cached -= set(event.names)
-        assert self.cached == set(self.roster.pool.cached_names())
+        assert self.cached == set(self.table.pool.cached_block_hashes())
 
     def teardown(self) -> None:
         """Once nobody holds memory from outside, every request ends, within a bounded number of steps."""
@@ -198,9 +198,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             if not self.has_work():
                 break
             self.observe(self.step())
-        assert not self.roster.requests, "a request never ends"
+        assert not self.table.requests, "a request never ends"
         assert all(left == 0 for left in self.remaining.values()), "a sequence ended early"
-        assert self.roster.pool.num_free == self.roster.pool.num_total
+        assert self.table.pool.num_free == self.table.pool.num_total
 
 
 class AheadMachine(SchedulingMachine):
@@ -211,7 +211,7 @@ class AheadMachine(SchedulingMachine):
         self.ahead = AheadSteps()
 
     def step(self) -> StepResult:
-        return self.ahead.step(self.roster, self.scheduler)
+        return self.ahead.step(self.table, self.scheduler)
 
     def has_work(self) -> bool:
         return self.ahead.launched is not None or super().has_work()
@@ -222,19 +222,19 @@ class HostTierMachine(SchedulingMachine):
 
     @initialize(caching=st.just(True), host_slots=st.integers(1, 7))
     def start(self, caching: bool, host_slots: int = 1) -> None:
-        self.roster = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching, host_slots=host_slots)
-        self.scheduler = Scheduler(self.roster)
-        self.reservations = Reservations(self.roster)
-        self.imports = Imports(self.roster)
+        self.table = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching, host_slots=host_slots)
+        self.scheduler = Scheduler(self.table)
+        self.reservations = Reservations(self.table)
+        self.imports = KVImports(self.table)
 
-    @precondition(lambda self: self.roster.loading)
+    @precondition(lambda self: self.table.loading)
     @rule(data=st.data())
     def copies_are_done(self, data: st.DataObject) -> None:
-        self.roster.loaded(data.draw(st.sampled_from(self.roster.loading)))
+        self.table.finish_loading(data.draw(st.sampled_from(self.table.loading)))
 
     def step(self) -> StepResult:
-        if not self.roster.running and self.roster.loading:
-            self.roster.loaded(self.roster.loading[0])
+        if not self.table.running and self.table.loading:
+            self.table.finish_loading(self.table.loading[0])
         return super().step()
 
 

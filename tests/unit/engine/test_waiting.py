@@ -5,19 +5,19 @@ from hypothesis import strategies as st
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
-from baton_serve.engine.pooling.waiting import Waiting
+from baton_serve.engine.pooling.waiting import PoolingInputQueue
 
 EMBED = PoolingParams(task="embed")
 
 
-def waiting(*lengths: int, priority: int = 0) -> Waiting:
-    queue = Waiting()
+def waiting(*lengths: int, priority: int = 0) -> PoolingInputQueue:
+    queue = PoolingInputQueue()
     for number, length in enumerate(lengths):
         queue.add(RequestId(f"r{number}"), [PoolingInput([1] * length)], EMBED, priority)
     return queue
 
 
-def lengths(queue: Waiting, *, max_tokens: int = 1000, max_inputs: int = 100) -> list[int]:
+def lengths(queue: PoolingInputQueue, *, max_tokens: int = 1000, max_inputs: int = 100) -> list[int]:
     return [item.length for item in queue.take(max_tokens=max_tokens, max_inputs=max_inputs)]
 
 

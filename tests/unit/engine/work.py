@@ -1,17 +1,17 @@
 """Works and rosters for tests of the engine's pure parts."""
 
-from baton_serve.contracts.identity import BlockName, RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.core.outputs import StepResult
-from baton_serve.engine.core.request_table import Limits, Roster
+from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
 from baton_serve.engine.core.sampling_rules import uniform
-from baton_serve.engine.core.scheduler import Plan, Sampled, Scheduler
+from baton_serve.engine.core.scheduler import ModelRunnerOutput, ScheduledBatch, Scheduler
 from baton_serve.engine.core.sequence import Mode
 
-ROOT = BlockName(b"root".ljust(16, b"\0"))
+ROOT = BlockHash(b"root".ljust(16, b"\0"))
 BLOCK_TOKENS = 4
 EOS = 0
 
@@ -39,19 +39,19 @@ def make_work(
 
 def make_roster(
     num_blocks: int = 16, *, seqs: int = 4, batched: int = 8, caching: bool = True, host_slots: int = 0
-) -> Roster:
-    limits = Limits(
+) -> RequestTable:
+    limits = SchedulerConfig(
         block_tokens=BLOCK_TOKENS,
         max_model_len=num_blocks * BLOCK_TOKENS,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
     )
     pool = BlockPool(num_blocks + 1, caching=caching, host=HostTier(host_slots) if host_slots else None)
-    return Roster(pool, limits, frozenset({EOS}))
+    return RequestTable(pool, limits, frozenset({EOS}))
 
 
-def add(roster: Roster, work: Work, mode: Mode = "generate") -> None:
-    roster.enqueue(roster.enrol(work, mode, 0.0))
+def add(table: RequestTable, work: Work, mode: Mode = "generate") -> None:
+    table.enqueue(table.add(work, mode, 0.0))
 
 
 def made_up_token(request_id: str, index: int, position: int) -> int:
@@ -59,8 +59,8 @@ def made_up_token(request_id: str, index: int, position: int) -> int:
     return 1 + int(9 * uniform(sum(request_id.encode()), index, position))
 
 
-def made_up_tokens(plan: Plan) -> Sampled:
-    return Sampled(
+def made_up_tokens(plan: ScheduledBatch) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
         [
             made_up_token(row.sequence.request.work.request_id, row.index, row.sequence.num_generated)
             for row in plan.rows
@@ -68,12 +68,12 @@ def made_up_tokens(plan: Plan) -> Sampled:
     )
 
 
-def step(roster: Roster, scheduler: Scheduler) -> StepResult:
+def step(table: RequestTable, scheduler: Scheduler) -> StepResult:
     """One step with made-up tokens."""
     plan = scheduler.schedule(0.0)
     result = scheduler.apply(plan, made_up_tokens(plan), 0.0)
-    roster.take_copies()
-    roster.check_invariants()
+    table.take_copies()
+    table.check_invariants()
     return result
 
 
@@ -81,34 +81,34 @@ class AheadSteps:
     """Steps as an engine takes them that launches the next one before this one's tokens are known."""
 
     def __init__(self) -> None:
-        self.launched: tuple[Plan, StepResult] | None = None
+        self.launched: tuple[ScheduledBatch, StepResult] | None = None
         self.num_ahead = 0
 
-    def step(self, roster: Roster, scheduler: Scheduler) -> StepResult:
+    def step(self, table: RequestTable, scheduler: Scheduler) -> StepResult:
         plan, advanced = self.launched or _launch(scheduler, scheduler.schedule(0.0))
         following = None
         if all(chunk.sequence.request.mode != "prefill" for chunk in plan.chunks):
             following = scheduler.schedule_ahead(0.0)
         self.launched = None if following is None else _launch(scheduler, following)
         self.num_ahead += following is not None
-        roster.check_invariants()
+        table.check_invariants()
         result = scheduler.apply(plan, made_up_tokens(plan), 0.0, advanced=advanced)
-        roster.take_copies()
-        roster.check_invariants()
+        table.take_copies()
+        table.check_invariants()
         return result
 
 
-def _launch(scheduler: Scheduler, plan: Plan) -> tuple[Plan, StepResult]:
+def _launch(scheduler: Scheduler, plan: ScheduledBatch) -> tuple[ScheduledBatch, StepResult]:
     return plan, scheduler.advance(plan)
 
 
-def run_to_end(roster: Roster, scheduler: Scheduler, *, most_steps: int = 500) -> dict[tuple[str, int], list[int]]:
+def run_to_end(table: RequestTable, scheduler: Scheduler, *, most_steps: int = 500) -> dict[tuple[str, int], list[int]]:
     """All tokens by request and sequence; fails when the work does not end."""
     tokens: dict[tuple[str, int], list[int]] = {}
     for _ in range(most_steps):
         if not scheduler.has_work():
             return tokens
-        for output in step(roster, scheduler).tokens:
+        for output in step(table, scheduler).tokens:
             told = tokens.setdefault((output.request_id, output.sequence), [])
             assert output.position == len(told)
             told += output.token_ids

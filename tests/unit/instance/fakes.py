@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from baton_serve.contracts.events import BlockEvent
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
@@ -15,10 +15,10 @@ from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.zmq.rpc import RouterId
-from baton_serve.services.instance.attempt_table import Request
-from baton_serve.services.instance.engine_thread import Turn
+from baton_serve.services.instance.attempt_table import AttemptEntry
+from baton_serve.services.instance.engine_thread import TimedStepResult
 from baton_serve.services.instance.ports import EnginePort, Mode
-from baton_serve.services.instance.request_server import Identity, RoleHandler, Serving
+from baton_serve.services.instance.request_server import Identity, RequestServer, RoleHandler
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def work(request_id: str = "r", *, sequences: Sequence[int] = (0,), priority: in
         token_ids=[1, 2, 3],
         num_prompt_tokens=3,
         sampling=SamplingParams(seed=1, max_tokens=8),
-        root=BlockName(b"r" * 16),
+        root=BlockHash(b"r" * 16),
         sequences=list(sequences),
         priority=priority,
         timeout_s=timeout_s,
@@ -78,8 +78,8 @@ def output(
     return SequenceOutput(request_id, sequence, position, [token], finish_reason=finish)
 
 
-def name(number: int) -> BlockName:
-    return BlockName(number.to_bytes(16, "big"))
+def name(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
 
 
 class FakeEngine:
@@ -111,7 +111,7 @@ class FakeEngine:
         names = [name(n) for n in range(3)]
         return Reservation(work.request_id, names, 1, [NamedBlock(name(1), 4), NamedBlock(name(2), 5)])
 
-    def mark_received(self, request_id: RequestId, names: Sequence[BlockName]) -> None:
+    def mark_received(self, request_id: RequestId, names: Sequence[BlockHash]) -> None:
         self._ask("mark_received", request_id, list(names))
 
     def admit(self, request_id: RequestId, first_tokens: dict[int, int]) -> None:
@@ -135,27 +135,27 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.results)
 
-    def pin(self, pin_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]:
+    def pin(self, pin_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
         self._ask("pin", pin_id, list(names))
         return [NamedBlock(one, 2 + number) for number, one in enumerate(names[: self.num_pinned])]
 
     def unpin(self, pin_id: RequestId) -> None:
         self._ask("unpin", pin_id)
 
-    def begin_import(self, import_id: RequestId, names: Sequence[BlockName]) -> list[NamedBlock]:
+    def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
         self._ask("begin_import", import_id, list(names))
         return [NamedBlock(one, 6 + number) for number, one in enumerate(names[: self.num_imported])]
 
-    def end_import(self, import_id: RequestId, received: Sequence[BlockName]) -> None:
+    def end_import(self, import_id: RequestId, received: Sequence[BlockHash]) -> None:
         self._ask("end_import", import_id, list(received))
 
-    def hot_names(self, limit: int) -> list[BlockName]:
+    def hot_block_hashes(self, limit: int) -> list[BlockHash]:
         return [name(1), name(2)][:limit]
 
-    def host_names(self) -> list[BlockName]:
-        return [BlockName(b"h" * 16)]
+    def host_block_hashes(self) -> list[BlockHash]:
+        return [BlockHash(b"h" * 16)]
 
-    def cached_names(self) -> list[BlockName]:
+    def cached_block_hashes(self) -> list[BlockHash]:
         return [name(1)]
 
     def stats(self) -> EngineStats:
@@ -244,7 +244,7 @@ class Fetched:
 class NoPulls:
     """`PullPort` where nothing is to be had."""
 
-    async def pull(self, request: Request, pull: Pull | None) -> None:
+    async def pull(self, request: AttemptEntry, pull: Pull | None) -> None:
         assert pull is None
 
 
@@ -256,21 +256,21 @@ class FakeTransfer:
         self.failures: list[str] = []
         self.release: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
-        self.on_blocks: Callable[[list[BlockName]], None] | None = None
+        self.on_blocks: Callable[[list[BlockHash]], None] | None = None
         self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
         self.ended: Callable[[], object] = lambda: None
 
-    def on_fetch(self, handler: Callable[[Ticket, list[BlockName]], None]) -> None:
+    def on_fetch(self, handler: Callable[[Ticket, list[BlockHash]], None]) -> None:
         self.ask = handler
 
     def open(self, ticket: Ticket) -> None:
         self.asked.append(("open", ticket.ticket))
 
-    def publish(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]]) -> None:
+    def publish(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
         self.asked.append(("publish", list(blocks)))
 
-    def publish_parts(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockName, int]], parts: range) -> None:
+    def publish_parts(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
         self.asked.append(("publish_parts", list(blocks), parts))
 
     def finish(self, ticket_id: TicketId, payload: bytes) -> None:
@@ -288,9 +288,9 @@ class FakeTransfer:
     async def fetch(
         self,
         ticket: Ticket,
-        wanted: Sequence[tuple[BlockName, int]],
+        wanted: Sequence[tuple[BlockHash, int]],
         *,
-        on_blocks: Callable[[list[BlockName]], None] | None = None,
+        on_blocks: Callable[[list[BlockHash]], None] | None = None,
         on_end: Callable[[Fetched], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
@@ -321,7 +321,7 @@ class FakeTransfer:
 
 @dataclass
 class Bench:
-    """A `Serving` on fakes."""
+    """A `RequestServer` on fakes."""
 
     make_role: Callable[["Bench"], RoleHandler]
     engine: FakeEngine = field(default_factory=FakeEngine)
@@ -331,7 +331,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.transfer = FakeTransfer()
         self.calls = InlineCalls(self.engine)
-        self.serving = Serving(
+        self.serving = RequestServer(
             IDENTITY,
             role=self.make_role(self),
             engine=self.calls,
@@ -346,7 +346,7 @@ class Bench:
         return self.serving.table.all()[index].work.request_id
 
     def turn(self, **parts: Any) -> None:
-        self.serving.on_turn(Turn(StepResult(**parts), at=1.0))
+        self.serving.on_step_result(TimedStepResult(StepResult(**parts), at=1.0))
         self.serving.on_stats(self.engine.stats())
 
     def check(self) -> None:

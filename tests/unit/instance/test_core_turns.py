@@ -10,16 +10,16 @@ import pytest
 from baton_serve.services.instance.cpu_sharing import time_slicing as module
 from baton_serve.services.instance.cpu_sharing.shared_turns import (
     COMPUTES_UNTIL,
+    MAX_PROCESSES,
     PROMPTS_UNTIL,
-    ROWS,
-    WIDTH,
-    TurnMemory,
+    WORDS_PER_ROW,
+    TimeSliceMemory,
 )
 from baton_serve.services.instance.cpu_sharing.time_slicing import (
-    LONGEST_WAIT_S,
-    GivesWay,
-    NoTurns,
-    TakesTurns,
+    MAX_WAIT_S,
+    BoundedTimeSlicer,
+    NoTimeSlicing,
+    YieldingTimeSlicer,
     core_turns,
     pause_s,
 )
@@ -51,10 +51,10 @@ class Others:
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
-            self._words = memoryview(mmap.mmap(file.fileno(), ROWS * WIDTH * 8)).cast("q")
+            self._words = memoryview(mmap.mmap(file.fileno(), MAX_PROCESSES * WORDS_PER_ROW * 8)).cast("q")
 
     def prompts(self, until_s: float) -> None:
-        self._words[2 * WIDTH + PROMPTS_UNTIL] = int(until_s * 1e9)
+        self._words[2 * WORDS_PER_ROW + PROMPTS_UNTIL] = int(until_s * 1e9)
 
     def own(self, word: int) -> int:
         """In the row of this process, the first one."""
@@ -67,7 +67,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_steps_follow_one_another_while_no_prompt_waits(path: Path, clock: Clock) -> None:
-    turns = TakesTurns(TurnMemory(str(path)), 0.25)
+    turns = BoundedTimeSlicer(TimeSliceMemory(str(path)), 0.25)
     turns.begin()
     clock.now += 0.02
     turns.end()
@@ -75,7 +75,7 @@ def test_steps_follow_one_another_while_no_prompt_waits(path: Path, clock: Clock
 
 
 def test_while_prompts_wait_steps_take_their_share_of_the_time(path: Path, clock: Clock) -> None:
-    turns = TakesTurns(TurnMemory(str(path)), 0.25)
+    turns = BoundedTimeSlicer(TimeSliceMemory(str(path)), 0.25)
     Others(path).prompts(clock.now + 5)
     turns.begin()
     clock.now += 0.02
@@ -86,7 +86,7 @@ def test_while_prompts_wait_steps_take_their_share_of_the_time(path: Path, clock
 
 
 def test_a_wait_ends_with_the_prompts_or_when_nothing_was_heard_of_them(path: Path, clock: Clock) -> None:
-    turns, others = TakesTurns(TurnMemory(str(path)), 0.1), Others(path)
+    turns, others = BoundedTimeSlicer(TimeSliceMemory(str(path)), 0.1), Others(path)
     others.prompts(clock.now + 0.05)
     turns.begin()
     clock.now += 0.02
@@ -102,37 +102,37 @@ def test_a_wait_ends_with_the_prompts_or_when_nothing_was_heard_of_them(path: Pa
 
 def test_a_wait_is_bounded_however_long_the_step() -> None:
     assert pause_s(0.02, 0.2) == pytest.approx(0.08)
-    assert pause_s(3.0, 0.2) == LONGEST_WAIT_S
+    assert pause_s(3.0, 0.2) == MAX_WAIT_S
     assert pause_s(3.0, 1.0) == 0
 
 
 def test_a_turn_is_announced_with_its_end_and_taken_back(path: Path, clock: Clock) -> None:
-    turns = TakesTurns(TurnMemory(str(path)), 0.25)
+    turns = BoundedTimeSlicer(TimeSliceMemory(str(path)), 0.25)
     others = Others(path)
     turns.begin()
-    assert clock.now < others.own(COMPUTES_UNTIL) / 1e9 <= clock.now + module.LONGEST_TURN_S
+    assert clock.now < others.own(COMPUTES_UNTIL) / 1e9 <= clock.now + module.MAX_SLICE_S
     turns.end()
     assert others.own(COMPUTES_UNTIL) == 0
 
 
 def test_prefill_tells_of_prompts_until_it_rests(path: Path, clock: Clock) -> None:
-    memory, told = TurnMemory(str(path)), list[tuple[int, int, int]]()
-    turns, others = GivesWay(memory, lambda *rows: told.append(rows)), Others(path)
+    memory, told = TimeSliceMemory(str(path)), list[tuple[int, int, int]]()
+    turns, others = YieldingTimeSlicer(memory, lambda *rows: told.append(rows)), Others(path)
     assert turns.wait_s() == 0
     for _ in range(2):
         turns.begin()
         turns.end()
-    assert told == [(memory.address, ROWS, WIDTH)]
+    assert told == [(memory.address, MAX_PROCESSES, WORDS_PER_ROW)]
     assert others.own(PROMPTS_UNTIL) > clock.now * 1e9
     turns.rest()
     assert others.own(PROMPTS_UNTIL) == 0
 
 
 def test_a_process_has_a_row_of_its_own(path: Path) -> None:
-    first = TurnMemory(str(path))
+    first = TimeSliceMemory(str(path))
     child = (
         "import sys; from baton_serve.services.instance.cpu_sharing.shared_turns import *;"
-        " memory = TurnMemory(sys.argv[1]);"
+        " memory = TimeSliceMemory(sys.argv[1]);"
         " memory.write(PROMPTS_UNTIL, 600.0); print(memory.is_any(PROMPTS_UNTIL))"
     )
     done = subprocess.run([sys.executable, "-c", child, str(path)], capture_output=True, text=True, check=True)
@@ -144,8 +144,8 @@ def test_the_role_decides_and_a_file_that_cannot_be_used_stops_the_start(path: P
     def settings(core_turns: str | None) -> InstanceSettings:
         return InstanceSettings(model="/m", core_turns=core_turns)
 
-    assert type(core_turns(settings(None), "prefill", print)) is NoTurns
-    assert isinstance(core_turns(settings(str(path)), "prefill", print), GivesWay)
-    assert isinstance(core_turns(settings(str(path)), "decode", print), TakesTurns)
+    assert type(core_turns(settings(None), "prefill", print)) is NoTimeSlicing
+    assert isinstance(core_turns(settings(str(path)), "prefill", print), YieldingTimeSlicer)
+    assert isinstance(core_turns(settings(str(path)), "decode", print), BoundedTimeSlicer)
     with pytest.raises(StartFailed, match="--core-turns"):
         core_turns(settings(str(path / "no" / "folder")), "decode", print)

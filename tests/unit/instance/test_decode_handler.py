@@ -5,16 +5,16 @@ from typing import Literal
 import msgspec
 import pytest
 
-from baton_serve.contracts.block_hash import block_names
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
 from baton_serve.kvtransfer import Translation
 from baton_serve.kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from baton_serve.services.common.tracing import Span
-from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.handler import DecodeHandler
-from baton_serve.services.decode.kv_arrivals import Admission, Arrivals
+from baton_serve.services.decode.kv_arrivals import ArrivedBlocks, HandoffAdmission
 from baton_serve.services.instance.first_tokens import FirstToken, encode_first_tokens
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, output, run, settle, ticket, work
 
@@ -28,7 +28,7 @@ def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) 
             NoPulls(),
             counter=b.transfer,
             fallback=fallback,
-            room=Room(b.calls, max_waiting=max_waiting),
+            block_queue=BlockQueue(b.calls, max_waiting=max_waiting),
         ),
     )
 
@@ -80,7 +80,9 @@ def test_the_engine_is_told_before_the_task_that_fetched_runs_again() -> None:
         assert reservation is not None
         now = [20.25]
         reports: list[HandoffReport] = []
-        admission = Admission(request, reservation, Arrivals(b.calls, request), b.calls, reports.append, lambda: now[0])
+        admission = HandoffAdmission(
+            request, reservation, ArrivedBlocks(b.calls, request), b.calls, reports.append, lambda: now[0]
+        )
         admission.arrivals.add([name(1), name(2)])
         admission.begin(fetched(FirstToken(0, 42, False)))
         assert b.engine.verbs() == ["reserve", "mark_received", "admit"]
@@ -163,12 +165,12 @@ def test_a_source_of_another_layout_is_asked_by_its_own_names() -> None:
     async def test() -> None:
         b = bench()
         layout = KVLayout(fingerprint="tiny", num_layers=1, num_kv_heads=1, block_tokens=2, head_dim=2, dtype="float32")
-        root = BlockName(bytes(16))
+        root = BlockHash(bytes(16))
         foreign = msgspec.structs.replace(ticket(), source_layout=layout, source_root=root)
         b.serving.on_message(ROUTER, Decode(work(), foreign))
         await settle()
         tokens = work().token_ids
-        names = block_names(root, tokens, 2)
+        names = hash_blocks(root, tokens, 2)
         assert b.transfer.translation == Translation(layout, names, first_block=1, num_tokens=len(tokens))
         b.serving.on_message(ROUTER, Cancel(work().request_id))
         await settle()

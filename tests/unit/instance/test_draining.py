@@ -1,6 +1,6 @@
 import asyncio
 
-from baton_serve.services.instance.drain.drain_state import Draining
+from baton_serve.services.instance.drain.drain_state import DrainController
 from tests.unit.instance.fakes import run, settle
 
 
@@ -21,7 +21,7 @@ class FakeServing:
         self.num_requests = 0
 
 
-def draining(log: list[str]) -> tuple[Draining, FakeServing]:
+def draining(log: list[str]) -> tuple[DrainController, FakeServing]:
     serving = FakeServing(log)
 
     async def announce() -> None:
@@ -30,7 +30,7 @@ def draining(log: list[str]) -> tuple[Draining, FakeServing]:
     async def hand_on() -> None:
         log.append("hand on")
 
-    made = Draining(serving, announce=announce, request_stop=log.append, timeout_s=7.0, hand_on=hand_on)
+    made = DrainController(serving, announce=announce, request_stop=log.append, timeout_s=7.0, hand_on=hand_on)
     return made, serving
 
 

@@ -7,24 +7,24 @@ import pytest
 
 from baton_serve.engine.core.outputs import EngineStats, StepResult
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.services.instance.cpu_sharing.time_slicing import NoTurns
-from baton_serve.services.instance.engine_thread import EngineThread, Turn
+from baton_serve.services.instance.cpu_sharing.time_slicing import NoTimeSlicing
+from baton_serve.services.instance.engine_thread import EngineThread, TimedStepResult
 from baton_serve.services.instance.errors import EngineBroken
 from tests.unit.instance.fakes import FakeEngine, output, run, work
 
 
 class Watcher:
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
+        self.turns: list[TimedStepResult] = []
         self.stats: list[EngineStats] = []
         self.num_tokens = 0
         self.three_tokens = asyncio.Event()
         self.broken: asyncio.Future[EngineBroken] = asyncio.get_running_loop().create_future()
 
     def attach(self, thread: EngineThread[FakeEngine]) -> None:
-        thread.attach(on_turn=self.on_turn, on_stats=self.stats.append, on_broken=self.broken.set_result)
+        thread.attach(on_step_result=self.on_step_result, on_stats=self.stats.append, on_broken=self.broken.set_result)
 
-    def on_turn(self, turn: Turn) -> None:
+    def on_step_result(self, turn: TimedStepResult) -> None:
         self.turns.append(turn)
         self.num_tokens += len(turn.result.tokens)
         if self.num_tokens >= 3:
@@ -86,7 +86,9 @@ def test_what_follows_a_command_comes_before_the_steps_after_it() -> None:
         engine = FakeEngine()
         engine.results = [StepResult(tokens=[output(work().request_id, n)]) for n in range(3)]
         thread, seen = await started(engine), list[str]()
-        thread.attach(on_turn=lambda turn: seen.append("turn"), on_stats=lambda _: None, on_broken=lambda _: None)
+        thread.attach(
+            on_step_result=lambda turn: seen.append("turn"), on_stats=lambda _: None, on_broken=lambda _: None
+        )
         future = thread.call(lambda e: "begun", then=seen.append)
         while engine.num_steps < 3:
             time.sleep(0.001)  # noqa: ASYNC251 - the loop is busy
@@ -121,7 +123,7 @@ def test_numbers_follow_the_turn_that_changed_them() -> None:
         thread, seen = await started(engine), list[str]()
         told = asyncio.Semaphore(0)
 
-        def on_turn(turn: Turn) -> None:
+        def on_step_result(turn: TimedStepResult) -> None:
             seen.append("turn")
 
         def on_stats(stats: EngineStats) -> None:
@@ -129,7 +131,7 @@ def test_numbers_follow_the_turn_that_changed_them() -> None:
             if seen.count("turn") >= 3:
                 told.release()
 
-        thread.attach(on_turn=on_turn, on_stats=on_stats, on_broken=lambda error: None)
+        thread.attach(on_step_result=on_step_result, on_stats=on_stats, on_broken=lambda error: None)
         thread.post(lambda e: None)
         await told.acquire()
         assert engine.num_steps == 3
@@ -228,7 +230,7 @@ def test_a_command_that_was_given_up_still_runs() -> None:
     run(test())
 
 
-class Turns(NoTurns):
+class Turns(NoTimeSlicing):
     """Asks for a wait until `is_due`."""
 
     def __init__(self) -> None:

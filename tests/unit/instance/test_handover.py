@@ -2,20 +2,20 @@ import asyncio
 
 from baton_serve.contracts.identity import TicketId
 from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
-from baton_serve.services.instance.drain.handover import Handover
+from baton_serve.services.instance.drain.handover import DrainMigration
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.kv_sharing.serving import Sharing
+from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.handler import UnifiedHandler
 from tests.unit.instance.fakes import IDENTITY, Bench, Fetched, NoPulls, name, run, settle, ticket
 
 
-def handover_of(*, timeout_s: float = 5.0) -> tuple[Bench, Handover]:
+def handover_of(*, timeout_s: float = 5.0) -> tuple[Bench, DrainMigration]:
     b = Bench(lambda b: UnifiedHandler(b.calls, NoPulls()))
-    handover = Handover(
+    handover = DrainMigration(
         IDENTITY,
         engine=b.calls,
         router=b.router,
-        sharing=Sharing(b.calls, b.transfer),
+        sharing=KVSharing(b.calls, b.transfer),
         puller=Puller(b.calls, b.transfer, block_tokens=4, counter=b.transfer),
         timeout_s=timeout_s,
         max_blocks=8,
@@ -31,7 +31,7 @@ def test_hot_blocks_are_offered_and_waited_for_until_they_were_read() -> None:
         (hot,) = b.router.answers()
         assert isinstance(hot, HotBlocks)
         assert hot.names == [name(1), name(2)]
-        handover.on_heirs(Heirs([TicketId("t")]))
+        handover.on_migration_tickets(Heirs([TicketId("t")]))
         b.transfer.ask(ticket(), hot.names)
         await settle()
         assert not leaving.done()
@@ -46,7 +46,7 @@ def test_nobody_to_inherit_or_no_answer_delays_nothing_for_long() -> None:
         _, handover = handover_of()
         leaving = asyncio.create_task(handover.hand_on())
         await settle()
-        handover.on_heirs(Heirs([]))
+        handover.on_migration_tickets(Heirs([]))
         await leaving
         _, late = handover_of(timeout_s=0.01)
         await late.hand_on()
@@ -58,7 +58,7 @@ def test_an_heir_asks_even_if_it_lacks_nothing() -> None:
     async def test() -> None:
         b, handover = handover_of()
         b.engine.num_imported = 0
-        handover.on_adopt(Adopt(ticket=ticket(), names=[name(1)]))
+        handover.on_migrate_in(Adopt(ticket=ticket(), names=[name(1)]))
         await settle()
         assert b.transfer.asked == [("fetch", [])]
         b.transfer.fetched.set_result(Fetched(b""))

@@ -3,7 +3,7 @@ import asyncio
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.instance import InstanceRecord, Load
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
-from baton_serve.services.instance.registration import RETRY_S, Membership
+from baton_serve.services.instance.registration import RETRY_S, Registration
 from tests.unit.instance.fakes import FakeEngine, run, settle
 
 
@@ -40,7 +40,7 @@ class Clock:
             await asyncio.get_running_loop().create_future()
 
 
-def member(registry: FakeRegistry, clock: Clock, superseded: list[str]) -> Membership:
+def member(registry: FakeRegistry, clock: Clock, superseded: list[str]) -> Registration:
     free_blocks = iter(range(100))
 
     def record() -> InstanceRecord:
@@ -59,7 +59,7 @@ def member(registry: FakeRegistry, clock: Clock, superseded: list[str]) -> Membe
             load=Load(free_blocks=next(free_blocks), total_blocks=100),
         )
 
-    return Membership(
+    return Registration(
         registry, record=record, ttl_s=9.0, on_superseded=lambda: superseded.append("stop"), sleep=clock.sleep
     )
 

@@ -21,8 +21,8 @@ from baton_serve.contracts.pooling import PoolingInput, PoolingParams
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.common.zmq.rpc import RouterId
-from baton_serve.services.instance.engine_thread import Turn
-from baton_serve.services.instance.pooling_server import LARGEST_BATCH_BYTES, PoolingServing, frames
+from baton_serve.services.instance.engine_thread import TimedStepResult
+from baton_serve.services.instance.pooling_server import MAX_BATCH_BYTES, PoolingServer, frames
 from baton_serve.services.instance.ports import PoolingPort
 from tests.unit.instance.fakes import (
     IDENTITY,
@@ -77,7 +77,7 @@ class Bench:
     def __init__(self) -> None:
         self.engine = FakePoolingEngine()
         self.router = FakeRouterPort()
-        self.serving = PoolingServing(IDENTITY, engine=self, stats=STATS, router=self.router, events=FakeEvents())
+        self.serving = PoolingServer(IDENTITY, engine=self, stats=STATS, router=self.router, events=FakeEvents())
 
     def call(self, action: Callable[[PoolingPort], T]) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -102,7 +102,7 @@ class Bench:
         return inner
 
     def turn(self, *outputs: PooledOutput, failed: list[FailedRequest] | None = None) -> None:
-        self.serving.on_turn(Turn(StepResult(pooled=list(outputs), failed=failed or []), at=1.0))
+        self.serving.on_step_result(TimedStepResult(StepResult(pooled=list(outputs), failed=failed or []), at=1.0))
 
 
 def vector(inner: RequestId, index: int) -> PooledOutput:
@@ -211,7 +211,7 @@ def test_frames_to_a_router_stay_small() -> None:
     def answer(index: int, size: int) -> Pooled:
         return Pooled(request_id=RequestId("r"), index=index, shape=[size // 4], data=bytes(size))
 
-    half = LARGEST_BATCH_BYTES // 2
+    half = MAX_BATCH_BYTES // 2
     answers = [answer(0, half), answer(1, half), answer(2, 4), answer(3, 3 * half), answer(4, 4)]
     grouped = frames(answers)
     assert [[a.index for a in group] for group in grouped] == [[0, 1], [2], [3], [4]]

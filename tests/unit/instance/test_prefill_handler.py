@@ -1,6 +1,6 @@
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Cancel, Prefill
-from baton_serve.engine.core.outputs import CompletedBlocks, CompletedPart, FailedRequest, NamedBlock
+from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups, FailedRequest, NamedBlock
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.instance.first_tokens import FirstToken, decode_first_tokens
 from baton_serve.services.prefill.handler import PrefillHandler
@@ -50,13 +50,13 @@ def test_parts_of_the_last_blocks_are_handed_on_before_the_step_has_ended() -> N
         await settle()
         inner = b.inner()
         last = CompletedBlocks(inner, [NamedBlock(name(0), 3)])
-        b.serving.on_tail(CompletedPart(range(1), [last, CompletedBlocks(RequestId("gone"), [])]))
+        b.serving.on_layer_groups(CompletedLayerGroups(range(1), [last, CompletedBlocks(RequestId("gone"), [])]))
         assert b.transfer.asked[-1] == ("publish_parts", [(name(0), 3)], range(1))
         b.turn(completed=[last], tokens=[output(inner, 5)], held=[inner])
         assert b.transfer.verbs() == ["open", "publish_parts", "publish", "finish"]
         b.transfer.release.set_result("received")
         await settle()
-        b.serving.on_tail(CompletedPart(range(1, 2), [last]))
+        b.serving.on_layer_groups(CompletedLayerGroups(range(1, 2), [last]))
         assert b.transfer.verbs()[-1] == "finish", "a part that comes late is nobody's"
         b.check()
 

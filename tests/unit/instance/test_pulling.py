@@ -2,13 +2,13 @@ import asyncio
 
 import msgspec
 
-from baton_serve.contracts.block_hash import block_names
+from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Pull
 from baton_serve.kvtransfer.errors import PeerLost
-from baton_serve.services.instance.attempt_table import Request, RequestTable
+from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.kv_sharing.serving import Sharing
+from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.handler import UnifiedHandler
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
 
@@ -21,8 +21,8 @@ def puller_of(b: Bench) -> Puller:
     return Puller(b.calls, b.transfer, block_tokens=4, counter=b.transfer, clock=lambda: 1.0)
 
 
-def request(tokens: int = 12) -> Request:
-    return RequestTable().add(ROUTER, msgspec.structs.replace(work(), token_ids=list(range(tokens))))
+def request(tokens: int = 12) -> AttemptEntry:
+    return AttemptTable().add(ROUTER, msgspec.structs.replace(work(), token_ids=list(range(tokens))))
 
 
 def test_full_blocks_before_the_last_token_are_asked_for_and_those_that_came_are_told() -> None:
@@ -30,7 +30,7 @@ def test_full_blocks_before_the_last_token_are_asked_for_and_those_that_came_are
         b, asking = bench(), request()
         pulling = asyncio.create_task(puller_of(b).pull(asking, Pull(ticket=ticket(), num_blocks=3)))
         await settle()
-        names = block_names(asking.work.root, asking.work.token_ids[:8], 4)
+        names = hash_blocks(asking.work.root, asking.work.token_ids[:8], 4)
         assert b.engine.asked[0] == ("begin_import", RequestId("import:t"), names)
         assert b.transfer.asked == [("fetch", [(names[0], 6), (names[1], 7)])]
         assert b.transfer.on_blocks is not None
@@ -84,7 +84,7 @@ def test_nothing_is_fetched_where_nothing_is_missing() -> None:
 def test_what_is_cached_is_shared_until_it_was_read() -> None:
     async def test() -> None:
         b = bench()
-        sharing = Sharing(b.calls, b.transfer)
+        sharing = KVSharing(b.calls, b.transfer)
         b.transfer.ask(ticket(), [name(1), name(2), name(3)])
         await settle()
         assert b.transfer.asked == [("open", "t"), ("publish", [(name(1), 2), (name(2), 3)]), ("finish", b"")]
@@ -99,7 +99,7 @@ def test_what_is_cached_is_shared_until_it_was_read() -> None:
 def test_more_shares_than_allowed_are_refused() -> None:
     async def test() -> None:
         b = bench()
-        Sharing(b.calls, b.transfer, max_shares=0)
+        KVSharing(b.calls, b.transfer, max_shares=0)
         b.transfer.ask(ticket(), [name(1)])
         assert [asked[0] for asked in b.transfer.asked] == ["open", "fail"]
 

@@ -6,7 +6,7 @@ import pytest
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.outputs import Reservation
 from baton_serve.engine.errors import RequestError
-from baton_serve.services.decode.block_queue import Room
+from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.instance.errors import RequestFailed
 from tests.unit.instance.fakes import FakeEngine, InlineCalls, run, settle, work
 
@@ -17,18 +17,18 @@ def full_engine() -> FakeEngine:
     return engine
 
 
-def get(line: Room, work: Work, within_s: float = 60.0) -> Awaitable[Reservation]:
+def get(line: BlockQueue, work: Work, within_s: float = 60.0) -> Awaitable[Reservation]:
     return line.reserve(work, within_s=within_s)
 
 
-def ask(line: Room, *works: Work) -> "list[asyncio.Task[Reservation]]":
+def ask(line: BlockQueue, *works: Work) -> "list[asyncio.Task[Reservation]]":
     return [asyncio.ensure_future(get(line, w)) for w in works]
 
 
 def test_those_that_fit_are_granted_in_order_of_arrival() -> None:
     async def test() -> None:
         engine = full_engine()
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         first, second = ask(line, work("a"), work("b"))
         await settle()
         engine.free_blocks = 2
@@ -47,7 +47,7 @@ def test_those_that_fit_are_granted_in_order_of_arrival() -> None:
 def test_a_smaller_priority_goes_first() -> None:
     async def test() -> None:
         engine = full_engine()
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         low, high = ask(line, work("a", priority=5), work("b", priority=-1))
         await settle()
         engine.free_blocks = 2
@@ -64,7 +64,7 @@ def test_a_smaller_priority_goes_first() -> None:
 def test_one_that_gives_up_makes_way_for_the_next() -> None:
     async def test() -> None:
         engine = full_engine()
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         first, second = ask(line, work("a"), work("b"))
         await settle()
         engine.free_blocks = 2
@@ -79,7 +79,7 @@ def test_an_impossible_request_does_not_stop_the_line() -> None:
     async def test() -> None:
         engine = FakeEngine()
         engine.error = RequestError("too_long", "never fits")
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         first, second = ask(line, work("a"), work("b"))
         await settle()
         assert isinstance(first.exception(), RequestError)
@@ -90,7 +90,7 @@ def test_an_impossible_request_does_not_stop_the_line() -> None:
 
 def test_a_line_that_is_too_long_refuses() -> None:
     async def test() -> None:
-        line = Room(InlineCalls(full_engine()), max_waiting=1)
+        line = BlockQueue(InlineCalls(full_engine()), max_waiting=1)
         (first,) = ask(line, work("a"))
         await settle()
         with pytest.raises(RequestFailed) as caught:
@@ -106,7 +106,7 @@ def test_blocks_freed_after_a_shortage_are_noticed_even_below_the_first_refusal(
     async def test() -> None:
         engine = full_engine()
         engine.free_blocks, engine.blocks_per_request = 5, 6
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         (waiting,) = ask(line, work("a"))
         await settle()
         line.on_free_blocks(1)
@@ -124,7 +124,7 @@ def test_blocks_freed_before_a_refusal_is_heard_of_are_noticed() -> None:
 
     async def test() -> None:
         engine = full_engine()
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         (waiting,) = ask(line, work("a"))
         await asyncio.sleep(0)  # it has asked
         engine.free_blocks = 2
@@ -139,7 +139,7 @@ def test_an_engine_that_cannot_say_fails_those_who_asked_and_is_asked_by_the_nex
     async def test() -> None:
         engine = FakeEngine()
         engine.error = ZeroDivisionError()
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         first, second = ask(line, work("a"), work("b"))
         await settle()
         assert isinstance(first.exception(), ZeroDivisionError)
@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_say_fails_those_who_asked_and_is_asked_by_the_nex
 def test_one_that_finds_no_room_in_time_fails_and_makes_way() -> None:
     async def test() -> None:
         engine = full_engine()
-        line = Room(InlineCalls(engine), max_waiting=8)
+        line = BlockQueue(InlineCalls(engine), max_waiting=8)
         first = asyncio.ensure_future(get(line, work("a"), within_s=0.01))
         (second,) = ask(line, work("b"))
         await settle()

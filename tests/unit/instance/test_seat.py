@@ -4,12 +4,12 @@ import os
 import threading
 from collections.abc import Callable
 
-from baton_serve.services.common.cpus.allocation import Cpu, Host
-from baton_serve.services.instance.cpu_sharing.cpu_affinity import stand_back, take_seat, thread_count
+from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
+from baton_serve.services.instance.cpu_sharing.cpu_affinity import pin_to_cores, renice_threads, thread_count
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings
 
-FOUR = Host(tuple(Cpu(number, number, 0) for number in range(4)), quota=3.0)
+FOUR = HostCpus(tuple(Cpu(number, number, 0) for number in range(4)), quota=3.0)
 
 
 def settings(*, threads: int | None = None, omp_threads_bind: str = "auto", engine_nice: int = 0) -> InstanceSettings:
@@ -53,11 +53,11 @@ def test_a_seat_is_that_of_one_thread_and_of_those_it_started() -> None:
             threading.get_native_id(),
             threading.Event(),
         )
-        take_seat(seat)
+        pin_to_cores(seat)
         helper = threading.Thread(target=go_on.wait)
         helper.start()
         loading = os.getpriority(os.PRIO_PROCESS, tid)
-        stand_back(seat)
+        renice_threads(seat)
         assert helper.native_id is not None
         after = [os.getpriority(os.PRIO_PROCESS, thread) for thread in (tid, helper.native_id)]
         go_on.set()
@@ -69,5 +69,5 @@ def test_a_seat_is_that_of_one_thread_and_of_those_it_started() -> None:
 
 
 def test_cores_that_do_not_exist_stop_the_start() -> None:
-    error = in_a_thread(lambda: take_seat(settings(omp_threads_bind="99999")))
+    error = in_a_thread(lambda: pin_to_cores(settings(omp_threads_bind="99999")))
     assert isinstance(error, StartFailed) and "99999" in str(error)

@@ -1,6 +1,6 @@
 """Values that the tests of this package share."""
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.session.steps import SessionLimits
@@ -18,5 +18,5 @@ TICKET = Ticket(
 )
 
 
-def name(index: int) -> BlockName:
-    return BlockName(bytes([index]) * 16)
+def name(index: int) -> BlockHash:
+    return BlockHash(bytes([index]) * 16)

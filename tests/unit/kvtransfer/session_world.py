@@ -4,18 +4,18 @@ from dataclasses import dataclass, field
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
 from baton_serve.kvtransfer.session.consumer import ConsumerSession
 from baton_serve.kvtransfer.session.producer import ProducerSession
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
+    BlockPlacement,
     ConsumerStep,
     Copy,
     Drain,
     Give,
-    Placement,
     ProducerStep,
     Released,
     Relink,
@@ -30,7 +30,7 @@ from tests.unit.kvtransfer.samples import TICKET, name
 
 LIMITS = SessionLimits(connect_timeout_s=8, answer_timeout_s=9, lease_s=4, lease_grace_s=0.5)
 NUM_BLOCKS = 4
-GARBAGE = BlockName(b"garbage!garbage!")
+GARBAGE = BlockHash(b"garbage!garbage!")
 
 
 @dataclass
@@ -74,7 +74,7 @@ class World(RuleBasedStateMachine):
         self.parts = 1
         self.memory: dict[int, bytes] = {}
         self.cache: dict[int, bytes] = {}
-        self.copies: list[Placement] = []
+        self.copies: list[BlockPlacement] = []
         self.wants_link = False
         self.stopped = False
         self.released: str | None = None

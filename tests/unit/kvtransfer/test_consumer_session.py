@@ -2,7 +2,17 @@
 
 from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
 from baton_serve.kvtransfer.session.consumer import ConsumerSession
-from baton_serve.kvtransfer.session.steps import Arrived, Ask, Copy, Fault, Give, Placement, Relink, StopCopies, Succeed
+from baton_serve.kvtransfer.session.steps import (
+    Arrived,
+    Ask,
+    BlockPlacement,
+    Copy,
+    Fault,
+    Give,
+    Relink,
+    StopCopies,
+    Succeed,
+)
 from baton_serve.kvtransfer.session.table import ConsumerState
 from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
 
@@ -36,7 +46,7 @@ def test_a_fetch_names_what_is_wanted_and_places_what_comes() -> None:
     assert isinstance(ask, Ask) and isinstance(ask.message, Fetch)
     assert ask.message.names == [name(0), name(1)]
     assert one.handle(Ready(TICKET.ticket, 1, False), 0.0) == []
-    assert one.handle(blocks(1), 0.0) == [Copy(1, [Placement(1, 0, 101, 11, None)])]
+    assert one.handle(blocks(1), 0.0) == [Copy(1, [BlockPlacement(1, 0, 101, 11, None)])]
     assert one.copied([1], 0.1) == [Arrived([name(1)])]
     assert one.handle(done(2), 0.1) == []
     one.handle(blocks(0), 0.2)
@@ -215,13 +225,13 @@ def test_blocks_and_parts_of_blocks_come_over_one_connection() -> None:
     one.linked("usm", pulls=True, now=0.0, parts=2)
     one.handle(Ready(TICKET.ticket, 1, True), 0.0)
     assert one.handle(in_parts(0, 1, parts=1), 0.0) == [
-        Copy(1, [Placement(0, 0, 100, 10, None), Placement(2, 1, 101, 11, None)])
+        Copy(1, [BlockPlacement(0, 0, 100, 10, None), BlockPlacement(2, 1, 101, 11, None)])
     ]
     assert one.handle(in_parts(1, parts=2), 0.0) == []  # it is on its way
     assert one.copied([0], 0.0) == [Arrived([name(0)])]
     assert one.damaged([2], 0.0) == [Ask(Again(TICKET.ticket, 1, [2, 3]))]
     assert one.handle(in_parts(2, 4, parts=2), 0.0) == [
-        Copy(1, [Placement(2, 0, 102, 22, None, 2), Placement(4, 1, 104, 24, None, 2)])
+        Copy(1, [BlockPlacement(2, 0, 102, 22, None, 2), BlockPlacement(4, 1, 104, 24, None, 2)])
     ]
     assert one.copied([2, 4], 0.0) == []
     assert one.handle(in_parts(1, 2, parts=1), 0.0) == []  # half of each is here

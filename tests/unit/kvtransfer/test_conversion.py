@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton_serve.contracts.layout import KVLayout, obstacle
 from baton_serve.kvtransfer.conversion.plan import Translation, plan, wire_layout
-from baton_serve.kvtransfer.conversion.staging_buffers import Landings
+from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailable
 from tests.unit.kvtransfer.samples import LAYOUT, name
 
@@ -45,8 +45,8 @@ def test_a_block_is_whole_when_the_last_of_its_parts_has_come_and_not_before(
     first_block = int(share * (-(-num_tokens // sink)))
     theirs = [name(index) for index in range(-(-num_tokens // source))]
     ours = [(name(255 - index), 1000 + index) for index in range(first_block, -(-num_tokens // sink))]
-    landings = Landings(sized(sink))
-    landing = landings.begin(Translation(sized(source), theirs, first_block, num_tokens), ours)
+    staging_buffers = StagingBuffers(sized(sink))
+    landing = staging_buffers.begin(Translation(sized(source), theirs, first_block, num_tokens), ours)
     order = data.draw(st.permutations([their_name for their_name, _ in landing.wanted]))
     come: set[int] = set()
     whole: list[bytes] = []
@@ -61,26 +61,28 @@ def test_a_block_is_whole_when_the_last_of_its_parts_has_come_and_not_before(
         assert sorted(whole) == sorted(ready)
     assert len(landing.received) == len(ours)
     places = [place for _, place in landing.wanted]
-    assert {target.block for place in places for target in landings.targets(place)} == {block for _, block in ours}
-    landings.end(landing)
-    assert len(landings) == 0
+    assert {target.block for place in places for target in staging_buffers.targets(place)} == {
+        block for _, block in ours
+    }
+    staging_buffers.end(landing)
+    assert len(staging_buffers) == 0
     for place in places:
         with pytest.raises(TransportUnavailable):
-            landings.targets(place)
+            staging_buffers.targets(place)
 
 
 def test_places_of_two_fetches_differ() -> None:
-    landings = Landings(sized(8))
-    made = [landings.begin(Translation(sized(4), [name(1), name(2)], 0, 8), [(name(3), 0)]) for _ in range(2)]
+    staging_buffers = StagingBuffers(sized(8))
+    made = [staging_buffers.begin(Translation(sized(4), [name(1), name(2)], 0, 8), [(name(3), 0)]) for _ in range(2)]
     first, second = ([place for _, place in landing.wanted] for landing in made)
     assert not set(first) & set(second)
 
 
 def test_blocks_that_are_not_those_of_the_tokens_are_an_error_of_the_caller() -> None:
     with pytest.raises(LocalTransferError):
-        Landings(sized(8)).begin(Translation(sized(4), [name(1), name(2)], 0, 8), [])
+        StagingBuffers(sized(8)).begin(Translation(sized(4), [name(1), name(2)], 0, 8), [])
     with pytest.raises(LocalTransferError):
-        Landings(sized(8)).begin(Translation(sized(4), [name(1)], 0, 8), [(name(3), 0)])
+        StagingBuffers(sized(8)).begin(Translation(sized(4), [name(1)], 0, 8), [(name(3), 0)])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_blocks_are_narrowed_before_they_travel_and_widened_after() -> None:
 
 
 def test_names_in_one_fetch_are_in_the_order_of_their_tokens() -> None:
-    landing = Landings(sized(6)).begin(
+    landing = StagingBuffers(sized(6)).begin(
         Translation(sized(4), [name(i) for i in range(6)], 1, 22), [(name(9), 0), (name(8), 1), (name(7), 2)]
     )
     names = [their_name[0] for their_name, _ in landing.wanted]

@@ -3,7 +3,7 @@
 import msgpack
 import pytest
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, TicketId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.wire import WireError, encode
 from baton_serve.kvtransfer.frames import (
     MAX_BLOCKS,
@@ -39,7 +39,7 @@ def fetch(**changes: object) -> Fetch:
         "attempt": 1,
         "source_generation": Generation(1),
         "transport": "usm",
-        "names": [BlockName(b"n" * 16)],
+        "names": [BlockHash(b"n" * 16)],
         "timeout_s": 1.0,
     }
     return Fetch(**{**fields, **changes})  # type: ignore[arg-type]
@@ -63,12 +63,12 @@ def test_frames_survive_the_wire() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        fetch(names=[BlockName(b"short")]),
+        fetch(names=[BlockHash(b"short")]),
         fetch(ticket=TicketId("")),
         fetch(ticket=TicketId("t" * 300)),
         fetch(attempt=-1),
         fetch(timeout_s=0.0),
-        fetch(names=[BlockName(b"n" * 16)] * (MAX_BLOCKS + 1)),
+        fetch(names=[BlockHash(b"n" * 16)] * (MAX_BLOCKS + 1)),
         Got(-1),
         Again(TICKET.ticket, 1, []),
         Release(TICKET.ticket, 1, "whatever"),  # type: ignore[arg-type]

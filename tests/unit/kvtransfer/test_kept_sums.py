@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton_serve.kvtransfer.memory import HostMemory, Parts, address_of
-from baton_serve.kvtransfer.transports.keptsums import KeptSums
+from baton_serve.kvtransfer.memory import HostMemory, PartitionedMemory, address_of
+from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
 
 SIZE = 8192
 
@@ -17,14 +17,14 @@ def memory() -> HostMemory:
     return made
 
 
-def sums(kept: KeptSums, memory: HostMemory | Parts, *blocks: int) -> list[int]:
+def sums(kept: ChecksumCache, memory: HostMemory | PartitionedMemory, *blocks: int) -> list[int]:
     assert memory.host_view is not None
     start = address_of(memory.host_view)
     return kept.of(memory, blocks, [start + block * memory.block_bytes for block in blocks])
 
 
 def test_a_sum_is_kept_until_its_place_is_given_out_again(memory: HostMemory) -> None:
-    kept = KeptSums()
+    kept = ChecksumCache()
     first = sums(kept, memory, 1, 2)
     assert kept.knows(memory, [2, 1]) and not kept.knows(memory, [1, 3])
     memory.block(1)[:] = memory.block(2)[:] = bytes([9]) * SIZE
@@ -38,7 +38,7 @@ def test_a_sum_is_kept_until_its_place_is_given_out_again(memory: HostMemory) ->
 
 
 def test_where_nobody_counts_nothing_is_kept(memory: HostMemory) -> None:
-    kept, memory.versions = KeptSums(), None
+    kept, memory.versions = ChecksumCache(), None
     first = sums(kept, memory, 1)
     assert not kept.knows(memory, [1])
     memory.block(1)[:] = bytes([9]) * SIZE
@@ -46,7 +46,7 @@ def test_where_nobody_counts_nothing_is_kept(memory: HostMemory) -> None:
 
 
 def test_parts_have_sums_of_their_own_and_the_version_of_their_block(memory: HostMemory) -> None:
-    kept, parts = KeptSums(), Parts(memory, 2)
+    kept, parts = ChecksumCache(), PartitionedMemory(memory, 2)
     sums(kept, memory, 1)
     assert not kept.knows(parts, [1])
     memory.block(1)[SIZE // 2 :] = bytes([9]) * (SIZE // 2)

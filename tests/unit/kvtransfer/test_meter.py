@@ -1,12 +1,12 @@
 """The speed of a connection."""
 
-from baton_serve.kvtransfer.meter import Meter
+from baton_serve.kvtransfer.meter import ThroughputMeter
 
 MIB = 1 << 20
 
 
 def test_only_time_with_bytes_outstanding_counts() -> None:
-    meter = Meter()
+    meter = ThroughputMeter()
     meter.announced(4 * MIB, 0.0)
     meter.delivered(4 * MIB, 1.0)
     meter.announced(4 * MIB, 100.0)
@@ -15,7 +15,7 @@ def test_only_time_with_bytes_outstanding_counts() -> None:
 
 
 def test_overlapping_announcements_are_one_busy_time() -> None:
-    meter = Meter()
+    meter = ThroughputMeter()
     meter.announced(4 * MIB, 0.0)
     meter.announced(4 * MIB, 0.5)
     meter.delivered(4 * MIB, 1.0)
@@ -25,7 +25,7 @@ def test_overlapping_announcements_are_one_busy_time() -> None:
 
 
 def test_small_transfers_do_not_hide_the_speed_of_large_ones() -> None:
-    meter = Meter()
+    meter = ThroughputMeter()
     meter.announced(1000, 0.0)
     meter.delivered(1000, 1.0)
     assert meter.bytes_per_second == 1000

@@ -13,8 +13,8 @@ from baton_serve.kvtransfer import HostMemory, TransferSettings
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
 from baton_serve.kvtransfer.liveness import this_host
-from baton_serve.kvtransfer.transports.keptsums import KeptSums
-from baton_serve.kvtransfer.transports.port import NodeFacts, Target, Wish
+from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
+from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, ReceiveTarget
 from baton_serve.kvtransfer.transports.usm import UsmTransport
 from tests.contract.transports_pair import LAYOUT
 from tests.other_user import NOBODY, as_nobody, needs_root
@@ -61,8 +61,8 @@ def test_another_user_gets_no_shared_memory_even_with_its_secret(caplog: pytest.
         hello = Hello(
             protocol=1, instance=A, generation=Generation(2), layout=LAYOUT, host=this_host(), transports=["usm"]
         )
-        wish = Wish(hello, 0, (), memory, LAYOUT, LAYOUT, KeptSums())
-        offer = (await transport.outlet(wish, lambda _: None)).offer
+        wish = AttachRequest(hello, 0, (), memory, LAYOUT, LAYOUT, ChecksumCache())
+        offer = (await transport.sender(wish, lambda _: None)).offer
         async with asyncio.timeout(40):
             assert await asyncio.to_thread(as_nobody, asked, offer.address, offer.secret) == 0
             assert await asyncio.to_thread(asked, offer.address, offer.secret) == 1
@@ -82,7 +82,7 @@ def test_no_secret_is_said_to_another_user_who_listens_under_a_producer_s_name()
         async with asyncio.timeout(40):
             while not listening.done():
                 with pytest.raises(TransportUnavailable) as refused:
-                    await transport.attach(welcome, offer, Target(memory))
+                    await transport.attach(welcome, offer, ReceiveTarget(memory))
                 if "another user" in str(refused.value):
                     break
                 await asyncio.sleep(0.01)  # nobody listens yet

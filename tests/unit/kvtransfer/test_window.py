@@ -120,7 +120,7 @@ def test_parts_take_room_for_their_bytes_and_never_share_a_parcel_with_blocks() 
     taken = [one.take() for _ in range(4)]
     assert [(len(p.blocks), p.parts) for p in taken if p is not None] == [(2, 1), (1, 1), (2, 2)]
     assert one.travelling_bytes == 40
-    one.credit(one.room_of(2, 1))
+    one.credit(one.window_bytes_of(2, 1))
     parcel = one.take()
     assert parcel is not None and (parcel.blocks, parcel.parts) == ([(8, 8), (9, 9)], 2)
 

@@ -2,22 +2,22 @@
 
 from random import Random
 
-from baton_serve.services.local.demo import describe
-from baton_serve.services.local.demo_client import Split, Usage
-from baton_serve.services.local.demo_prompt import write_passage
+from baton_serve.services.local.demo import time_split_text
+from baton_serve.services.local.demo_client import DemoUsage, TimeSplit
+from baton_serve.services.local.demo_prompt import make_demo_prompt
 
 
 def test_every_fact_of_a_passage_is_stated_once_and_asked_for_by_name() -> None:
-    passage = write_passage(Random(1))
+    passage = make_demo_prompt(Random(1))
     assert len({fact.thing for fact in passage.facts}) == len(passage.facts)
     for fact in passage.facts:
         assert passage.text.count(fact.code) == 1 and fact.thing in passage.text
         assert fact.question == f"What is the code of the {fact.thing}?"
-    assert write_passage(Random(2)).text != passage.text
+    assert make_demo_prompt(Random(2)).text != passage.text
 
 
 def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> None:
-    split = Split(
+    split = TimeSplit(
         decision="disaggregated",
         cached_tokens={"device": 16},
         ttft_s=0.5,
@@ -31,7 +31,7 @@ def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> No
         transferred_bytes=4_000_000,
         reused_blocks=1,
     )
-    text = describe(split, Usage(970, 11))
+    text = time_split_text(split, DemoUsage(970, 11))
     for part in (
         "970 tokens, 16 of them cached",
         "410.0 ms over usm",
@@ -43,5 +43,5 @@ def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> No
 
 
 def test_without_a_handoff_it_says_why() -> None:
-    text = describe(Split(decision="decode_only", ttft_s=0.1), Usage(9, 1))
+    text = time_split_text(TimeSplit(decision="decode_only", ttft_s=0.1), DemoUsage(9, 1))
     assert "handoff      none: so short a prompt" in text and "exposed" not in text

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_serve.services.local.hub_cache import is_hub_name, snapshot
+from baton_serve.services.local.hub_cache import find_snapshot, is_hub_name
 
 
 def downloaded(cache: Path, name: str, commit: str) -> Path:
@@ -19,8 +19,8 @@ def downloaded(cache: Path, name: str, commit: str) -> Path:
 def test_a_downloaded_model_is_found_wherever_the_cache_is(tmp_path: Path) -> None:
     for variable, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
         folder = downloaded(tmp_path / variable / below, "org/small-1.5B", "abc")
-        assert snapshot("org/small-1.5B", {variable: str(tmp_path / variable)}) == folder
-    assert snapshot("org/other", {"HF_HOME": str(tmp_path / "HF_HOME")}) is None
+        assert find_snapshot("org/small-1.5B", {variable: str(tmp_path / variable)}) == folder
+    assert find_snapshot("org/other", {"HF_HOME": str(tmp_path / "HF_HOME")}) is None
 
 
 @pytest.mark.parametrize("model", ["", "model", "/a/b", "./b", "../b", "a/b/c", "a/b.gguf/", "~/b"])

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from baton_serve.services.common.cpus.allocation import Cpu, Host
+from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.settings.options import Value, options_of
-from baton_serve.services.local.plan import Given, Machine, Process, plan
+from baton_serve.services.local.plan import GivenOptions, Machine, Process, plan
 from baton_serve.services.local.settings import ServeSettings
 
 
@@ -42,8 +42,8 @@ def processes(
     **values: Value,
 ) -> dict[str, Process]:
     settings = ServeSettings(model="/m", port=80, prefill=prefill, decode=decode, threads=threads)
-    given = Given(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
-    host = Host(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
+    given = GivenOptions(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
+    host = HostCpus(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
     machine = Machine(host, device_indexes=devices or [], core_turns="/proc/1/fd/3", cluster_key="/proc/1/fd/4")
     found = plan(settings, given, machine, names=["n"], registry="memory:///@r")
     return {process.name: process for process in found}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton_serve.contracts.instance import Role
-from baton_serve.services.rotate.admin_client import AskingError, Seen, State
+from baton_serve.services.rotate.admin_client import AdminRequestError, InstanceInfo, InstanceState
 from baton_serve.services.rotate.rotation import Rotation, RotationError
 
 
@@ -12,24 +12,24 @@ from baton_serve.services.rotate.rotation import Rotation, RotationError
 class FakePool:
     """Instances that restart under a new generation `restart_s` after they were drained. Sleeping moves the clock."""
 
-    seen: dict[str, Seen]
+    seen: dict[str, InstanceInfo]
     restart_s: float = 3.0
     now: float = 0.0
     drained: list[str] = field(default_factory=list)
-    due: list[tuple[float, Seen]] = field(default_factory=list)
+    due: list[tuple[float, InstanceInfo]] = field(default_factory=list)
     smallest: int = 99
     is_away: bool = False
 
-    async def instances(self) -> list[Seen]:
+    async def instances(self) -> list[InstanceInfo]:
         if self.is_away:
-            raise AskingError("the router restarts")
+            raise AdminRequestError("the router restarts")
         return sorted(self.seen.values(), key=lambda one: one.instance)
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None:
         assert exit_afterwards
         one = self.seen.pop(address)
         self.drained.append(one.instance)
-        successor = Seen(
+        successor = InstanceInfo(
             instance=one.instance,
             generation=one.generation + 100,
             role=one.role,
@@ -39,9 +39,9 @@ class FakePool:
         self.due.append((self.now + self.restart_s, successor))
         self.smallest = min(self.smallest, len(self.seen))
 
-    async def state(self, address: str) -> State | None:
+    async def state(self, address: str) -> InstanceState | None:
         one = self.seen.get(address)
-        return None if one is None else State(status="ok", generation=one.generation, routers=1, requests=0)
+        return None if one is None else InstanceState(status="ok", generation=one.generation, routers=1, requests=0)
 
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -54,7 +54,7 @@ class FakePool:
 
 def pool(*instances: tuple[str, Role], restart_s: float = 3.0) -> FakePool:
     seen = {
-        name: Seen(instance=name, generation=i + 1, role=role, http_address=name, draining=False)
+        name: InstanceInfo(instance=name, generation=i + 1, role=role, http_address=name, draining=False)
         for i, (name, role) in enumerate(instances)
     }
     return FakePool(seen, restart_s=restart_s)

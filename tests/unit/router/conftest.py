@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.pooling import PoolingProfile
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.http.gateway import Shell
-from baton_serve.services.router.main import admission_of, flight_rules
+from baton_serve.services.router.http.gateway import Gateway
+from baton_serve.services.router.main import admission_control, request_policy
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.pooling_calls import PoolingCalls
+from baton_serve.services.router.requests.pooling_calls import PoolingDispatcher
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.unit.router.fakes import FakeCluster, record
@@ -37,22 +37,22 @@ class Router:
         self.fakes = fakes
         self.metrics = RouterMetrics(CollectorRegistry(), "tiny")
         self.cluster = Cluster(fakes, fakes, clock=time.monotonic)
-        self.admission = admission_of(settings)
+        self.admission = admission_control(settings)
         self.dispatcher = Dispatcher(
             self.cluster,
-            rules=flight_rules(settings),
+            rules=request_policy(settings),
             admission=self.admission,
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self.pooling = PoolingCalls(
+        self.pooling = PoolingDispatcher(
             self.cluster,
-            rules=flight_rules(settings),
+            rules=request_policy(settings),
             admission=self.admission,
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self.frontend = Frontend(
+        self.service = ModelService(
             settings,
             model=model,
             cluster=self.cluster,
@@ -61,7 +61,7 @@ class Router:
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self.app: Shell = create_app(self.frontend, api_keys=ApiKeys(keys))
+        self.app: Gateway = create_app(self.service, api_keys=ApiKeys(keys))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
 
     async def start(self) -> None:
@@ -86,11 +86,11 @@ class Router:
 
     def check_idle(self) -> None:
         """Nothing of an ended request is left anywhere."""
-        assert self.dispatcher.num_flights == 0
+        assert self.dispatcher.num_running == 0
         assert self.fakes.busy() == []
-        for member in self.cluster.members():
-            assert member.shares == {}
-            member.check_invariants()
+        for worker in self.cluster.workers():
+            assert worker.load_estimates == {}
+            worker.check_invariants()
         self.cluster.index.check_invariants()
 
 

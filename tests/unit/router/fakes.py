@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from baton_serve.contracts.events import BlocksStored, EventBatch
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load, Role
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import (
@@ -42,7 +42,7 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.contracts.wire import encode
-from baton_serve.services.router.cluster.worker_state import Member
+from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.requests.attempt import Attempt
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
@@ -108,7 +108,7 @@ class FakeInstance:
         self.draining = False
         self.answer_with: list[float] | None = None
         """Scores of classes."""
-        self.cached: list[BlockName] = []
+        self.cached: list[BlockHash] = []
         self.link: FakeLink | None = None
         self.sequence = 0
         self.no_adapters: set[str] | None = set()
@@ -186,7 +186,7 @@ class FakeInstance:
         self.report()
         self.send(AdapterChanged(request_id=message.request_id))
 
-    def store(self, names: list[BlockName]) -> None:
+    def store(self, names: list[BlockHash]) -> None:
         self.cached += names
         self.sequence += 1
         assert self.on_batch is not None
@@ -263,7 +263,7 @@ class FakeInstance:
         if isinstance(message, Prefill):
             job.live.clear()
             if message.ticket is not None:
-                self.cluster.prefilled.add(message.ticket.ticket)
+                self.cluster.on_prefill_done.add(message.ticket.ticket)
         if not job.live:
             self.jobs.pop(work.request_id, None)
         return answers
@@ -337,13 +337,13 @@ class FakeFlight:
     def __init__(self) -> None:
         self.heard: list[tuple[Attempt, Answer | str]] = []
 
-    def on_tokens(self, attempt: Attempt, member: Member, tokens: Tokens, now: float) -> None:
+    def on_tokens(self, attempt: Attempt, worker: WorkerState, tokens: Tokens, now: float) -> None:
         self.heard.append((attempt, tokens))
 
-    def on_answer(self, attempt: Attempt, member: Member, answer: Answer) -> None:
+    def on_answer(self, attempt: Attempt, worker: WorkerState, answer: Answer) -> None:
         self.heard.append((attempt, answer))
 
-    def on_lost(self, attempt: Attempt, member: Member, reason: str) -> None:
+    def on_lost(self, attempt: Attempt, worker: WorkerState, reason: str) -> None:
         self.heard.append((attempt, reason))
 
     def on_error(self, error: Exception) -> None:
@@ -405,7 +405,7 @@ class FakeCluster:
         self.eos = eos
         self.instances: dict[InstanceId, FakeInstance] = {}
         self.registered: dict[InstanceId, InstanceRecord] = {}
-        self.prefilled: set[str] = set()
+        self.on_prefill_done: set[str] = set()
         self.registry_answers = True
         self.on_change: Callable[[], None] = lambda: None
 
@@ -425,7 +425,7 @@ class FakeCluster:
         self.on_change()
 
     def is_prefilled(self, ticket: Ticket) -> bool:
-        return ticket.ticket in self.prefilled
+        return ticket.ticket in self.on_prefill_done
 
     async def start(self, on_change: Callable[[], None]) -> None:
         self.on_change = on_change

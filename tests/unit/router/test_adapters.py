@@ -6,7 +6,7 @@ import msgspec
 
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.messages import Decode, LoadAdapter, Prefill, UnloadAdapter
-from baton_serve.services.router.cluster.adapters import most_held
+from baton_serve.services.router.cluster.adapters import most_common_adapters
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import record
 
@@ -69,8 +69,8 @@ def test_an_adapter_that_nobody_has_is_no_model(serve: Serve) -> None:
 
 def test_while_an_adapter_is_replaced_the_one_that_most_instances_have_counts() -> None:
     old, new, other = adapter("poet", "old"), adapter("poet", "new"), adapter("clerk")
-    assert most_held([[old], [new, other], [new]]) == {"clerk": other, "poet": new}
-    assert most_held([[old], [new]]) == most_held([[new], [old]])
+    assert most_common_adapters([[old], [new, other], [new]]) == {"clerk": other, "poet": new}
+    assert most_common_adapters([[old], [new]]) == most_common_adapters([[new], [old]])
 
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -9,16 +9,16 @@ from msgspec.structs import replace
 
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Load
-from baton_serve.services.router.placement.admission import AdmissionRules, Refusal, Waiting, judge
+from baton_serve.services.router.placement.admission import AdmissionRules, QueueState, Refusal, admission_verdict
 from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Candidate, Placement
-from baton_serve.services.router.placement.step_time_fit import StepTimes
+from baton_serve.services.router.placement.step_time_fit import StepTimeFit
 from baton_serve.services.router.protocol.caller import NO_SLO, Caller, Slo
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import LAYOUT
 
 RULES = AdmissionRules(max_queued_tokens=1000, dispatch_ahead_s=1.0)
-IDLE = Waiting(queued_tokens=0, before_s=0.0, tokens_per_s=100.0)
+IDLE = QueueState(queued_tokens=0, before_s=0.0, tokens_per_s=100.0)
 
 
 def placement(*, queued: float = 0.0, step_s: float = 0.02, doubt: float = 1.0) -> Placement:
@@ -32,46 +32,46 @@ def placement(*, queued: float = 0.0, step_s: float = 0.02, doubt: float = 1.0) 
         queued_tokens=queued,
         prefill_tokens_per_s=100.0,
         next_step_s=step_s,
-        rate_doubt=doubt,
-        step_doubt=doubt,
+        rate_uncertainty=doubt,
+        step_uncertainty=doubt,
     )
     ttft_s = one.time_to_first_token_s(50)
     return Placement(decision="unified", decode=one, predicted_ttft_s=ttft_s, shortest_queue_s=one.queue_s)
 
 
 def test_an_instance_with_little_work_gets_more_and_one_with_much_does_not() -> None:
-    assert judge(placement(queued=90), NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
-    assert judge(placement(queued=110), NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "wait"
+    assert admission_verdict(placement(queued=90), NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
+    assert admission_verdict(placement(queued=110), NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "wait"
 
 
 def test_a_long_queue_where_the_prefix_is_cached_holds_nobody_up_while_another_instance_is_free() -> None:
     hot = replace(placement(queued=500), shortest_queue_s=0.2)
-    assert judge(hot, NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
+    assert admission_verdict(hot, NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
 
 
 def test_nobody_overtakes_those_who_wait() -> None:
-    waiting = Waiting(queued_tokens=200, before_s=2.0, tokens_per_s=100.0)
-    assert judge(placement(), NO_SLO, RULES, waited_s=0, tokens=50, waiting=waiting) == "wait"
+    waiting = QueueState(queued_tokens=200, before_s=2.0, tokens_per_s=100.0)
+    assert admission_verdict(placement(), NO_SLO, RULES, waited_s=0, tokens=50, waiting=waiting) == "wait"
 
 
 def test_a_full_queue_refuses_with_the_time_it_takes_to_make_room() -> None:
-    waiting = Waiting(queued_tokens=980, before_s=9.8, tokens_per_s=100.0)
-    verdict = judge(placement(queued=500), NO_SLO, RULES, waited_s=0, tokens=50, waiting=waiting)
+    waiting = QueueState(queued_tokens=980, before_s=9.8, tokens_per_s=100.0)
+    verdict = admission_verdict(placement(queued=500), NO_SLO, RULES, waited_s=0, tokens=50, waiting=waiting)
     assert isinstance(verdict, Refusal) and verdict.cause == "queue"
     assert verdict.retry_after_s == pytest.approx(0.3)
 
 
 def test_a_first_token_that_would_come_late_is_refused_at_once() -> None:
-    waiting = Waiting(queued_tokens=100, before_s=1.0, tokens_per_s=100.0)
-    taken = judge(placement(queued=50), Slo(ttft_s=2.2), RULES, waited_s=0.1, tokens=50, waiting=waiting)
+    waiting = QueueState(queued_tokens=100, before_s=1.0, tokens_per_s=100.0)
+    taken = admission_verdict(placement(queued=50), Slo(ttft_s=2.2), RULES, waited_s=0.1, tokens=50, waiting=waiting)
     assert taken == "wait"
-    verdict = judge(placement(queued=50), Slo(ttft_s=1.5), RULES, waited_s=0.1, tokens=50, waiting=waiting)
+    verdict = admission_verdict(placement(queued=50), Slo(ttft_s=1.5), RULES, waited_s=0.1, tokens=50, waiting=waiting)
     assert isinstance(verdict, Refusal) and verdict.cause == "ttft"
     assert verdict.retry_after_s == pytest.approx(0.6)
 
 
 def test_tokens_that_would_come_slowly_are_refused() -> None:
-    verdict = judge(placement(step_s=0.05), Slo(itl_s=0.04), RULES, waited_s=0, tokens=50, waiting=IDLE)
+    verdict = admission_verdict(placement(step_s=0.05), Slo(itl_s=0.04), RULES, waited_s=0, tokens=50, waiting=IDLE)
     assert isinstance(verdict, Refusal) and verdict.cause == "itl"
 
 
@@ -79,12 +79,14 @@ def test_tokens_that_would_come_slowly_are_refused() -> None:
 def test_an_instance_that_was_slow_long_ago_gets_another_chance(slo: Slo) -> None:
     """What was measured beside other processes would refuse all for ever, if nobody was let in without a promise."""
     for doubt, is_taken in ((1.0, False), (2.0, False), (4.0, True)):
-        verdict = judge(placement(step_s=0.05, doubt=doubt), slo, RULES, waited_s=0, tokens=50, waiting=IDLE)
+        verdict = admission_verdict(
+            placement(step_s=0.05, doubt=doubt), slo, RULES, waited_s=0, tokens=50, waiting=IDLE
+        )
         assert (verdict == "go") == is_taken
 
 
 def test_the_time_of_a_step_is_learned_from_reports() -> None:
-    steps = StepTimes()
+    steps = StepTimeFit()
     assert steps.predict(3) == 0.0
     steps.observe(0, 0.02)
     assert steps.predict(10) == pytest.approx(0.02), "a warm-up says nothing of a slope"

@@ -10,7 +10,7 @@ import pytest
 from baton_serve.contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
 from baton_serve.contracts.messages import Logprob, TokenLogprobs
 from baton_serve.services.router.api.best_of import best_of
-from baton_serve.services.router.text.text_output import Piece
+from baton_serve.services.router.text.text_output import TextDelta
 from tests.unit.router.conftest import Router, Serve
 
 END = 0
@@ -95,8 +95,8 @@ def test_early_stopping_says_how_long_to_hope_for_better() -> None:
 
 
 def test_best_of_keeps_the_most_likely() -> None:
-    def piece(text: str, *logprobs: float) -> Piece:
-        return Piece(text, [], [TokenLogprobs(Logprob(0, value, 1), []) for value in logprobs])
+    def piece(text: str, *logprobs: float) -> TextDelta:
+        return TextDelta(text, [], [TokenLogprobs(Logprob(0, value, 1), []) for value in logprobs])
 
     pieces = [piece("a", -1.0, -1.0), piece("b", -0.5), piece("c", -0.2, -0.3), piece("d", -3.0)]
     assert [one.text for one in best_of(pieces, 3)] == ["b", "c", "a"]

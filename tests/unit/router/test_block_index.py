@@ -8,25 +8,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton_serve.contracts.events import BlocksRemoved, BlocksStored, EventBatch, Tier
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.messages import Snapshot
 from baton_serve.services.router.placement.block_index import BlockIndex, Match
 
 A, B = InstanceId("a"), InstanceId("b")
 G1, G2 = Generation(1), Generation(2)
-NAMES = [BlockName(bytes([i]) * 16) for i in range(6)]
+NAMES = [BlockHash(bytes([i]) * 16) for i in range(6)]
 
 
-def stored(sequence: int, names: list[BlockName], *, instance: InstanceId = A, tier: Tier = "device") -> EventBatch:
+def stored(sequence: int, names: list[BlockHash], *, instance: InstanceId = A, tier: Tier = "device") -> EventBatch:
     return EventBatch(instance, G1, sequence, [BlocksStored(names, tier)])
 
 
-def removed(sequence: int, names: list[BlockName]) -> EventBatch:
+def removed(sequence: int, names: list[BlockHash]) -> EventBatch:
     return EventBatch(A, G1, sequence, [BlocksRemoved(names)])
 
 
 def snapshot(
-    sequence: int, names: list[BlockName], *, instance: InstanceId = A, generation: Generation = G1
+    sequence: int, names: list[BlockHash], *, instance: InstanceId = A, generation: Generation = G1
 ) -> Snapshot:
     return Snapshot(instance=instance, generation=generation, sequence=sequence, device=names)
 
@@ -131,11 +131,11 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex()
-        self.model: dict[InstanceId, set[BlockName]] = {}
+        self.model: dict[InstanceId, set[BlockHash]] = {}
         self.sequence: dict[InstanceId, int] = {}
 
     @rule(instance=instances, names=names)
-    def join(self, instance: InstanceId, names: list[BlockName]) -> None:
+    def join(self, instance: InstanceId, names: list[BlockHash]) -> None:
         self.index.add(instance, G1)
         self.index.load(snapshot(7, names, instance=instance))
         self.model[instance], self.sequence[instance] = set(names), 7
@@ -146,7 +146,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.model.pop(instance, None)
 
     @rule(instance=instances, names=names, is_stored=st.booleans())
-    def event(self, instance: InstanceId, names: list[BlockName], is_stored: bool) -> None:
+    def event(self, instance: InstanceId, names: list[BlockHash], is_stored: bool) -> None:
         if instance in self.model:
             self.sequence[instance] += 1
             event = BlocksStored(names) if is_stored else BlocksRemoved(names)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
-from baton_serve.services.router.api.pooling.routes import DOCUMENTED
+from baton_serve.services.router.api.pooling.routes import POOLING_DOCUMENTED
 from baton_serve.services.router.api.responses.request import input_as_chat
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.protocol import body_scan
@@ -45,7 +45,7 @@ SCHEMAS: list[type[BaseModel]] = [
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
-    *dict.fromkeys(schema for _, schema in DOCUMENTED.values()),
+    *dict.fromkeys(schema for _, schema in POOLING_DOCUMENTED.values()),
 ]
 WRONG: list[Any] = [{}, [], 1.5, None, "", 1, [{}], [[]], {"role": 1}, {"type": 1}, {"text": 1}]
 MANY = 300
@@ -280,7 +280,7 @@ def counting(model: ServedModel) -> tuple[ServedModel, CountingTokenizer]:
 
 def test_prompts_are_counted_before_one_is_tokenised(serve: Serve) -> None:
     async def test(router: Router) -> None:
-        router.frontend.model, tokenizer = counting(router.frontend.model)
+        router.service.model, tokenizer = counting(router.service.model)
         answer = await router.http.post("/v1/completions", json={"prompt": ["a"] * 129, "max_tokens": 1})
         assert answer.status_code == 400 and "129 sequences" in answer.json()["error"]["message"]
         assert tokenizer.sizes == []
@@ -290,7 +290,7 @@ def test_prompts_are_counted_before_one_is_tokenised(serve: Serve) -> None:
 
 def test_many_bad_words_are_tokenised_beside_the_event_loop(serve: Serve) -> None:
     async def test(router: Router) -> None:
-        router.frontend.model, tokenizer = counting(router.frontend.model)
+        router.service.model, tokenizer = counting(router.service.model)
         await router.complete(prompt="a", max_tokens=1, bad_words=["hello"] * 500)
         assert len(tokenizer.sizes) == 1 + 2 * 500
         assert any(thread.startswith("texts") for thread in tokenizer.threads)

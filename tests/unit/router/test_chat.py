@@ -19,7 +19,7 @@ async def ask(router: Router, **body: Any) -> dict[str, Any]:
 
 def prompt_of(router: Router, index: int = -1) -> str:
     work = router.fakes["prefill-0"].assignments()[index].work
-    return router.frontend.model.tokenizer.decode(work.token_ids, skip_special_tokens=False)
+    return router.service.model.tokenizer.decode(work.token_ids, skip_special_tokens=False)
 
 
 def test_a_chat_is_rendered_and_answered(serve: Serve) -> None:
@@ -110,7 +110,7 @@ def test_templates_of_requests_run_only_when_trusted(serve: Serve) -> None:
 
 def test_templates_of_requests_and_their_variables(serve: Serve, model_folder: Any, monkeypatch: Any) -> None:
     async def scenario(router: Router) -> None:
-        monkeypatch.setattr(router.frontend.model, "_trusts_requests", True)
+        monkeypatch.setattr(router.service.model, "_trusts_requests", True)
         template = "{{ bos_token }}{{ who }}:{{ messages[0].content }}"
         await ask(router, max_tokens=2, chat_template=template, chat_template_kwargs={"who": "me"})
         assert prompt_of(router) == "<s>me:hello"
@@ -164,7 +164,7 @@ def test_tools_reach_the_template_when_no_call_is_wanted(serve: Serve) -> None:
 
 def test_special_tokens_are_added_where_they_are_asked_for(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
-        tokenizer = router.frontend.model.tokenizer
+        tokenizer = router.service.model.tokenizer
         tokenizer.backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
         try:
             await ask(router, max_tokens=2, add_special_tokens=True)
@@ -181,7 +181,7 @@ def test_special_tokens_are_added_where_they_are_asked_for(serve: Serve) -> None
 
 def test_reasoning_effort_reaches_the_template(serve: Serve, monkeypatch: Any) -> None:
     async def scenario(router: Router) -> None:
-        monkeypatch.setattr(router.frontend.model, "_trusts_requests", True)
+        monkeypatch.setattr(router.service.model, "_trusts_requests", True)
         template = "{{ reasoning_effort }}: {{ messages[0].content }}"
         await ask(router, max_tokens=2, chat_template=template, reasoning_effort="low")
         assert prompt_of(router) == "low: hello"

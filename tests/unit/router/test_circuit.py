@@ -1,37 +1,37 @@
-from baton_serve.services.router.placement.circuit_breaker import FAILURES, FIRST_PAUSE_S, Circuit
+from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD, MIN_OPEN_S, CircuitBreaker
 from baton_serve.services.router.placement.retry_budget import RetryBudget
 from tests.unit.router.conftest import Router, Serve
 
 
 def test_a_circuit_opens_after_failures_in_a_row_and_one_request_tries_again() -> None:
-    circuit = Circuit()
-    for _ in range(FAILURES - 1):
-        circuit.failed(0.0)
-    circuit.succeeded()
-    for _ in range(FAILURES):
-        assert circuit.allows(0.0)
-        circuit.failed(0.0)
-    assert circuit.state(0.0) == "open" and not circuit.allows(FIRST_PAUSE_S / 2)
-    assert circuit.allows(FIRST_PAUSE_S)
-    circuit.tries(FIRST_PAUSE_S)
-    assert not circuit.allows(FIRST_PAUSE_S), "one at a time"
-    circuit.failed(FIRST_PAUSE_S)
-    assert not circuit.allows(2 * FIRST_PAUSE_S), "the pause grows"
-    assert circuit.allows(3 * FIRST_PAUSE_S)
-    circuit.tries(3 * FIRST_PAUSE_S)
-    circuit.succeeded()
-    assert circuit.state(3 * FIRST_PAUSE_S) == "closed"
+    circuit_breaker = CircuitBreaker()
+    for _ in range(FAILURE_THRESHOLD - 1):
+        circuit_breaker.failed(0.0)
+    circuit_breaker.succeeded()
+    for _ in range(FAILURE_THRESHOLD):
+        assert circuit_breaker.allows(0.0)
+        circuit_breaker.failed(0.0)
+    assert circuit_breaker.state(0.0) == "open" and not circuit_breaker.allows(MIN_OPEN_S / 2)
+    assert circuit_breaker.allows(MIN_OPEN_S)
+    circuit_breaker.begin_attempt(MIN_OPEN_S)
+    assert not circuit_breaker.allows(MIN_OPEN_S), "one at a time"
+    circuit_breaker.failed(MIN_OPEN_S)
+    assert not circuit_breaker.allows(2 * MIN_OPEN_S), "the pause grows"
+    assert circuit_breaker.allows(3 * MIN_OPEN_S)
+    circuit_breaker.begin_attempt(3 * MIN_OPEN_S)
+    circuit_breaker.succeeded()
+    assert circuit_breaker.state(3 * MIN_OPEN_S) == "closed"
 
 
 def test_retries_are_a_share_of_requests() -> None:
     budget = RetryBudget(0.1)
-    while budget.allows_retry(0.0):
+    while budget.take_retry(0.0):
         pass
     for _ in range(21):
-        budget.request()
-    assert [budget.allows_retry(0.0) for _ in range(3)] == [True, True, False]
-    assert budget.allows_retry(1.0), "and a few each second"
-    assert not RetryBudget(0.0).allows_retry(0.0)
+        budget.record_request()
+    assert [budget.take_retry(0.0) for _ in range(3)] == [True, True, False]
+    assert budget.take_retry(1.0), "and a few each second"
+    assert not RetryBudget(0.0).take_retry(0.0)
 
 
 def test_an_instance_that_keeps_failing_is_left_alone(serve: Serve) -> None:
@@ -40,7 +40,7 @@ def test_an_instance_that_keeps_failing_is_left_alone(serve: Serve) -> None:
         for _ in range(12):
             await router.complete(prompt="abcdefgh", max_tokens=3)
         failed = len(router.fakes["decode-0"].assignments())
-        assert failed == FAILURES
+        assert failed == FAILURE_THRESHOLD
         assert len(router.fakes["decode-1"].assignments()) == 12
 
     serve(test, decode=2)

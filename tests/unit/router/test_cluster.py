@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_serve.contracts.identity import BlockName, Generation, InstanceId, RequestId
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId
 from baton_serve.contracts.instance import InstanceRecord, Load
 from baton_serve.contracts.messages import Answer, Batch, Cancel, Failed, LoadReport, SnapshotRequest
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.worker_state import Member, Share
+from baton_serve.services.router.cluster.worker_state import LoadEstimate, WorkerState
 from baton_serve.services.router.placement.block_index import Match
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, FakeLink, record
 
-NAMES = [BlockName(bytes([i]) * 16) for i in range(4)]
+NAMES = [BlockHash(bytes([i]) * 16) for i in range(4)]
 
 
 class Watcher:
@@ -28,10 +28,10 @@ class Watcher:
         self.answers: list[Answer] = []
         self.lost: list[str] = []
 
-    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
+    def on_answer(self, worker: WorkerState, answer: Answer, now: float) -> None:
         self.answers.append(answer)
 
-    def on_lost(self, member: Member, reason: str) -> None:
+    def on_lost(self, worker: WorkerState, reason: str) -> None:
         self.lost.append(reason)
 
 
@@ -50,13 +50,13 @@ def with_cluster(test: Callable[[Cluster, FakeCluster], Awaitable[None]]) -> Non
 
 
 def ready(cluster: Cluster) -> list[str]:
-    return [m.record.instance for m in cluster.members() if m.takes_work]
+    return [m.record.instance for m in cluster.workers() if m.takes_work]
 
 
 def test_an_instance_is_ready_when_it_answers() -> None:
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
         heard: list[int] = []
-        cluster.listen(lambda: heard.append(1))
+        cluster.add_listener(lambda: heard.append(1))
         fakes.registered[record("ghost", "decode").instance] = record("ghost", "decode")
         fakes.add(record("d", "decode"))
         await settle()
@@ -115,14 +115,14 @@ def test_a_restarted_process_replaces_the_old_one_and_its_work_is_lost() -> None
         first = fakes.add(record("d", "decode"))
         await settle()
         watcher = Watcher()
-        (member,) = cluster.members()
-        member.assign(RequestId("r"), Share(watcher, prefill_tokens=0, sequences=1, blocks=1))
+        (worker,) = cluster.workers()
+        worker.assign(RequestId("r"), LoadEstimate(watcher, prefill_tokens=0, sequences=1, blocks=1))
         fakes.add(msgspec.structs.replace(first.record, generation=Generation(2)))
         await settle()
         assert watcher.lost
-        (member,) = cluster.members()
-        assert member.record.generation == 2
-        assert member.takes_work
+        (worker,) = cluster.workers()
+        assert worker.record.generation == 2
+        assert worker.takes_work
 
     with_cluster(scenario)
 
@@ -142,17 +142,17 @@ def test_a_draining_instance_finishes_what_it_has() -> None:
         instance = fakes.add(record("d", "decode"))
         await settle()
         watcher = Watcher()
-        (member,) = cluster.members()
-        member.assign(RequestId("r"), Share(watcher, prefill_tokens=0, sequences=1, blocks=1))
+        (worker,) = cluster.workers()
+        worker.assign(RequestId("r"), LoadEstimate(watcher, prefill_tokens=0, sequences=1, blocks=1))
         instance.draining = True
         instance.report()
         assert ready(cluster) == []
         fakes.forget("d")
         await settle()
         assert watcher.lost == []
-        member.release(RequestId("r"))
+        worker.release(RequestId("r"))
         instance.report()
-        assert cluster.members() == []
+        assert cluster.workers() == []
         assert watcher.lost == []
 
     with_cluster(scenario)
@@ -185,7 +185,7 @@ def test_an_instance_that_never_answers_is_named_once(
         fakes.add(record("d", "decode"))
         for _ in range(2):
             await settle()
-            (unreached,) = [member for member in cluster.members() if member.state != "ready"]
+            (unreached,) = [worker for worker in cluster.workers() if worker.state != "ready"]
             assert isinstance(unreached.link, FakeLink)
             unreached.link.lose("the handshake failed")
         await settle()
@@ -197,10 +197,10 @@ def test_an_instance_that_never_answers_is_named_once(
 
 
 class Broken(Watcher):
-    def on_answer(self, member: Member, answer: Answer, now: float) -> None:
+    def on_answer(self, worker: WorkerState, answer: Answer, now: float) -> None:
         raise RuntimeError("a bug")
 
-    def on_lost(self, member: Member, reason: str) -> None:
+    def on_lost(self, worker: WorkerState, reason: str) -> None:
         raise RuntimeError("a bug")
 
 
@@ -212,9 +212,9 @@ def test_a_listener_that_fails_keeps_no_other_one_from_being_called(caplog: pyte
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
         heard: list[str] = []
         for name in ("first", "second"):
-            cluster.listen(partial(heard.append, name))
-            cluster.listen(breaks)
-            cluster.listen(lambda: breaks())
+            cluster.add_listener(partial(heard.append, name))
+            cluster.add_listener(breaks)
+            cluster.add_listener(lambda: breaks())
         fakes.add(record("d", "decode"))
         await settle()
         assert ready(cluster) == ["d"]
@@ -230,9 +230,9 @@ def test_a_request_that_cannot_be_notified_keeps_no_other_one_from_it(caplog: py
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
         fakes.add(record("d", "decode"))
         await settle()
-        (member,), watchers = cluster.members(), [Watcher(), Watcher()]
+        (worker,), watchers = cluster.workers(), [Watcher(), Watcher()]
         for name, watcher in (("a", watchers[0]), ("b", Broken()), ("c", watchers[1])):
-            member.assign(RequestId(name), Share(watcher, prefill_tokens=0, sequences=1, blocks=1))
+            worker.assign(RequestId(name), LoadEstimate(watcher, prefill_tokens=0, sequences=1, blocks=1))
         failed = [Failed(request_id=RequestId(name), code="internal", message="") for name in "abc"]
         fakes["d"].send(Batch(list(failed)))
         assert [watcher.answers for watcher in watchers] == [[failed[0]], [failed[2]]]
@@ -270,15 +270,15 @@ def test_a_message_without_a_request_that_cannot_be_sent_is_logged(caplog: pytes
     async def scenario(cluster: Cluster, fakes: FakeCluster) -> None:
         fakes.add(record("d", "decode"))
         await settle()
-        cluster.members()[0].send(Cancel(RequestId("half a character: \ud800")))
+        cluster.workers()[0].send(Cancel(RequestId("half a character: \ud800")))
         assert "Cancel could not be sent to d" in caplog.text
 
     with_cluster(scenario)
 
 
-def member(**load: float) -> Member:
+def worker(**load: float) -> WorkerState:
     stated = Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=100.0)
-    made = Member(record("p", "prefill", load=stated), state="ready")
+    made = WorkerState(record("p", "prefill", load=stated), state="ready")
     made.report(report(**load), now=0.0)
     return made
 
@@ -293,14 +293,14 @@ def report(**load: float) -> LoadReport:
 
 
 def test_work_just_placed_counts_at_once_and_never_twice() -> None:
-    p = member()
-    p.assign(RequestId("r"), Share(Watcher(), prefill_tokens=200, sequences=2, blocks=10))
+    p = worker()
+    p.assign(RequestId("r"), LoadEstimate(Watcher(), prefill_tokens=200, sequences=2, blocks=10))
     seen = p.candidate(Match(), now=0.0)
     assert (seen.queued_tokens, seen.active_sequences, seen.free_blocks) == (200, 2, 40)
     p.report(report(queued_tokens=200, running=2, free_blocks=40), now=1.0)
     seen = p.candidate(Match(), now=1.0)
     assert (seen.queued_tokens, seen.active_sequences, seen.free_blocks) == (200, 2, 40)
-    p.prefilled(RequestId("r"))
+    p.on_prefill_done(RequestId("r"))
     assert p.candidate(Match(), now=1.0).queued_tokens == 0
     p.release(RequestId("r"))
     p.release(RequestId("r"))
@@ -309,7 +309,7 @@ def test_work_just_placed_counts_at_once_and_never_twice() -> None:
 
 
 def test_work_of_other_routers_is_seen_in_reports_and_ages() -> None:
-    p = member(queued_tokens=500, running=3, waiting=1)
+    p = worker(queued_tokens=500, running=3, waiting=1)
     assert p.candidate(Match(), now=0.0).queued_tokens == 500
     assert p.candidate(Match(), now=0.0).active_sequences == 4
     assert p.candidate(Match(), now=2.0).queued_tokens == 300

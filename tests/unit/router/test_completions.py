@@ -21,7 +21,7 @@ def test_a_prompt_is_prefilled_handed_off_and_answered(serve: Serve) -> None:
         assert choice["logprobs"] is None
         assert answer["object"] == "text_completion"
         assert answer["id"].startswith("cmpl-")
-        prompt = router.frontend.model.tokenizer.encode("hello world", add_special_tokens=True)
+        prompt = router.service.model.tokenizer.encode("hello world", add_special_tokens=True)
         assert answer["usage"] == {
             "prompt_tokens": len(prompt),
             "completion_tokens": 6,

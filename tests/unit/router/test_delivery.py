@@ -10,49 +10,49 @@ from baton_serve.bench.simulation.virtual_time import run_virtually
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import Tokens
-from baton_serve.services.router.cluster.worker_state import Member
-from baton_serve.services.router.placement.first_gap import MARGIN, TTFT_MARGIN
+from baton_serve.services.router.cluster.worker_state import WorkerState
+from baton_serve.services.router.placement.first_gap import FIRST_GAP_ITL_RATIO, HELD_TTFT_RATIO
 from baton_serve.services.router.placement.policy import PlacementPolicy
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import UnavailableError
 from baton_serve.services.router.requests.attempt import Attempt
-from baton_serve.services.router.requests.first_token_pacer import Delivery
-from baton_serve.services.router.requests.prompt_request import Arrival, FlightRules
+from baton_serve.services.router.requests.first_token_pacer import FirstTokenPacer
+from baton_serve.services.router.requests.prompt_request import RequestPolicy, RequestTiming
 from baton_serve.services.router.requests.timeline import Timeline
-from baton_serve.services.router.requests.token_queue import Outbox
+from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.text.token_sequence import TokenSequence
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.fakes import FakeFlight, record
 from tests.unit.router.test_flight import Asked
 
 ITL_S, GAP_S = 0.010, 0.025
-HOLD_S = GAP_S - MARGIN * ITL_S
+HOLD_S = GAP_S - FIRST_GAP_ITL_RATIO * ITL_S
 
 
 class Bench:
     """A delivery, as one flight has it, at the moment when its first token comes from prefill."""
 
-    def __init__(self, slo: Slo, *, most_itls: float = 3.0, position: int = 0, num_sequences: int = 1) -> None:
+    def __init__(self, slo: Slo, *, max_itls: float = 3.0, position: int = 0, num_sequences: int = 1) -> None:
         self.loop = asyncio.get_running_loop()
         self.timeline = Timeline(arrived_at=self.loop.time())
-        self.outbox = Outbox()
-        decode = Member(record("d0", "decode"))
+        self.token_queue = TokenQueue()
+        decode = WorkerState(record("d0", "decode"))
         for _ in range(20):
-            decode.first_gaps.observe(GAP_S)
-        rules = FlightRules(
+            decode.first_gap_quantile.observe(GAP_S)
+        rules = RequestPolicy(
             policy=PlacementPolicy(),
             request_timeout_s=60.0,
             handoff_timeout_s=60.0,
             max_replays=1,
             instance_wait_s=0.0,
             expected_blocks_ttl_s=1.0,
-            first_token_hold=most_itls,
+            first_token_hold=max_itls,
         )
         now = self.loop.time()
-        self.delivery = Delivery(
-            self.outbox,
+        self.delivery = FirstTokenPacer(
+            self.token_queue,
             self.timeline,
-            Arrival(at=now, tokenizing_at=now, tokenized_at=now, slo=slo),
+            RequestTiming(at=now, tokenizing_at=now, tokenized_at=now, slo=slo),
             rules,
             first_choice=0,
             clock=self.loop.time,
@@ -62,7 +62,7 @@ class Bench:
             owner=FakeFlight(),
             request_id=RequestId("r~0"),
             sequences=sequences,
-            prefill=Member(record("p0", "prefill")),
+            prefill=WorkerState(record("p0", "prefill")),
             decode=decode,
             position=position,
         )
@@ -70,10 +70,10 @@ class Bench:
         self._reader = self.loop.create_task(self._read())
 
     def first(self, token: int, sequence: int = 0, finish_reason: Any = None) -> None:
-        self._put(self.delivery.put_first, [self.attempt], token, 0, sequence, finish_reason)
+        self._put(self.delivery.put_first_token, [self.attempt], token, 0, sequence, finish_reason)
 
     def later(self, token: int, position: int = 1, sequence: int = 0) -> None:
-        self.attempt.second_came(sequence, self.loop.time())
+        self.attempt.on_second_token(sequence, self.loop.time())
         self._put(self.delivery.put, [], token, position, sequence, None)
 
     def _put(
@@ -87,7 +87,7 @@ class Bench:
 
     async def _read(self) -> None:
         while True:
-            for output in await self.outbox.take():
+            for output in await self.token_queue.take():
                 self.out.append((output.choice, list(output.tokens.token_ids), round(self.loop.time(), 6)))
 
     async def end(self) -> None:
@@ -106,10 +106,10 @@ def test_a_first_token_goes_out_when_the_second_is_near() -> None:
         await asyncio.sleep(GAP_S)
         bench.later(8)
         await asyncio.sleep(0.001)
-        (_, first, first_at), (_, second, second_at) = bench.out
+        (_, first, first_token_at), (_, second, second_at) = bench.out
         assert (first, second) == ([7], [8])
-        assert first_at == pytest.approx(HOLD_S)
-        assert second_at - first_at == pytest.approx(MARGIN * ITL_S)
+        assert first_token_at == pytest.approx(HOLD_S)
+        assert second_at - first_token_at == pytest.approx(FIRST_GAP_ITL_RATIO * ITL_S)
         assert bench.timeline.first_token_at == pytest.approx(HOLD_S)
         assert bench.timeline.held_s == pytest.approx(HOLD_S)
         await bench.end()
@@ -136,7 +136,7 @@ def test_the_second_token_brings_the_first_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slo", "most_itls", "position", "held_s"),
+    ("slo", "max_itls", "position", "held_s"),
     [
         (Slo(), 3.0, 0, 0.0),
         (Slo(ttft_s=1.0), 3.0, 0, 0.0),
@@ -144,14 +144,14 @@ def test_the_second_token_brings_the_first_with_it() -> None:
         (Slo(itl_s=ITL_S), 0.0, 0, 0.0),
         (Slo(itl_s=ITL_S), 0.5, 0, 0.5 * ITL_S),
         (Slo(itl_s=ITL_S), 3.0, 5, 0.0),
-        (Slo(ttft_s=0.010, itl_s=ITL_S), 3.0, 0, TTFT_MARGIN * 0.010),
+        (Slo(ttft_s=0.010, itl_s=ITL_S), 3.0, 0, HELD_TTFT_RATIO * 0.010),
         (Slo(ttft_s=1.0, itl_s=ITL_S), 3.0, 0, HOLD_S),
     ],
     ids=["no promise", "ttft alone", "kept anyhow", "off", "bounded", "replayed", "ttft is near", "ttft is far"],
 )
-def test_how_long_a_first_token_is_held(slo: Slo, most_itls: float, position: int, held_s: float) -> None:
+def test_how_long_a_first_token_is_held(slo: Slo, max_itls: float, position: int, held_s: float) -> None:
     async def scene() -> None:
-        bench = Bench(slo, most_itls=most_itls, position=position)
+        bench = Bench(slo, max_itls=max_itls, position=position)
         bench.first(7)
         await asyncio.sleep(1.0)
         [(_, _, at)] = bench.out
@@ -179,10 +179,10 @@ def test_what_is_held_goes_out_before_an_error() -> None:
         await bench.end()
         bench.first(7)
         bench.delivery.fail(UnavailableError("gone", code="instance_lost"))
-        [output] = await bench.outbox.take()
+        [output] = await bench.token_queue.take()
         assert output.tokens.token_ids == [7]
         with pytest.raises(UnavailableError):
-            await bench.outbox.take()
+            await bench.token_queue.take()
 
     virtually(scene)
 
@@ -191,7 +191,7 @@ def test_what_is_dropped_stays_away() -> None:
     async def scene() -> None:
         bench = Bench(Slo(itl_s=ITL_S))
         bench.first(7)
-        bench.delivery.drop()
+        bench.delivery.discard()
         await asyncio.sleep(1.0)
         assert bench.out == []
         await bench.end()
@@ -210,7 +210,7 @@ def test_gaps_are_learned_as_they_came_held_or_not() -> None:
                 await asyncio.sleep(0.040)
                 bench.later(8)
             assert bench.attempt.decode.first_gap_s() == pytest.approx(0.040)
-            assert bench.attempt.first_at == {}
+            assert bench.attempt.first_token_at == {}
             await bench.end()
 
     virtually(scene)
@@ -256,9 +256,9 @@ def test_an_answer_whose_first_token_was_held_is_the_same(serve: Serve, n: int, 
         router.fakes["decode-0"].hold = 0
         asked = Held(router, n=n, stream=stream)
         await settle()
-        (flight,) = router.dispatcher._flights
-        assert [len(one.token_ids) for one in flight.sequences] == [1] * n
-        assert flight.timeline.first_token_at is None
+        (lifecycle,) = router.dispatcher._lifecycles
+        assert [len(one.token_ids) for one in lifecycle.sequences] == [1] * n
+        assert lifecycle.timeline.first_token_at is None
         router.fakes["decode-0"].resume()
         answer = await asked.answer()
         assert [choice["text"] for choice in answer["choices"]] == expected
@@ -279,11 +279,11 @@ def test_instances_that_die_while_a_first_token_is_held(serve: Serve, victim: st
             router.fakes[decode].hold = 0
         asked = Held(router)
         await settle()
-        (flight,) = router.dispatcher._flights
+        (lifecycle,) = router.dispatcher._lifecycles
         at_work = victim if victim == "prefill-0" else next(d for d in ("decode-0", "decode-1") if router.fakes[d].jobs)
         router.fakes[at_work].die()
         await settle()
-        assert flight.timeline.first_token_at is not None, "nothing is waited for any more"
+        assert lifecycle.timeline.first_token_at is not None, "nothing is waited for any more"
         for decode in ("decode-0", "decode-1"):
             if decode in router.fakes.instances:
                 router.fakes[decode].resume()
@@ -298,9 +298,9 @@ def test_a_client_that_goes_while_its_first_token_is_held_leaves_nothing(serve: 
         router.fakes["decode-0"].hold = 0
         asked = Held(router)
         await settle()
-        (flight,) = router.dispatcher._flights
-        flight.cancel("the client disconnected")
-        assert not flight._delivery._held
+        (lifecycle,) = router.dispatcher._lifecycles
+        lifecycle.cancel("the client disconnected")
+        assert not lifecycle._pacer._held
         asked.cancel()
         await settle()
 
@@ -327,10 +327,10 @@ def test_without_a_promise_nothing_is_held(serve: Serve) -> None:
         router.fakes["decode-0"].hold = 0
         asked = Asked(router, **BODY)
         await settle()
-        (flight,) = router.dispatcher._flights
-        assert flight.timeline.first_token_at is not None
+        (lifecycle,) = router.dispatcher._lifecycles
+        assert lifecycle.timeline.first_token_at is not None
         router.fakes["decode-0"].resume()
         await asked.answer()
-        assert flight.timeline.held_s == 0.0
+        assert lifecycle.timeline.held_s == 0.0
 
     serve(scenario)

@@ -36,7 +36,7 @@ def test_an_ended_request_is_in_the_metrics_and_the_list_as_soon_as_somebody_rea
 def test_many_are_told_of_without_waiting_and_the_last_ones_when_the_router_stops(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.router.requests.request_log._WITHIN_S", 60.0)
+    monkeypatch.setattr("baton_serve.services.router.requests.request_log._MAX_DELAY_S", 60.0)
 
     async def scenario(router: Router) -> None:
         for _ in range(16):

@@ -186,7 +186,7 @@ def test_a_new_request_waits_for_an_instance_that_is_only_silent(serve: Serve, m
             link.lose("no message for 3 s")
         # One turn of the loop: a timer of 20 ms may be over after more of them on a busy machine.
         await settle(1)
-        assert router.cluster.awaits_instances(within_s=0.0)
+        assert router.cluster.expects_instances(within_s=0.0)
         assert len((await undisturbed(router, **BODY))[0]) == 12
 
     serve(scenario, instance_wait_s=5.0)

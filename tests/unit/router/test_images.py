@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from baton_serve.contracts.block_hash import block_names, root_name
+from baton_serve.contracts.block_hash import hash_blocks, root_hash
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import Decode, Generate, Prefill
 from baton_serve.contracts.vision import VisionProfile, vision_profile
@@ -22,7 +22,7 @@ from baton_serve.services.router.protocol.openai_requests import ChatCompletionR
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.multimodal import web
 from baton_serve.services.router.text.multimodal.image_files import load as load_images
-from baton_serve.services.router.text.multimodal.image_tokens import expanded, spans_of
+from baton_serve.services.router.text.multimodal.image_tokens import media_spans, repeat_image_tokens
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.images import data_url, picture
 from tests.unit.router.conftest import Router, Serve
@@ -70,12 +70,12 @@ def see(serve: Serve, vision_model: ServedModel) -> Callable[..., None]:
 
     def run(test: Callable[[Router], Awaitable[None]], **settings: Any) -> None:
         async def scenario(router: Router) -> None:
-            router.frontend.model = vision_model
+            router.service.model = vision_model
             for instance in list(router.fakes.instances.values()):
                 if instance.record.role != "decode":
                     instance.record = msgspec.structs.replace(instance.record, reads_images=True)
-            for member in router.cluster.members():
-                member.record = msgspec.structs.replace(member.record, reads_images=member.record.role != "decode")
+            for worker in router.cluster.workers():
+                worker.record = msgspec.structs.replace(worker.record, reads_images=worker.record.role != "decode")
             await test(router)
 
         serve(scenario, **settings)
@@ -194,7 +194,7 @@ def test_images_of_tiles_are_as_many_tokens_as_their_shapes_say(see: Callable[..
     Image.open(BytesIO(wide)).save(turned, "JPEG", exif=exif)
 
     async def scenario(router: Router) -> None:
-        model = router.frontend.model
+        model = router.service.model
         assert model.vision is not None
         tiled = msgspec.structs.replace(profile, image_token_id=model.vision.image_token_id)
         before, model.vision = model.vision, tiled
@@ -408,19 +408,19 @@ PROFILE = VisionProfile(image_token_id=9, tokens_per_image=3)
 
 
 def test_places_of_images() -> None:
-    tokens = expanded([1, 9, 2, 9, 9], [3, 3, 3], PROFILE)
+    tokens = repeat_image_tokens([1, 9, 2, 9, 9], [3, 3, 3], PROFILE)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9, 9, 9, 9]
-    spans = spans_of(tokens, [3, 3, 3], [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE)
+    spans = media_spans(tokens, [3, 3, 3], [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE)
     assert [(span.start, span.length, span.digest[:1]) for span in spans] == [(1, 3, b"a"), (5, 3, b"b"), (8, 3, b"a")]
 
 
 def names_of(tokens: list[int], *spans: tuple[int, int, bytes]) -> list[bytes]:
-    root = root_name(fingerprint="x", kv_dtype="float32", block_tokens=4)
+    root = root_hash(fingerprint="x", kv_dtype="float32", block_tokens=4)
     media = [MediaSpan(start, length, digest * 32) for start, length, digest in spans]
-    whole = block_names(root, tokens, 4, media=media)
+    whole = hash_blocks(root, tokens, 4, media=media)
     for cut in range(0, len(tokens), 4):  # whoever goes on from some block names the rest alike
         parent = whole[cut // 4 - 1] if cut else None
-        assert block_names(root, tokens[cut:], 4, parent=parent, media=media, start=cut) == whole[cut // 4 :]
+        assert hash_blocks(root, tokens[cut:], 4, parent=parent, media=media, start=cut) == whole[cut // 4 :]
     return [bytes(name) for name in whole]
 
 

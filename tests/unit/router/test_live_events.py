@@ -9,8 +9,8 @@ import pytest
 
 from baton_serve.contracts.messages import Tokens, Work
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
-from baton_serve.services.router.requests.token_queue import Outbox
-from baton_serve.services.router.text.token_sequence import New, NewTokens
+from baton_serve.services.router.requests.token_queue import TokenQueue
+from baton_serve.services.router.text.token_sequence import NewTokens, TokenUpdate
 from tests.recorded_connection import RecordedConnection
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.test_message_reader import CALL, HERMES, TOOLS, writes
@@ -141,26 +141,26 @@ def new(*token_ids: int) -> NewTokens:
 
 def test_tokens_are_taken_in_the_call_that_brings_them_while_somebody_waits() -> None:
     async def scenario() -> None:
-        outbox, taken = Outbox(), list[int]()
+        token_queue, taken = TokenQueue(), list[int]()
 
-        def at_once(choice: int, tokens: New, at: float) -> bool:
+        def at_once(choice: int, tokens: TokenUpdate, at: float) -> bool:
             if tokens.token_ids[0] < 0:
                 return False
             taken.extend(tokens.token_ids)
             return True
 
-        outbox.put(0, new(1), 0.0)
-        assert [output.tokens.token_ids for output in await outbox.take(at_once)] == [[1]]
-        waiting = asyncio.create_task(outbox.take(at_once))
+        token_queue.put(0, new(1), 0.0)
+        assert [output.tokens.token_ids for output in await token_queue.take(at_once)] == [[1]]
+        waiting = asyncio.create_task(token_queue.take(at_once))
         await settle()
-        outbox.put(0, new(2), 0.0)
-        outbox.put(1, new(3), 0.0)
+        token_queue.put(0, new(2), 0.0)
+        token_queue.put(1, new(3), 0.0)
         assert taken == [2, 3] and not waiting.done()
-        outbox.put(0, new(-4), 0.0)
-        outbox.put(0, new(5), 0.0)
+        token_queue.put(0, new(-4), 0.0)
+        token_queue.put(0, new(5), 0.0)
         assert taken == [2, 3], "what comes after one that is not taken must not overtake it"
         assert [output.tokens.token_ids for output in await waiting] == [[-4], [5]]
-        outbox.put(0, new(6), 0.0)
+        token_queue.put(0, new(6), 0.0)
         assert taken == [2, 3], "nobody waits"
 
     asyncio.run(scenario())
@@ -168,14 +168,14 @@ def test_tokens_are_taken_in_the_call_that_brings_them_while_somebody_waits() ->
 
 def test_what_fails_at_once_is_the_readers_to_hear() -> None:
     async def scenario() -> None:
-        outbox = Outbox()
+        token_queue = TokenQueue()
 
-        def at_once(choice: int, tokens: New, at: float) -> bool:
+        def at_once(choice: int, tokens: TokenUpdate, at: float) -> bool:
             raise ZeroDivisionError
 
-        waiting = asyncio.create_task(outbox.take(at_once))
+        waiting = asyncio.create_task(token_queue.take(at_once))
         await settle()
-        outbox.put(0, new(1), 0.0)
+        token_queue.put(0, new(1), 0.0)
         with pytest.raises(ZeroDivisionError):
             await waiting
 

@@ -5,38 +5,43 @@ import pytest
 from baton_serve.contracts.identity import Generation, RequestId
 from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import LoadReport
-from baton_serve.services.router.cluster.worker_state import DOUBT_S, RECENT_S, Member, Share
+from baton_serve.services.router.cluster.worker_state import (
+    RECENT_LOAD_DECAY_S,
+    UNCERTAINTY_DOUBLING_S,
+    LoadEstimate,
+    WorkerState,
+)
 from baton_serve.services.router.placement.block_index import Match
 from tests.unit.router.fakes import record
 
 
 def test_the_tokens_computed_of_late_fade() -> None:
-    member = Member(record("p0", "prefill"))
-    assert member.candidate(Match(), now=5.0).turnover == 0
-    member.assign(RequestId("a"), Share(assignment=None, prefill_tokens=200, sequences=1, blocks=50))  # type: ignore[arg-type]
+    worker = WorkerState(record("p0", "prefill"))
+    assert worker.candidate(Match(), now=5.0).turnover == 0
+    worker.assign(RequestId("a"), LoadEstimate(handler=None, prefill_tokens=200, sequences=1, blocks=50))  # type: ignore[arg-type]
     # The cache holds 100 blocks of 4 tokens.
-    assert member.candidate(Match(), now=5.0).turnover == pytest.approx(0.5)
-    member.release(RequestId("a"))
-    assert member.candidate(Match(), now=5.0 + RECENT_S).turnover == pytest.approx(0.5 / 2.71828, rel=1e-3)
+    assert worker.candidate(Match(), now=5.0).turnover == pytest.approx(0.5)
+    worker.release(RequestId("a"))
+    assert worker.candidate(Match(), now=5.0 + RECENT_LOAD_DECAY_S).turnover == pytest.approx(0.5 / 2.71828, rel=1e-3)
 
 
 def test_what_an_idle_instance_showed_long_ago_is_doubted() -> None:
-    member = Member(record("d0", "decode"))
-    assert member.candidate(Match(), now=1e6).step_doubt == 1.0, "it was never asked"
+    worker = WorkerState(record("d0", "decode"))
+    assert worker.candidate(Match(), now=1e6).step_uncertainty == 1.0, "it was never asked"
 
     def report(running: int, now: float, rate: float = 1000.0) -> None:
         load = Load(free_blocks=9, total_blocks=9, running=running, prefill_tokens_per_s=rate, decode_step_s=0.05)
-        member.report(LoadReport(instance=member.record.instance, generation=Generation(1), load=load), now)
+        worker.report(LoadReport(instance=worker.record.instance, generation=Generation(1), load=load), now)
 
     def doubts(now: float) -> tuple[float, float]:
-        found = member.candidate(Match(), now)
-        return found.rate_doubt, found.step_doubt
+        found = worker.candidate(Match(), now)
+        return found.rate_uncertainty, found.step_uncertainty
 
     report(0, 0.0)
     assert doubts(0.0) == (1.0, 1.0)
-    assert doubts(DOUBT_S) == (2.0, 2.0)
-    report(1, DOUBT_S)
-    assert doubts(3 * DOUBT_S) == (8.0, 1.0), "a sequence runs"
-    report(0, 3 * DOUBT_S, rate=500.0)
-    assert doubts(4 * DOUBT_S) == (2.0, 8.0)
+    assert doubts(UNCERTAINTY_DOUBLING_S) == (2.0, 2.0)
+    report(1, UNCERTAINTY_DOUBLING_S)
+    assert doubts(3 * UNCERTAINTY_DOUBLING_S) == (8.0, 1.0), "a sequence runs"
+    report(0, 3 * UNCERTAINTY_DOUBLING_S, rate=500.0)
+    assert doubts(4 * UNCERTAINTY_DOUBLING_S) == (2.0, 8.0)
     assert doubts(1e9) == (1024.0, 1024.0)

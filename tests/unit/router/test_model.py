@@ -11,7 +11,7 @@ from baton_serve.services.router.main import api_keys
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
 from baton_serve.services.router.protocol.openai_requests import CompletionRequest
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.sampling_params import Limits, TextRules, sampling_params, token_rules
+from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules, sampling_params, token_rules
 from baton_serve.services.router.text.served_model import ModelNames, ServedModel
 from tests.unit.router.tokenizers_for_tests import write_folder
 
@@ -20,7 +20,7 @@ DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty":
 
 def sampled(folder: Path, request: CompletionRequest, **settings: str) -> SamplingParams:
     model = ServedModel.from_settings(RouterSettings(model=str(folder), **settings))  # type: ignore[arg-type]
-    limits = Limits(
+    limits = ModelLimits(
         vocab_size=model.vocab_size,
         max_model_len=100,
         max_logprobs=5,

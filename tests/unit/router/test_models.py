@@ -17,7 +17,7 @@ from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.main import admission_of, flight_rules
+from baton_serve.services.router.main import admission_control, request_policy
 from baton_serve.services.router.models import Models, settings_of_models
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.metrics import RouterMetrics
@@ -42,14 +42,14 @@ async def routed(settings: RouterSettings, fakes: FakeCluster) -> AsyncIterator[
     models = Models(
         settings,
         cluster=cluster,
-        rules=flight_rules(settings),
-        admission=admission_of(settings),
+        rules=request_policy(settings),
+        admission=admission_control(settings),
         metrics=RouterMetrics(CollectorRegistry(), "big"),
         tracing=Tracing(),
     )
     await cluster.start()
     await settle()
-    app = create_app(models.frontends[0], api_keys=ApiKeys())
+    app = create_app(models.model_services[0], api_keys=ApiKeys())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
         yield http
     models.end_requests()

@@ -182,7 +182,7 @@ def test_layouts_that_can_be_converted_are_paired_and_others_are_not() -> None:
 
 
 def test_instances_that_failed_are_avoided_if_there_are_others() -> None:
-    wary = replace(LONG, avoid=frozenset({InstanceId("p0"), InstanceId("d0")}))
+    wary = replace(LONG, avoided=frozenset({InstanceId("p0"), InstanceId("d0")}))
     assert chosen(wary, P0, P1, D0, D1) == ("disaggregated", "p1", "d1")
     assert chosen(wary, P0, D0) == ("disaggregated", "p0", "d0")
 
@@ -203,7 +203,7 @@ def test_the_shortest_queue_of_the_pool_is_told() -> None:
     cluster = ClusterView([replace(P0, cached_tokens=390, queued_tokens=200), replace(P1, queued_tokens=100), D0, U0])
     placement = place(LONG, cluster, ALWAYS)
     assert isinstance(placement, Placement)
-    assert (placement.computing.queue_s, placement.shortest_queue_s) == (0.2, 0.1)
+    assert (placement.final_worker.queue_s, placement.shortest_queue_s) == (0.2, 0.1)
 
 
 def test_the_prediction_is_queue_plus_what_is_not_cached() -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from baton_serve.contracts.messages import Batch, Cancel, Pool
 from baton_serve.contracts.pooling import PoolingInput, PoolingProfile
-from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, shares
+from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, truncated_lengths
 from baton_serve.services.router.api.pooling.score_endpoints import paired
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.api_keys import ApiKeys
@@ -147,10 +147,10 @@ def test_pairs_go_through_a_template_that_the_server_was_given(serve: Serve, mod
     chosen = RouterSettings(model=str(model_folder), chat_template=template)
 
     async def scenario(router: Router) -> None:
-        router.frontend.model = ServedModel.from_settings(chosen)
+        router.service.model = ServedModel.from_settings(chosen)
         await ask(router, "/score", text_1="q", text_2="d")
         token_ids = messages(router)[0].inputs[0].token_ids
-        assert router.frontend.model.tokenizer.decode(token_ids) == "<query>q<document>d"
+        assert router.service.model.tokenizer.decode(token_ids) == "<query>q<document>d"
 
     serve(scenario, pooling=SCORES, chat_template=template, **WORKERS)
 
@@ -321,11 +321,11 @@ def test_pairs_keep_their_frame_when_they_are_cut() -> None:
 
 
 def test_the_longer_text_is_cut_first() -> None:
-    assert shares([5, 3], 8) == [5, 3]
-    assert shares([9, 3], 8) == [5, 3]
-    assert shares([3, 9], 8) == [3, 5]
-    assert shares([9, 9], 7) == [4, 3]
-    assert shares([9], 7) == [7]
+    assert truncated_lengths([5, 3], 8) == [5, 3]
+    assert truncated_lengths([9, 3], 8) == [5, 3]
+    assert truncated_lengths([3, 9], 8) == [3, 5]
+    assert truncated_lengths([9, 9], 7) == [4, 3]
+    assert truncated_lengths([9], 7) == [7]
 
 
 def test_other_work_has_turns_while_long_vectors_are_written() -> None:

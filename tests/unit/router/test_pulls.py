@@ -14,8 +14,8 @@ from baton_serve.services.router.placement.policy import (
     place,
 )
 from baton_serve.services.router.placement.prefix_pull import (
-    LATENCY_S,
     LOCAL_BYTES_PER_S,
+    PULL_LATENCY_S,
     best_holders,
     link_speed,
     plan_pull,
@@ -46,14 +46,14 @@ P0, P1, D0 = candidate("p0"), candidate("p1", held=3200), candidate("d0", held=4
 def test_the_longest_prefix_wins_at_equal_speed() -> None:
     plan = plan_pull(P0, [P1, D0], num_tokens=5000)
     assert plan is not None
-    assert (plan.source, plan.num_tokens, plan.brings) == ("d0", 4000, 4000)
-    assert plan.seconds == LATENCY_S + 4000 * LAYOUT.token_bytes / LOCAL_BYTES_PER_S
+    assert (plan.source, plan.num_tokens, plan.missing_tokens) == ("d0", 4000, 4000)
+    assert plan.seconds == PULL_LATENCY_S + 4000 * LAYOUT.token_bytes / LOCAL_BYTES_PER_S
 
 
 def test_only_what_is_missing_is_paid_for() -> None:
     plan = plan_pull(replace(P0, cached_tokens=3840), [D0], num_tokens=5000)
     assert plan is not None
-    assert (plan.num_tokens, plan.brings) == (4000, 160)
+    assert (plan.num_tokens, plan.missing_tokens) == (4000, 160)
     assert plan_pull(replace(P0, cached_tokens=3200, host_cached_tokens=800), [D0], num_tokens=5000) is None
 
 
@@ -125,7 +125,7 @@ def test_policies_that_look_at_no_cache_fetch_nothing() -> None:
 
 
 def test_one_that_failed_this_request_is_not_asked() -> None:
-    demand = Demand(num_tokens=4100, max_new_tokens=9, avoid=frozenset([P1.instance]))
+    demand = Demand(num_tokens=4100, max_new_tokens=9, avoided=frozenset([P1.instance]))
     found = place(demand, ClusterView([P0, P1, candidate("d0")]), PlacementPolicy())
     assert isinstance(found, Placement) and found.prefill is not None
     assert (found.prefill.instance, found.prefill.pull) == ("p0", None)

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from baton_serve.contracts.messages import Cancel, ToInstance
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.contracts.sampling import SamplingParams
-from baton_serve.services.router.cluster.worker_state import Member, Sending
+from baton_serve.services.router.cluster.worker_state import Sending, WorkerState
 from baton_serve.services.router.placement.retry_budget import RetryBudget
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.requests.dispatcher import Dispatcher
-from baton_serve.services.router.requests.lifecycle import Flight
-from baton_serve.services.router.requests.prompt_request import Arrival, Job
-from baton_serve.services.router.requests.token_queue import Outbox
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
+from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming
+from baton_serve.services.router.requests.token_queue import TokenQueue
 from tests.unit.router.conftest import Router, Serve, settle
 
 EMBEDS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3)
@@ -79,12 +79,12 @@ def put_everywhere(router: Router, faults: Faults, monkeypatch: pytest.MonkeyPat
         link = router.fakes[name].link
         assert link is not None
         monkeypatch.setattr(link, "prepare", partial(faults.prepare, link.prepare))
-    faults.patch(monkeypatch, router.frontend, "tokenize", "now", "arrival", "limits")
+    faults.patch(monkeypatch, router.service, "tokenize", "now", "arrival", "limits")
     faults.patch(monkeypatch, router.cluster, "view", "takers", "listen")
     faults.patch(monkeypatch, router.cluster.index, "expect", "match")
     faults.patch(monkeypatch, router.metrics, "started", "generated", "ended", "waiting", "refused", "pooled")
     faults.patch(monkeypatch, router.admission.ledger, "admit")
-    faults.patch(monkeypatch, RetryBudget, "request", "allows_retry")
+    faults.patch(monkeypatch, RetryBudget, "request", "take_retry")
 
 
 def ask(router: Router, faults: Faults, path: str, body: dict[str, Any]) -> "asyncio.Task[None]":
@@ -108,14 +108,14 @@ def ask(router: Router, faults: Faults, path: str, body: dict[str, Any]) -> "asy
 
 def counters(router: Router) -> dict[str, Any]:
     router.check_idle()
-    turns, members = router.pooling._turns, router.cluster.members()
+    turns, workers = router.pooling._pooling_admission, router.cluster.workers()
     return {
         "waiting": (router.dispatcher.num_waiting, turns.num_waiting),
         "going": turns.going_tokens,
         "inputs": router.pooling._num_inputs,
         "listeners": len(router.cluster._listeners),
-        "tries": [member.circuit._is_trying for member in members],
-        "loads": [(m.own_tokens, m.own_sequences, m.unreported_blocks) for m in members],
+        "tries": [worker.circuit_breaker._is_probing for worker in workers],
+        "loads": [(m.own_tokens, m.own_sequences, m.unreported_blocks) for m in workers],
     }
 
 
@@ -210,9 +210,9 @@ def test_each_call_of_a_port_may_fail(serve: Serve, kind: str) -> None:
         )
 
 
-def arrival() -> Arrival:
+def timing() -> RequestTiming:
     caller = Caller(name="limited", tokens_per_minute=1000)
-    return Arrival(at=0.0, tokenizing_at=0.0, tokenized_at=0.0, caller=caller)
+    return RequestTiming(at=0.0, tokenizing_at=0.0, tokenized_at=0.0, caller=caller)
 
 
 def test_what_cannot_be_encoded_is_refused_before_anything_is_counted_or_sent(serve: Serve) -> None:
@@ -223,15 +223,17 @@ def test_what_cannot_be_encoded_is_refused_before_anything_is_counted_or_sent(se
         sampling = SamplingParams(seed=0, max_tokens=4)
         for number, job in enumerate(
             [
-                Job(request_id="a", token_ids=[97, 98], sampling=sampling, priority=10**30),
-                Job(request_id="b", token_ids=[97, 98], sampling=msgspec.structs.replace(sampling, top_k=10**30)),
-                Job(request_id="c", token_ids=[97, 10**30], sampling=sampling),
-                Job(request_id="d\ud800", token_ids=[97, 98], sampling=sampling),
+                PromptRequest(request_id="a", token_ids=[97, 98], sampling=sampling, priority=10**30),
+                PromptRequest(
+                    request_id="b", token_ids=[97, 98], sampling=msgspec.structs.replace(sampling, top_k=10**30)
+                ),
+                PromptRequest(request_id="c", token_ids=[97, 10**30], sampling=sampling),
+                PromptRequest(request_id="d\ud800", token_ids=[97, 98], sampling=sampling),
             ]
         ):
-            good = Job(request_id=f"good-{number}", token_ids=[97], sampling=sampling)
+            good = PromptRequest(request_id=f"good-{number}", token_ids=[97], sampling=sampling)
             with pytest.raises(BadRequestError, match="cannot be"):
-                router.dispatcher.launch([good, job], Outbox(), arrival=arrival())
+                router.dispatcher.submit([good, job], TokenQueue(), timing=timing())
             await settle()
             assert counters(router) == before
             assert all(used.tokens == 0 for used in router.admission.ledger.own(router.admission.wall_clock()))
@@ -247,14 +249,14 @@ def test_a_request_of_which_an_answer_cannot_be_handled_fails_alone(
     """Answers of many requests come in one frame."""
 
     async def scenario(router: Router) -> None:
-        real = Flight.on_tokens
+        real = RequestLifecycle.on_tokens
 
-        def broken(flight: Flight, *args: Any) -> None:
-            if flight.job.sampling.max_tokens == 7:
+        def broken(lifecycle: RequestLifecycle, *args: Any) -> None:
+            if lifecycle.request.sampling.max_tokens == 7:
                 raise RuntimeError("a bug")
-            real(flight, *args)
+            real(lifecycle, *args)
 
-        monkeypatch.setattr(Flight, "on_tokens", broken)
+        monkeypatch.setattr(RequestLifecycle, "on_tokens", broken)
         fails = router.http.post("/v1/completions", json={"prompt": "world", "max_tokens": 7})
         answers = await asyncio.gather(fails, router.complete(prompt="hello you", max_tokens=4))
         assert answers[0].status_code == 500 and "a bug" not in answers[0].text
@@ -268,14 +270,14 @@ def test_a_waiting_request_that_breaks_lets_those_behind_it_go(serve: Serve, mon
     """The queue is looked at by whichever request ends: its error must not be theirs."""
 
     async def scenario(router: Router) -> None:
-        real = Dispatcher._admits_again
+        real = Dispatcher._admit_waiting
 
-        def broken(dispatcher: Dispatcher, flight: Flight, *args: Any) -> bool:
-            if len(flight.job.token_ids) == 41:
+        def broken(dispatcher: Dispatcher, lifecycle: RequestLifecycle, *args: Any) -> bool:
+            if len(lifecycle.request.token_ids) == 41:
                 raise RuntimeError("a bug")
-            return real(dispatcher, flight, *args)
+            return real(dispatcher, lifecycle, *args)
 
-        monkeypatch.setattr(Dispatcher, "_admits_again", broken)
+        monkeypatch.setattr(Dispatcher, "_admit_waiting", broken)
         router.fakes["prefill-0"].hold = 0
         first = asyncio.create_task(router.complete(prompt="x" * 200, max_tokens=2))
         await settle()
@@ -295,14 +297,14 @@ def test_a_waiting_request_that_breaks_lets_those_behind_it_go(serve: Serve, mon
 def test_a_lease_is_released_once_however_often_it_is_ended(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         held: list[Any] = []
-        real: Callable[..., Any] = Member.assign
+        real: Callable[..., Any] = WorkerState.assign
 
-        def kept(member: Member, *args: Any) -> Any:
-            held.append(real(member, *args))
+        def kept(worker: WorkerState, *args: Any) -> Any:
+            held.append(real(worker, *args))
             return held[-1]
 
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(Member, "assign", kept)
+            monkeypatch.setattr(WorkerState, "assign", kept)
             await router.complete(prompt="hello", max_tokens=3)
         loads = counters(router)["loads"]
         assert len(held) == 2

@@ -85,7 +85,7 @@ def test_the_documents_name_the_prefix(serve: Serve) -> None:
 def test_the_audit_log_leaves_out_the_same_paths(serve: Serve, tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         audit = AuditLog(str(tmp_path / "audit"))
-        app = create_app(router.frontend, api_keys=ApiKeys([]), audit=audit)
+        app = create_app(router.service, api_keys=ApiKeys([]), audit=audit)
         async with behind_a_proxy(app) as http:
             for path in ("/health", "/metrics", "/v1/models"):
                 assert (await http.get(path)).status_code == 200

@@ -41,7 +41,7 @@ def test_pages_of_other_origins_are_let_in_only_where_it_is_set(serve: Serve) ->
 def test_the_audit_log_tells_who_asked_and_nothing_of_what_was_said(serve: Serve, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         audit = AuditLog(str(tmp_path / "audit"))
-        app = create_app(router.frontend, api_keys=ApiKeys(["sk-hush"]), audit=audit)
+        app = create_app(router.service, api_keys=ApiKeys(["sk-hush"]), audit=audit)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router") as http:
             body = {"prompt": "whisper", "max_tokens": 1}
             for key, sent in (("sk-hush", body), ("sk-wrong", body), ("sk-hush", {})):

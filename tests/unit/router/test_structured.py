@@ -9,8 +9,8 @@ from tokenizers import AddedToken
 
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest, CompletionRequest
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
-from baton_serve.services.router.text.grammar import Rule, Vocabulary, asked_of
-from baton_serve.services.router.text.grammar.closed_objects import closed
+from baton_serve.services.router.text.grammar import Rule, Vocabulary, read_grammar_spec
+from baton_serve.services.router.text.grammar.closed_objects import close_objects
 from baton_serve.services.router.text.grammar.lark import Lark
 from baton_serve.services.router.text.message_reader import MessageFormat
 from baton_serve.services.router.text.tokenization import TextTokenizer
@@ -62,9 +62,9 @@ def follows(grammar: str, text: str) -> bool:
 
 
 def asked_grammar(**body: Any) -> str:
-    asked = asked_of(CompletionRequest(prompt="a", **body))
-    assert asked is not None
-    return grammar_of(asked.rule, asked.param)
+    grammar_spec = read_grammar_spec(CompletionRequest(prompt="a", **body))
+    assert grammar_spec is not None
+    return grammar_of(grammar_spec.rule, grammar_spec.param)
 
 
 STRUCTURES = {
@@ -169,7 +169,7 @@ def test_an_object_has_the_properties_that_its_schema_names(
 
 def test_schemas_that_are_put_together_or_make_no_sense_are_left_to_the_compiler() -> None:
     for schema in (PARTS, EITHER, {"allOf": 3}, {"properties": 3}, {"items": [3]}, json.loads(DEEP)):
-        assert closed(schema) == schema
+        assert close_objects(schema) == schema
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -222,10 +222,10 @@ def test_reasons_quote_no_grammar_that_the_client_never_saw(serve: Serve) -> Non
 
 def test_a_vocabulary_that_cannot_be_followed_is_refused() -> None:
     vocabulary = Vocabulary(TextTokenizer(word_piece(), {}))
-    asked = asked_of(CompletionRequest(prompt="a", guided_regex="a"))
-    assert asked is not None
+    grammar_spec = read_grammar_spec(CompletionRequest(prompt="a", guided_regex="a"))
+    assert grammar_spec is not None
     with pytest.raises(Exception, match="tokenizer"):
-        vocabulary.write(asked.rule, param=asked.param)
+        vocabulary.write(grammar_spec.rule, param=grammar_spec.param)
 
 
 def test_the_grammar_and_bad_words_reach_both_instances(serve: Serve) -> None:
@@ -236,8 +236,8 @@ def test_the_grammar_and_bad_words_reach_both_instances(serve: Serve) -> None:
             (message,) = router.fakes[instance].assignments()
             assert message.work.sampling.grammar is not None
             assert '"a" | "b"' in message.work.sampling.grammar
-            space_w = router.frontend.model.tokenizer.encode(" w", add_special_tokens=False)
-            encode = router.frontend.model.tokenizer.encode
+            space_w = router.service.model.tokenizer.encode(" w", add_special_tokens=False)
+            encode = router.service.model.tokenizer.encode
             once = [encode(word, add_special_tokens=False) for word in words]
             assert message.work.sampling.bad_words == [once[0], once[1], space_w, once[2]]
 
@@ -257,9 +257,9 @@ def form_of(
 def chat_grammar(
     reasoning: ReasoningParser | None = None, prompt: str = "", parser: ToolCallParser | None = None, **body: Any
 ) -> str:
-    asked = form_of(reasoning, prompt, parser, **body).asked
-    assert asked is not None
-    return grammar_of(asked.rule, asked.param)
+    grammar_spec = form_of(reasoning, prompt, parser, **body).grammar_spec
+    assert grammar_spec is not None
+    return grammar_of(grammar_spec.rule, grammar_spec.param)
 
 
 def test_reasoning_comes_before_the_form() -> None:

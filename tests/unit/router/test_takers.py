@@ -4,15 +4,15 @@ import time
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockName, Generation
+from baton_serve.contracts.identity import BlockHash, Generation
 from baton_serve.contracts.instance import Load, Role
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import LoadReport
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.routable import Takers
-from baton_serve.services.router.cluster.worker_state import DOUBT_S, Member
+from baton_serve.services.router.cluster.routable import RoutableWorkers
+from baton_serve.services.router.cluster.worker_state import UNCERTAINTY_DOUBLING_S, WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex
-from baton_serve.services.router.placement.circuit_breaker import FAILURES
+from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, record
 from tests.unit.router.test_cluster import NAMES, with_cluster
@@ -22,12 +22,12 @@ def seen(cluster: Cluster) -> list[str]:
     return sorted(candidate.instance for candidate in cluster.view(lambda layout: []).candidates)
 
 
-def names_of(takers: Takers) -> list[str]:
-    return [candidate.instance for candidate in takers.candidates(lambda layout: [], BlockIndex(), 0.0)]
+def names_of(routable_workers: RoutableWorkers) -> list[str]:
+    return [candidate.instance for candidate in routable_workers.candidates(lambda layout: [], BlockIndex(), 0.0)]
 
 
-def ready(name: str, role: Role) -> Member:
-    return Member(record(name, role), state="ready")
+def ready(name: str, role: Role) -> WorkerState:
+    return WorkerState(record(name, role), state="ready")
 
 
 def test_who_comes_drains_or_goes_is_seen_at_once() -> None:
@@ -60,7 +60,7 @@ def test_a_reported_rate_counts_at_once() -> None:
         for rate in (70.0, 90.0):
             fakes["a"].report(Load(free_blocks=50, total_blocks=100, prefill_tokens_per_s=rate))
             await settle()
-            assert cluster.takers().prefill_tokens_per_s == rate
+            assert cluster.routable_workers().prefill_tokens_per_s == rate
 
     with_cluster(scenario)
 
@@ -73,7 +73,7 @@ def test_equal_layouts_are_one_object_and_others_have_names_of_their_own() -> No
         for name, layout in zip("abc", [*copies, other], strict=True):
             fakes.add(msgspec.structs.replace(record(name, "decode"), layout=layout)).cached = NAMES[:2]
         await settle()
-        by_layout: dict[object, list[BlockName]] = {LAYOUT: NAMES[:2], other: NAMES[2:]}
+        by_layout: dict[object, list[BlockHash]] = {LAYOUT: NAMES[:2], other: NAMES[2:]}
         a, b, c = cluster.view(by_layout.__getitem__).candidates
         assert a.layout is b.layout and (c.layout, c.instance) == (other, "c")
         assert [x.cached_tokens for x in (a, b, c)] == [2 * LAYOUT.block_tokens] * 2 + [0]
@@ -84,13 +84,13 @@ def test_equal_layouts_are_one_object_and_others_have_names_of_their_own() -> No
 def test_an_open_circuit_leaves_the_work_to_others_of_its_role_if_there_are_any() -> None:
     bad, good, reader = ready("bad", "decode"), ready("good", "decode"), ready("reader", "prefill")
     now = time.monotonic()
-    for _ in range(FAILURES):
-        bad.circuit.failed(now)
-    assert names_of(Takers([bad, good, reader]).sound(now)) == ["good", "reader"]
-    assert names_of(Takers([bad, reader]).sound(now)) == ["bad", "reader"]
+    for _ in range(FAILURE_THRESHOLD):
+        bad.circuit_breaker.failed(now)
+    assert names_of(RoutableWorkers([bad, good, reader]).with_allowed_traffic(now)) == ["good", "reader"]
+    assert names_of(RoutableWorkers([bad, reader]).with_allowed_traffic(now)) == ["bad", "reader"]
 
 
-def member(name: str, role: Role, rate: float, *, is_measured: bool = True, layout: KVLayout = LAYOUT) -> Member:
+def worker(name: str, role: Role, rate: float, *, is_measured: bool = True, layout: KVLayout = LAYOUT) -> WorkerState:
     load = Load(
         free_blocks=50,
         total_blocks=100,
@@ -98,21 +98,21 @@ def member(name: str, role: Role, rate: float, *, is_measured: bool = True, layo
         prefill_is_measured=is_measured,
         spare_tokens_per_s=rate / 2,
     )
-    return Member(record(name, role, load=load, layout=layout), state="ready")
+    return WorkerState(record(name, role, load=load, layout=layout), state="ready")
 
 
 def test_who_has_computed_nothing_is_taken_to_be_as_fast_as_the_others() -> None:
     """Its warm-up may have run beside theirs. Instances of another layout say nothing of it, nor those that write."""
     other = msgspec.structs.replace(LAYOUT, fingerprint="another")
-    members = [
-        member("proved", "prefill", 900.0),
-        member("slow", "prefill", 300.0),
-        member("new", "prefill", 100.0, is_measured=False),
-        member("quick", "prefill", 2000.0, is_measured=False, layout=other),
-        member("writes", "decode", 50.0, is_measured=False),
-        member("wrote", "decode", 1000.0),
+    workers = [
+        worker("proved", "prefill", 900.0),
+        worker("slow", "prefill", 300.0),
+        worker("new", "prefill", 100.0, is_measured=False),
+        worker("quick", "prefill", 2000.0, is_measured=False, layout=other),
+        worker("writes", "decode", 50.0, is_measured=False),
+        worker("wrote", "decode", 1000.0),
     ]
-    found = Takers(members).candidates(lambda layout: [], BlockIndex(), 0.0)
+    found = RoutableWorkers(workers).candidates(lambda layout: [], BlockIndex(), 0.0)
     rates = {str(candidate.instance): candidate.prefill_tokens_per_s for candidate in found}
     fast = {"proved": 900.0, "new": 900.0, "quick": 2000.0, "writes": 900.0, "wrote": 1000.0}
     assert rates == {"slow": 300.0, **fast}
@@ -121,10 +121,10 @@ def test_who_has_computed_nothing_is_taken_to_be_as_fast_as_the_others() -> None
 
 
 def test_who_has_computed_nothing_of_late_may_be_faster_than_it_was() -> None:
-    slow, fast = member("slow", "decode", 300.0), member("fast", "prefill", 1000.0)
+    slow, fast = worker("slow", "decode", 300.0), worker("fast", "prefill", 1000.0)
 
     def rate(now: float) -> float:
-        found = Takers([slow, fast]).candidates(lambda layout: [], BlockIndex(), now)
+        found = RoutableWorkers([slow, fast]).candidates(lambda layout: [], BlockIndex(), now)
         return {str(candidate.instance): candidate.prefill_tokens_per_s for candidate in found}["slow"]
 
     def report(tokens_per_s: float, now: float) -> None:
@@ -134,7 +134,7 @@ def test_who_has_computed_nothing_of_late_may_be_faster_than_it_was() -> None:
     report(300.0, 10.0)
     assert rate(10.0) == 300.0
     report(300.0, 70.0)  # it says so each second, and has computed nothing
-    assert rate(10.0 + DOUBT_S) == 600.0
-    assert rate(10.0 + 9 * DOUBT_S) == rate(1e6) == 1000.0, "and no faster than the fastest"
+    assert rate(10.0 + UNCERTAINTY_DOUBLING_S) == 600.0
+    assert rate(10.0 + 9 * UNCERTAINTY_DOUBLING_S) == rate(1e6) == 1000.0, "and no faster than the fastest"
     report(310.0, 500.0)
     assert rate(500.0) == 310.0, "another prompt has shown that it is slow"

@@ -24,12 +24,12 @@ def test_completions_tell_them_of_each_choice(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body: dict[str, Any] = {"prompt": ["hello", "you there"], "n": 2, "max_tokens": 5, "return_token_ids": True}
         whole = (await ask(router, COMPLETIONS, **body))["choices"]
-        tokenizer = router.frontend.model.tokenizer
+        tokenizer = router.service.model.tokenizer
         prompts = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in body["prompt"]]
         assert [choice["prompt_token_ids"] for choice in whole] == [prompts[0], prompts[0], prompts[1], prompts[1]]
         for choice in whole:
             assert len(choice["token_ids"]) == 5
-            assert router.frontend.model.detokenizer.text(choice["token_ids"]) == choice["text"]
+            assert router.service.model.detokenizer.text(choice["token_ids"]) == choice["text"]
         chunks = await router.stream(COMPLETIONS, **body)
         for index, choice in enumerate(whole):
             first, *rest = choices_of(chunks, index)
@@ -50,7 +50,7 @@ def test_chats_tell_the_prompt_s_once(serve: Serve) -> None:
         assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt] * 2
         assert all("prompt_token_ids" in chunk for chunk in chunks if "role" in chunk["choices"][0]["delta"])
         for choice in whole["choices"]:
-            assert router.frontend.model.detokenizer.text(choice["token_ids"]) == choice["message"]["content"]
+            assert router.service.model.detokenizer.text(choice["token_ids"]) == choice["message"]["content"]
             mine = choices_of(chunks, choice["index"])
             assert [token for one in mine for token in one.get("token_ids", [])] == choice["token_ids"]
 
@@ -78,8 +78,8 @@ def test_an_echoed_prompt_is_told_as_tokens_alone(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body = {"prompt": "hello", "echo": True, "max_tokens": 3, "return_token_ids": True}
         (choice,) = (await ask(router, COMPLETIONS, **body))["choices"]
-        assert router.frontend.model.detokenizer.text(choice["token_ids"]) == choice["text"]
-        assert router.frontend.model.detokenizer.text(choice["prompt_token_ids"]) == "hello"
+        assert router.service.model.detokenizer.text(choice["token_ids"]) == choice["text"]
+        assert router.service.model.detokenizer.text(choice["prompt_token_ids"]) == "hello"
         streamed = choices_of(await router.stream(COMPLETIONS, **body), 0)
         assert "".join(one["text"] for one in streamed) == choice["text"]
         assert [one["prompt_token_ids"] for one in streamed if one["prompt_token_ids"]] == [choice["prompt_token_ids"]]

@@ -6,7 +6,7 @@ import pytest
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.api_keys import RECHECK_S, ApiKeys
-from baton_serve.services.router.quota.usage import UsageLedger, Used
+from baton_serve.services.router.quota.usage import UsageLedger, WindowUsage
 from tests.unit.router.conftest import Router, Serve
 
 NOW = 86_400.0 * 20_000 + 90
@@ -39,8 +39,8 @@ def test_two_routers_count_together_and_nothing_twice() -> None:
     assert one.admit(CALLER, tokens=30, now=NOW) is None
     assert two.admit(CALLER, tokens=20, now=NOW) is None
     for _ in range(3):
-        one.learn(two.own(NOW))
-        two.learn(one.own(NOW))
+        one.merge_others(two.own(NOW))
+        two.merge_others(one.own(NOW))
     for ledger in (one, two):
         assert [(u.requests, u.tokens) for u in ledger.used(CALLER, NOW)] == [(2, 50), (2, 50)]
         assert ledger.admit(CALLER, tokens=1, now=NOW) is not None
@@ -50,8 +50,8 @@ def test_a_store_that_was_emptied_makes_nobody_forget() -> None:
     ledger = UsageLedger()
     assert ledger.admit(CALLER, tokens=30, now=NOW) is None
     minute, day = ledger.own(NOW)
-    ledger.learn([Used(minute.window, 1, 10)])
-    ledger.learn([Used(minute.window, 0, 0)])
+    ledger.merge_others([WindowUsage(minute.window, 1, 10)])
+    ledger.merge_others([WindowUsage(minute.window, 0, 0)])
     assert [u.requests for u in ledger.used(CALLER, NOW)] == [2, 1]
     assert ledger.own(NOW + 3 * 86_400) == [], "old windows are forgotten"
     assert day.window.span_s == 86_400

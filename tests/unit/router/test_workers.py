@@ -8,12 +8,12 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton_serve.services.router.processes.process_figures import Figures, joined_metrics, newest_first
-from baton_serve.services.router.processes.sibling_rpc import Crew, Worker
-from baton_serve.services.router.quota.usage import DAY_S, MINUTE_S, Used, Window
+from baton_serve.services.router.processes.process_figures import ProcessStats, join_metrics, newest_requests
+from baton_serve.services.router.processes.sibling_rpc import RouterProcess, SiblingRpc
+from baton_serve.services.router.quota.usage import DAY_S, MINUTE_S, UsageWindow, WindowUsage
 from baton_serve.services.router.requests.metrics import RouterMetrics
 
-MINUTE, DAY = Window("alice", MINUTE_S, 7), Window("alice", DAY_S, 1)
+MINUTE, DAY = UsageWindow("alice", MINUTE_S, 7), UsageWindow("alice", DAY_S, 1)
 
 
 def exposition(*, errors: int, model: str = "m") -> str:
@@ -25,7 +25,7 @@ def exposition(*, errors: int, model: str = "m") -> str:
 
 
 def test_metrics_of_workers_are_told_apart_and_add_up() -> None:
-    text = joined_metrics({0: exposition(errors=2), 1: exposition(errors=3)})
+    text = join_metrics({0: exposition(errors=2), 1: exposition(errors=3)})
     families = {family.name: family for family in text_string_to_metric_families(text)}
     errors = {sample.labels["worker"]: sample.value for sample in families["baton:http_errors"].samples}
     assert errors == {"0": 2.0, "1": 3.0}
@@ -36,7 +36,7 @@ def test_metrics_of_workers_are_told_apart_and_add_up() -> None:
 
 
 def test_a_sample_that_only_one_worker_has_stays_with_its_family() -> None:
-    text = joined_metrics({0: exposition(errors=0), 1: exposition(errors=1, model="other")})
+    text = join_metrics({0: exposition(errors=0), 1: exposition(errors=1, model="other")})
     lines = text.splitlines()
     (sample,) = [line for line in lines if line.startswith("baton:http_errors_total{")]
     assert lines[lines.index(sample) - 1] == "# TYPE baton:http_errors_total counter"
@@ -44,27 +44,25 @@ def test_a_sample_that_only_one_worker_has_stays_with_its_family() -> None:
 
 
 def test_a_sample_without_labels_gets_one() -> None:
-    assert (
-        joined_metrics({3: "# HELP a b\n# TYPE a gauge\na 1.0\n"}) == '# HELP a b\n# TYPE a gauge\na{worker="3"} 1.0\n'
-    )
+    assert join_metrics({3: "# HELP a b\n# TYPE a gauge\na 1.0\n"}) == '# HELP a b\n# TYPE a gauge\na{worker="3"} 1.0\n'
 
 
 def test_the_last_requests_of_all_are_newest_first() -> None:
-    mine = Figures(
+    mine = ProcessStats(
         requests_in_flight=0, generated_tokens=0, recent=[(3.0, msgspec.Raw(b"3")), (1.0, msgspec.Raw(b"1"))]
     )
-    other = Figures(requests_in_flight=0, generated_tokens=0, recent=[(2.0, msgspec.Raw(b"2"))])
-    assert [bytes(one) for one in newest_first([mine, other])] == [b"3", b"2", b"1"]
+    other = ProcessStats(requests_in_flight=0, generated_tokens=0, recent=[(2.0, msgspec.Raw(b"2"))])
+    assert [bytes(one) for one in newest_requests([mine, other])] == [b"3", b"2", b"1"]
 
 
 class Told:
     """One worker that tells what it is given."""
 
     def __init__(self, index: int, folder: str) -> None:
-        self.used: list[Used] = []
-        self.crew = Crew(
-            Worker(index, 3, folder),
-            figures=lambda: Figures(requests_in_flight=index, generated_tokens=10, recent=[]),
+        self.used: list[WindowUsage] = []
+        self.sibling_rpc = SiblingRpc(
+            RouterProcess(index, 3, folder),
+            stats=lambda: ProcessStats(requests_in_flight=index, generated_tokens=10, recent=[]),
             metrics=lambda: exposition(errors=index),
             usage=lambda: self.used,
         )
@@ -73,18 +71,20 @@ class Told:
 def test_workers_know_each_others_figures_and_count_limits_together() -> None:
     async def run(folder: str) -> None:
         first, second, third = (Told(index, folder) for index in range(3))
-        first.used = [Used(MINUTE, 1, 100), Used(DAY, 5, 500)]
-        second.used = [Used(MINUTE, 2, 20)]
-        third.used = [Used(MINUTE, 4, 40), Used(DAY, 4, 40)]
+        first.used = [WindowUsage(MINUTE, 1, 100), WindowUsage(DAY, 5, 500)]
+        second.used = [WindowUsage(MINUTE, 2, 20)]
+        third.used = [WindowUsage(MINUTE, 4, 40), WindowUsage(DAY, 4, 40)]
         for told in (first, second):
-            await told.crew.start()
-        assert [figures.requests_in_flight for figures in await first.crew.siblings()] == [1]  # the third is not there
-        await third.crew.start()
-        assert sum(figures.requests_in_flight for figures in await first.crew.siblings()) == 3
-        assert list(await second.crew.metrics()) == [0, 1, 2]
-        assert await first.crew.exchange(first.used) == [Used(MINUTE, 6, 60), Used(DAY, 4, 40)]
+            await told.sibling_rpc.start()
+        assert [stats.requests_in_flight for stats in await first.sibling_rpc.siblings()] == [
+            1
+        ]  # the third is not there
+        await third.sibling_rpc.start()
+        assert sum(stats.requests_in_flight for stats in await first.sibling_rpc.siblings()) == 3
+        assert list(await second.sibling_rpc.metrics()) == [0, 1, 2]
+        assert await first.sibling_rpc.exchange(first.used) == [WindowUsage(MINUTE, 6, 60), WindowUsage(DAY, 4, 40)]
         for told in (first, second, third):
-            await told.crew.close()
+            await told.sibling_rpc.close()
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(folder))

@@ -5,7 +5,7 @@ import ctypes
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 
 
-def give_way_to(address: int, rows: int, width: int) -> bool:
+def yield_to_processes(address: int, rows: int, width: int) -> bool:
     """From now on. `address`: of `rows` rows of `width` int64 words, mapped while this process lives; the first word of
     a row is when its owner's turn ends (CLOCK_MONOTONIC, ns), 0: it has none. No rows: nobody is waited for any more.
     False: there are no kernels here that could."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.triton.tiles import padded
 
 GROUP = 128
-LARGEST = 32512.0
+MAX_DIGITS_VALUE = 32512.0
 """A group's largest, in units of its scale: its high byte is at most 127 after rounding."""
 _GROUPS_PER_PROGRAM = 16
 

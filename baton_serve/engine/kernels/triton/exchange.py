@@ -18,10 +18,10 @@ from baton_serve.engine.kernels.triton.argmax import NO_NUMBER, part_keys
 from baton_serve.engine.kernels.triton.tiles import padded
 
 HALVES = 2
-WORDS_OF_LARGEST = 2
+WORDS_PER_ARGMAX = 2
 """What `argmax` exchanges of a row."""
 WORD_BYTES = 8
-FOREVER = (1 << 31) - 1
+MAX_POLLS = (1 << 31) - 1
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -48,7 +48,7 @@ def inbox_bytes(ranks: int, rows: int, words: int) -> int:
 
 
 def sum_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, *, polls: int = FOREVER
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, *, polls: int = MAX_POLLS
 ) -> Tensor:
     """RMSNorm of the ranks' `x` + `residual` [rows, hidden]; that sum is left in `residual`. The ranks' sum is taken
     in float32 in the order of ranks, so all have the same. All ranks call it alike; after `polls` looks in vain
@@ -77,11 +77,11 @@ def sum_norm(
     return output
 
 
-def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = FOREVER) -> Tensor:
+def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = MAX_POLLS) -> Tensor:
     """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side; the first
     among equals, and of a row with NaN the number of all columns. Asks for inboxes of two words. Twin: `argmax` of them
     gathered."""
-    assert inboxes.words == WORDS_OF_LARGEST and len(logits) <= inboxes.max_rows
+    assert inboxes.words == WORDS_PER_ARGMAX and len(logits) <= inboxes.max_rows
     found = part_keys(logits)
     (rows, columns), parts = logits.shape, found.shape[2]
     _argmax_kernel[(rows,)](

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import LARGEST, is_coded
+from baton_serve.engine.kernels.kv_codes import MAX_CODE_VALUE, is_coded
 from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference.layers import embed
@@ -182,7 +182,7 @@ def rotary_store(
         half_dims=padded(half),
         block_tokens=block_tokens,
         head_rows=cache.stride(2) // head_dim,
-        largest=LARGEST.get(cache.dtype, 0.0),
+        largest=MAX_CODE_VALUE.get(cache.dtype, 0.0),
         step=2 if interleaved else 1,
         gap=1 if interleaved else half,
         tile_heads=_HEADS_PER_PROGRAM,

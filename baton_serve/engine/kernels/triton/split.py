@@ -15,14 +15,14 @@ from torch import Tensor
 from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.triton.tiles import DeviceLimits, SplitTiles, device_limits, padded, split_tiles
 
-ROWS = 16
+MAX_ROWS = 16
 """Of a matrix unit's operand: fewer cost the same."""
 INTERPRETED = DeviceLimits(processors=1, shared_bytes=0, descriptors=False)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """x [rows, inputs], weight [outputs, inputs]."""
-    if not 1 < x.shape[0] <= ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+    if not 1 < x.shape[0] <= MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     outputs, inputs = weight.shape
     tiles = _tiles(outputs, inputs, x.device)
@@ -45,7 +45,7 @@ def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
         tile=tiles.tile,
         step=tiles.step,
         steps=inputs // (tiles.step * tiles.splits),
-        rows_padded=ROWS,
+        rows_padded=MAX_ROWS,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import LARGEST, is_coded
+from baton_serve.engine.kernels.kv_codes import MAX_CODE_VALUE, is_coded
 from baton_serve.engine.kernels.triton.tiles import padded
 
 
@@ -28,7 +28,7 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         padded_heads=padded(num_kv_heads),
         block_tokens=block_tokens,
         head_rows=cache.stride(2) // head_dim,
-        largest=LARGEST.get(cache.dtype, 0.0),
+        largest=MAX_CODE_VALUE.get(cache.dtype, 0.0),
         head_dim=head_dim,
         dims=padded(head_dim),
         num_warps=4,

@@ -57,7 +57,7 @@ class DenseConfig:
     has_mlp_bias: bool
     has_head_norms: bool
     dtype: str | None
-    eos_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
     hidden_act: str = "silu"
 
 
@@ -157,7 +157,7 @@ def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> 
         has_mlp_bias=bool(known.mlp_bias),
         has_head_norms=family == "qwen3",
         dtype=known.dtype or known.torch_dtype,
-        eos_ids=_ids(ends) | also_ends,
+        eos_token_ids=_ids(ends) | also_ends,
     )
 
 

@@ -13,12 +13,12 @@ from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.loading.fingerprint import weights_fingerprint
 from baton_serve.engine.loading.native.config import DenseConfig, read_folder
 from baton_serve.engine.loading.native.network import DenseModel, Rotary
-from baton_serve.engine.loading.weight_files import Piece, fill, map_tensors
-from baton_serve.engine.model.loaded_model import LoadedModel, Progress
+from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
+from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model_folder import max_model_len_of
 
 
-def load_dense(config: EngineConfig, target: torch.device, progress: Progress) -> LoadedModel | None:
+def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgress) -> LoadedModel | None:
     """All of it. None: transformers shall load it, or say what is wrong with it. Raises `ConfigError`."""
     folder = model_folder(config.model)
     dense = read_folder(folder) if fits(config) else None
@@ -42,7 +42,7 @@ def load_dense(config: EngineConfig, target: torch.device, progress: Progress) -
         head_dim=dense.head_dim,
         num_planes=2,
         specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * dense.num_layers,
-        eos_ids=dense.eos_ids,
+        eos_token_ids=dense.eos_token_ids,
         fingerprint=weights_fingerprint(folder, ""),
     )
 
@@ -53,7 +53,7 @@ def fits(config: EngineConfig) -> bool:
 
 
 def _load(
-    folder: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, progress: Progress
+    folder: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, progress: LoadProgress
 ) -> nn.Module | None:
     try:
         stored = map_tensors(folder)
@@ -81,9 +81,9 @@ def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _on_device(
-    stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: Progress
+    stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: LoadProgress
 ) -> dict[str, Tensor]:
     made = {name: torch.empty(tensor.shape, dtype=dtype, device=target) for name, tensor in stored.items()}
-    pieces = [Piece(made[name], tensor) for name, tensor in stored.items()]
+    pieces = [TensorCopy(made[name], tensor) for name, tensor in stored.items()]
     fill(pieces, target, lambda fraction: progress("loading weights", fraction))
     return made

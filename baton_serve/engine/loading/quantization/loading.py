@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.quantized.experts import WEIGHTS, check_experts, expert_names, quantize_experts
 from baton_serve.engine.model.quantized.modules import QuantizedLinear
-from baton_serve.engine.model.quantized.online import Plan, linear_names, quantize_layer, share_head, tied_embedding
+from baton_serve.engine.model.quantized.online import (
+    QuantizationPlan,
+    linear_names,
+    quantize_layer,
+    share_head,
+    tied_embedding,
+)
 from baton_serve.engine.model.vision.decoder import decoder_tensors
 
 logger = logging.getLogger(__name__)
@@ -28,7 +34,7 @@ Tensors = dict[str, Callable[[], Tensor]]
 """By the model's parameter names: reads one from the checkpoint, or makes it up."""
 
 
-def round_loaded(module: nn.Module, plan: Plan, target: torch.device, dtype: torch.dtype) -> nn.Module:
+def round_loaded(module: nn.Module, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype) -> nn.Module:
     """Rounds a model that lies whole in host memory, layer by layer, and moves the rest of it to `target`."""
     check_experts(module)
     for name in expert_names(module):
@@ -43,7 +49,9 @@ def round_loaded(module: nn.Module, plan: Plan, target: torch.device, dtype: tor
     return module.to(target)
 
 
-def fill(module: nn.Module, tensors: Tensors, plan: Plan, target: torch.device, dtype: torch.dtype) -> nn.Module:
+def fill(
+    module: nn.Module, tensors: Tensors, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype
+) -> nn.Module:
     """Gives a skeleton on torch's meta device its tensors. `fits` has said that these are all of them."""
     check_experts(module)
     mixtures = expert_names(module)
@@ -71,7 +79,11 @@ def fill(module: nn.Module, tensors: Tensors, plan: Plan, target: torch.device, 
 
 
 def _fill_experts(
-    module: nn.Module, mixtures: list[str], tensors: Tensors, plan: Plan, kind: tuple[torch.device, torch.dtype]
+    module: nn.Module,
+    mixtures: list[str],
+    tensors: Tensors,
+    plan: QuantizationPlan,
+    kind: tuple[torch.device, torch.dtype],
 ) -> None:
     for name in mixtures:
         if not quantize_experts(module, name, lambda full: tensors[full]().to(*kind), plan):
@@ -87,7 +99,7 @@ def fits(module: nn.Module, tensors: Tensors) -> bool:
     return not missing and not set(tensors) - names - {"lm_head.weight"} and _revive_buffers(module)
 
 
-def made_up(module: nn.Module, target: torch.device, dtype: torch.dtype, std: float) -> Tensors:
+def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, std: float) -> Tensors:
     """Random numbers in the shapes of a skeleton, drawn when asked for."""
 
     def draw(name: str, shape: torch.Size) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
-from baton_serve.engine.loading.quantization.checkpoints.layout import CheckpointFormat, Made
+from baton_serve.engine.loading.quantization.checkpoints.layout import CheckpointFormat, DecodedWeight
 from baton_serve.engine.loading.quantization.loading import Tensors, fits, set_parameter
 from baton_serve.engine.model.quantized.experts import expert_names, place_experts
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
@@ -34,7 +34,7 @@ class StoredModel:
     plain: Tensors = field(default_factory=dict)
     layers: dict[str, Tensors] = field(default_factory=dict)
 
-    def made(self, layer: str, target: torch.device) -> Made:
+    def made(self, layer: str, target: torch.device) -> DecodedWeight:
         """Raises `ModelError`."""
         try:
             return self.form.read({part: read().to(target) for part, read in self.layers[layer].items()})

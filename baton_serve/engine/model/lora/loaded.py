@@ -11,17 +11,17 @@ from baton_serve.engine.model.lora.checkpoint import Adapter
 from baton_serve.engine.model.lora.store import AdapterStore
 
 
-class Running(Protocol):
+class RunningRequest(Protocol):
     """`engine.core.sequence.Request`."""
 
     @property
     def work(self) -> Work: ...
 
 
-class Adapters:
+class LoadedAdapters:
     """`running`: all requests of the engine, by id."""
 
-    def __init__(self, store: AdapterStore | None, running: Mapping[RequestId, Running]) -> None:
+    def __init__(self, store: AdapterStore | None, running: Mapping[RequestId, RunningRequest]) -> None:
         self._store = store
         self._running = running
 

@@ -17,7 +17,7 @@ NOT_ADAPTED = ("lm_head", "kv_b_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputSlice:
     """Columns `start` to `end` of a product's output are those of this module."""
 
     module: str
@@ -25,7 +25,7 @@ class Part:
     end: int
 
 
-def add_products(output: Tensor, x: Tensor, parts: Sequence[Part], step: Sequence[AdapterRows]) -> None:
+def add_products(output: Tensor, x: Tensor, parts: Sequence[OutputSlice], step: Sequence[AdapterRows]) -> None:
     """output [num_tokens, outputs] is changed in place; x [num_tokens, inputs]."""
     for adapted in step:
         changed = [
@@ -41,13 +41,13 @@ def add_products(output: Tensor, x: Tensor, parts: Sequence[Part], step: Sequenc
                 columns.index_add_(0, adapted.rows, added)
 
 
-def parts_of(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tuple[Part, ...]:
+def output_slices(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tuple[OutputSlice, ...]:
     """Of linear layers whose outputs lie side by side."""
-    parts: list[Part] = []
+    parts: list[OutputSlice] = []
     start = 0
     for name, module in modules:
         end = start + int(module.out_features)  # type: ignore[arg-type]
-        parts.append(Part(f"{prefix}{name}", start, end))
+        parts.append(OutputSlice(f"{prefix}{name}", start, end))
         start = end
     return tuple(parts)
 
@@ -62,7 +62,7 @@ class StepAdapters:
 class AdaptedLinear(nn.Module):
     """Stands in a model for a linear layer to which adapters may add."""
 
-    def __init__(self, base: nn.Module, part: Part, step: StepAdapters) -> None:
+    def __init__(self, base: nn.Module, part: OutputSlice, step: StepAdapters) -> None:
         super().__init__()
         self.base = base
         self._parts = (part,)
@@ -81,7 +81,7 @@ def adapt_modules(module: nn.Module, store: AdapterStore) -> StepAdapters:
     for name, base in list(_linear_layers(module)):
         inputs, outputs = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
         store.offer(name, inputs=inputs, outputs=outputs)
-        module.set_submodule(name, AdaptedLinear(base, Part(name, 0, outputs), step))
+        module.set_submodule(name, AdaptedLinear(base, OutputSlice(name, 0, outputs), step))
     return step
 
 

@@ -14,7 +14,7 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import StackedWeight
 from baton_serve.engine.model.mixture_of_experts import ROUTERS
 from baton_serve.engine.model.quantized.formats import quantize
-from baton_serve.engine.model.quantized.online import Plan
+from baton_serve.engine.model.quantized.online import QuantizationPlan
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_experts(module: nn.Module) -> None:
             )
 
 
-def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor], plan: Plan) -> bool:
+def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor], plan: QuantizationPlan) -> bool:
     """Puts quantized experts in the place of `name`. `read` gives a parameter by its full name, where it is to stay.
     False: they were left alone, since their rows cannot be cut into groups or the plan skips them."""
     old = module.get_submodule(name)

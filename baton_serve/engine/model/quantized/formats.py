@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code
 GROUPS = (128, 64, 32)
 MX_GROUP = 32
 MX_EXPONENT_OF_LARGEST = 2  # of E2M1: 6 = 1.5 * 2 ** 2
-LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "fp6": 7.5}
+MAX_CODE_VALUE = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "fp6": 7.5}
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 ROWS_AT_ONCE = 1 << 24  # weights in float32 while they are rounded: 64 MiB per copy
 
@@ -91,7 +91,7 @@ def _scales(grouped: Tensor, how: Scheme) -> Tensor:
     if how.codebook == "fp4":  # powers of two (OCP MX specification 1.0, section 6.3)
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - MX_EXPONENT_OF_LARGEST
         return torch.exp2(exponent).to(torch.bfloat16)
-    scales = largest / LARGEST[how.codebook]
+    scales = largest / MAX_CODE_VALUE[how.codebook]
     if how.codebook == "int4":  # the one code that has no opposite holds the largest weight
         extreme = torch.gather(grouped, 2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)
         scales = extreme / -8.0
@@ -111,7 +111,7 @@ def _codes(scaled: Tensor, codebook: Codebook) -> Tensor:
         case "int8":
             return scaled.round().clamp(-127, 127).to(torch.int8)
         case "fp8_e4m3" | "fp8_e5m2":
-            bound = LARGEST[codebook]
+            bound = MAX_CODE_VALUE[codebook]
             return scaled.clamp(-bound, bound).to(FLOAT8[codebook])
         case "int4":
             codes = scaled.round().clamp(-8, 7) + 8

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from baton_serve.engine.model.quantized.formats import Scheme, quantize
 from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
 
-HEAD = Scheme("int8", None)
+HEAD_SCHEME = Scheme("int8", None)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QuantizationPlan:
     """`skip`: names of modules, or the last parts of names, that keep their dtype."""
 
     scheme: Scheme
@@ -27,12 +27,12 @@ class Plan:
     def scheme_of(self, name: str) -> Scheme | None:
         if any(name == skip or name.endswith(f".{skip}") or f".{skip}." in f".{name}." for skip in self.skip):
             return None
-        return HEAD if re.fullmatch(r"(.*\.)?lm_head", name) else self.scheme
+        return HEAD_SCHEME if re.fullmatch(r"(.*\.)?lm_head", name) else self.scheme
 
     @property
     def label(self) -> str:
         """For the fingerprint."""
-        return f"{self.scheme.label},head {HEAD.label},skip {sorted(self.skip)}"
+        return f"{self.scheme.label},head {HEAD_SCHEME.label},skip {sorted(self.skip)}"
 
 
 def linear_names(module: nn.Module) -> Iterable[str]:
@@ -41,7 +41,7 @@ def linear_names(module: nn.Module) -> Iterable[str]:
     return [name for name in linears if not name.endswith("kv_b_proj")]
 
 
-def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: Plan) -> bool:
+def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: QuantizationPlan) -> bool:
     """Puts a quantized layer in the place of the linear layer `name`, whose weight is given, on whichever device it
     is to stay. False: it was left alone."""
     scheme = plan.scheme_of(name)

@@ -21,7 +21,7 @@ def load_images(config: EngineConfig, target: torch.device, dtype: torch.dtype) 
         logger.warning("images are read by instances of one rank: this one has several, and reads text alone")
         return None
     from baton_serve.engine.model.vision.prompt import (
-        PromptImages as Images,  # Pillow and transformers, that only these need
+        VisionPromptImages as Images,  # Pillow and transformers, that only these need
     )
     from baton_serve.engine.model.vision.tower import load_tower
 

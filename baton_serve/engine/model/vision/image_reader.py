@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, digest_of, is_strip
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.vision.placeholders import Picture, Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 MAX_PIXELS = 1 << 27
@@ -19,7 +19,7 @@ MAX_PIXELS = 1 << 27
 _DECODE_ERRORS = (*LOAD_ERRORS, SyntaxError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError)
 
 
-class ImageReader:
+class HFImageReader:
     def __init__(self, folder: Path) -> None:
         """Raises `ModelError`."""
         self._processor = _processor_of(folder)
@@ -28,7 +28,7 @@ class ImageReader:
         """Raises `RequestError` for a file that is no image."""
         return {digest_of(image): self._read(image) for image in images}
 
-    def _read(self, data: bytes) -> Picture:
+    def _read(self, data: bytes) -> DecodedImage:
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
@@ -40,9 +40,9 @@ class ImageReader:
         except _DECODE_ERRORS as exc:
             raise RequestError("invalid", f"an image cannot be read: {first_line(exc)}") from exc
 
-    def picture_of(self, image: Image.Image) -> Picture:
+    def picture_of(self, image: Image.Image) -> DecodedImage:
         pixels: Tensor = self._processor(images=image, return_tensors="pt")["pixel_values"][0]
-        return Picture(pixels.to(torch.float32), image.width, image.height)
+        return DecodedImage(pixels.to(torch.float32), image.width, image.height)
 
 
 def _processor_of(folder: Path) -> Any:

@@ -7,13 +7,13 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from baton_serve.contracts.messages import Work
-from baton_serve.engine.core.scheduler import Plan
+from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
 
 
-class Picture(NamedTuple):
+class DecodedImage(NamedTuple):
     """Of `width` and `height` as it was sent. `pixels` are what the tower sees of it: [channels, height, width], with
     the number of tiles before that where it is cut into several; float32, in host memory."""
 
@@ -22,7 +22,7 @@ class Picture(NamedTuple):
     height: int
 
 
-Pixels = Mapping[bytes, Picture]
+Pixels = Mapping[bytes, DecodedImage]
 """Of images, by digest."""
 NO_PIXELS: Pixels = MappingProxyType({})
 
@@ -40,7 +40,7 @@ class PromptImages(Protocol):
     def reader(self) -> ImageReader: ...
     def check(self, work: Work, pixels: Pixels) -> None: ...
     def give(self, request: Request, pixels: Pixels) -> None: ...
-    def rows(self, plan: Plan) -> list[ImageRows]: ...
+    def rows(self, plan: ScheduledBatch) -> list[ImageRows]: ...
 
 
 def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> None:

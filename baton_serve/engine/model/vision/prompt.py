@@ -5,33 +5,33 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from baton_serve.contracts.identity import BlockName
+from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import end_of, within
 from baton_serve.contracts.messages import Work
-from baton_serve.engine.core.scheduler import Chunk, Plan
+from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
-from baton_serve.engine.model.vision.image_reader import ImageReader
+from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import Pixels
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20
 """Of embeddings on the device that no request needs now: 13 images of LLaVA 1.5 7B."""
 
-_Name = tuple[BlockName, bytes]
+_Name = tuple[BlockHash, bytes]
 """Root of the prompt's names, and digest: what tells tenants apart does so here too, or one could learn from the time
 that an image takes whether another has sent it."""
 
 
-class PromptImages:
+class VisionPromptImages:
     def __init__(self, tower: VisionTower, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._tower = tower
-        self._kept = KeptFeatures(max_kept_bytes)
+        self._kept = FeatureCache(max_kept_bytes)
         self._images: WeakKeyDictionary[Request, _Images] = WeakKeyDictionary()
 
     @property
-    def reader(self) -> ImageReader:
+    def reader(self) -> HFImageReader:
         return self._tower.reader
 
     def check(self, work: Work, pixels: Pixels) -> None:
@@ -52,7 +52,7 @@ class PromptImages:
         request.has_images = True
         self._images[request] = _Images(pixels)
 
-    def rows(self, plan: Plan) -> list[ImageRows]:
+    def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Starts what must be encoded for a step."""
         found: list[ImageRows] = []
         first = 0
@@ -63,7 +63,7 @@ class PromptImages:
             first += chunk.length
         return found
 
-    def _rows(self, chunk: Chunk, images: "_Images", first: int) -> list[ImageRows]:
+    def _rows(self, chunk: ScheduledChunk, images: "_Images", first: int) -> list[ImageRows]:
         start, end = chunk.start, chunk.start + chunk.length
         media = chunk.sequence.request.work.media
         found: list[ImageRows] = []
@@ -75,7 +75,7 @@ class PromptImages:
             images.features.clear()  # steps that read them come before whatever takes their memory
         return found
 
-    def _features(self, images: "_Images", root: BlockName, digest: bytes) -> Tensor:
+    def _features(self, images: "_Images", root: BlockHash, digest: bytes) -> Tensor:
         known = images.features.get(digest)
         if known is None:
             known = self._kept.find((root, digest))
@@ -94,7 +94,7 @@ class _Images:
     features: dict[bytes, Tensor] = field(default_factory=dict)
 
 
-class KeptFeatures:
+class FeatureCache:
     """The last ones: where a cached prefix ends within an image, the rest of it needs no tower."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -15,8 +15,8 @@ from baton_serve.contracts.vision import VisionProfile
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.vision.decoder import profile_of
-from baton_serve.engine.model.vision.image_reader import ImageReader
-from baton_serve.engine.model.vision.placeholders import Picture
+from baton_serve.engine.model.vision.image_reader import HFImageReader
+from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, read_config, weights_error
 
 _TRIED = ((64, 48), (48, 640), (1000, 900))
@@ -24,7 +24,7 @@ _TRIED = ((64, 48), (48, 640), (1000, 900))
 
 
 class VisionTower:
-    def __init__(self, module: nn.Module, profile: VisionProfile, reader: ImageReader, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, profile: VisionProfile, reader: HFImageReader, device: torch.device) -> None:
         self.profile = profile
         self.reader = reader
         self._module = module
@@ -32,7 +32,7 @@ class VisionTower:
         self._dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
-    def encode(self, picture: Picture) -> Tensor:
+    def encode(self, picture: DecodedImage) -> Tensor:
         """[number of its tokens, hidden] of one image. Starts the work and does not wait for it."""
         config = cast(Any, self._module).config
         sizes = {"image_sizes": [[picture.height, picture.width]]} if self.profile.grid else {}
@@ -52,7 +52,7 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     profile = profile_of(folder)
     if profile is None:
         return None
-    reader = ImageReader(folder)
+    reader = HFImageReader(folder)
     module = _load(folder, read_config(folder, config), config, dtype)
     tower = VisionTower(module.to(target).eval().requires_grad_(False), profile, reader, target)
     _try(tower, folder)

@@ -62,7 +62,7 @@ class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
     content_block: AnswerBlock
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
+class TextBlockDelta(msgspec.Struct, frozen=True, tag="text_delta"):
     text: str
 
 
@@ -76,20 +76,20 @@ class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
 
 class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: TextBlockDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
     index: int
 
 
-class Stop(msgspec.Struct, frozen=True):
+class StopDelta(msgspec.Struct, frozen=True):
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
-    delta: Stop
+    delta: StopDelta
     usage: MessagesUsage
 
 

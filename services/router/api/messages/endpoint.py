@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.services.router.api.api_format import End, Event, serve
+from baton_serve.services.router.api.api_format import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
-from baton_serve.services.router.api.content_blocks import Block, Change, Closed, Grown, Opened
+from baton_serve.services.router.api.content_blocks import Block, BlockClosed, BlockGrown, BlockOpened, Change
 from baton_serve.services.router.api.generation import ended
 from baton_serve.services.router.api.messages.answer import (
     AnswerBlock,
@@ -21,10 +21,10 @@ from baton_serve.services.router.api.messages.answer import (
     MessageStart,
     MessageStop,
     MessagesUsage,
-    Stop,
+    StopDelta,
     StopReason,
     TextBlock,
-    TextDelta,
+    TextBlockDelta,
     ThinkingBlock,
     ThinkingDelta,
     TokenCount,
@@ -33,7 +33,7 @@ from baton_serve.services.router.api.messages.answer import (
 from baton_serve.services.router.api.messages.errors import error_answer
 from baton_serve.services.router.api.messages.request import as_chat
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
 from baton_serve.services.router.protocol.errors import ApiError
 from baton_serve.services.router.protocol.json_texts import parsed
@@ -45,31 +45,31 @@ from baton_serve.services.router.protocol.request_parsing import beside_loop, is
 class MessagesEndpoint:
     """A plain ASGI application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        frontend, context = self._frontend, RequestContext.of(scope)
+        service, context = self._service, RequestContext.of(scope)
         body = await read_body(scope, receive)
         request, chat = await beside_loop(body, _request)
         api_id = f"msg_{context.request_id}"
-        frontend = await frontend.serving(request.model)
-        begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
+        service = await service.serving(request.model)
+        begun = await begin_chat(service, chat, context, api_id, is_long=is_long(body))
         with ended(begun.generation):
-            dialect = Messages(api_id, begun.model)
+            dialect = MessagesDialect(api_id, begun.model)
             await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
 
 class CountTokensEndpoint:
     """A plain ASGI application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
         chat = await beside_loop(body, lambda given: as_chat(parse(given, CountTokensRequest)))
-        await send_json(send, TokenCount(await count_tokens(self._frontend, chat, is_long=is_long(body))))
+        await send_json(send, TokenCount(await count_tokens(self._service, chat, is_long=is_long(body))))
 
 
 def _request(body: bytes) -> tuple[MessagesRequest, ChatCompletionRequest]:
@@ -78,7 +78,7 @@ def _request(body: bytes) -> tuple[MessagesRequest, ChatCompletionRequest]:
     return request, as_chat(request)
 
 
-class Messages:
+class MessagesDialect:
     """`services.router.api.api_format.Dialect`."""
 
     def __init__(self, api_id: str, model: str) -> None:
@@ -86,7 +86,7 @@ class Messages:
         self._model = model
         self._call_ids: dict[Block, str] = {}
 
-    def begin(self, usage: Usage) -> Sequence[Event]:
+    def begin(self, usage: Usage) -> Sequence[SseEvent]:
         message = MessagesAnswer(
             id=self._id,
             model=self._model,
@@ -95,25 +95,25 @@ class Messages:
             stop_sequence=None,
             usage=_usage(usage),
         )
-        return [Event("message_start", MessageStart(message))]
+        return [SseEvent("message_start", MessageStart(message))]
 
-    def change(self, change: Change) -> Sequence[Event]:
+    def change(self, change: Change) -> Sequence[SseEvent]:
         match change:
-            case Opened(block):
-                return [Event("content_block_start", BlockStart(block.index, self._block(block, is_new=True)))]
-            case Grown(block, text):
-                return [Event("content_block_delta", BlockDelta(block.index, _delta(block, text)))]
-            case Closed(block):
-                return [Event("content_block_stop", BlockStop(block.index))]
+            case BlockOpened(block):
+                return [SseEvent("content_block_start", BlockStart(block.index, self._block(block, is_new=True)))]
+            case BlockGrown(block, text):
+                return [SseEvent("content_block_delta", BlockDelta(block.index, _delta(block, text)))]
+            case BlockClosed(block):
+                return [SseEvent("content_block_stop", BlockStop(block.index))]
 
-    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]:
-        delta = MessageDelta(Stop(_stop_reason(end), end.stop), _usage(end.usage))
-        return [Event("message_delta", delta), Event("message_stop", MessageStop())]
+    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
+        delta = MessageDelta(StopDelta(_stop_reason(end), end.stop), _usage(end.usage))
+        return [SseEvent("message_delta", delta), SseEvent("message_stop", MessageStop())]
 
-    def failure(self, error: ApiError) -> Sequence[Event]:
-        return [Event("error", error_answer(error))]
+    def failure(self, error: ApiError) -> Sequence[SseEvent]:
+        return [SseEvent("error", error_answer(error))]
 
-    def whole(self, blocks: Sequence[Block], end: End) -> msgspec.Struct:
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
         return MessagesAnswer(
             id=self._id,
             model=self._model,
@@ -133,10 +133,10 @@ class Messages:
         return ToolUseBlock(id=call_id, name=block.name, input=arguments_of(text))
 
 
-def _delta(block: Block, text: str) -> TextDelta | ThinkingDelta | InputDelta:
+def _delta(block: Block, text: str) -> TextBlockDelta | ThinkingDelta | InputDelta:
     match block.kind:
         case "text":
-            return TextDelta(text)
+            return TextBlockDelta(text)
         case "reasoning":
             return ThinkingDelta(text)
         case "call":
@@ -152,7 +152,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": text}
 
 
-def _stop_reason(end: End) -> StopReason:
+def _stop_reason(end: AnswerEnd) -> StopReason:
     if end.is_cut:
         return "max_tokens"
     if end.has_calls:

@@ -3,9 +3,9 @@
 from baton_serve.services.router.api.messages.answer import AnthropicError, ErrorAnswer
 from baton_serve.services.router.protocol.errors import ApiError
 
-PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
-_TYPES = {
+_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -18,4 +18,4 @@ _TYPES = {
 
 
 def error_answer(error: ApiError) -> ErrorAnswer:
-    return ErrorAnswer(AnthropicError(_TYPES.get(error.status, "api_error"), error.message))
+    return ErrorAnswer(AnthropicError(_ERROR_TYPES.get(error.status, "api_error"), error.message))

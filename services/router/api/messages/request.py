@@ -8,16 +8,16 @@ from baton_serve.services.router.api.messages.schema import (
     UNSERVED,
     AnthropicMessage,
     AnthropicTool,
+    AnthropicToolChoice,
     ContentBlock,
     CountTokensRequest,
     MessagesRequest,
-    ToolChoice,
 )
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessage,
-    Part,
+    ContentPart,
     Tool,
     chat_message,
 )
@@ -80,14 +80,14 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
     return found
 
 
-def _content(blocks: Sequence[ContentBlock]) -> str | list[Part]:
+def _content(blocks: Sequence[ContentBlock]) -> str | list[ContentPart]:
     """A text, unless images are among the blocks."""
     if all(block.type != "image" for block in blocks):
         return _text(blocks, "messages")
     return [
         image_part(_url(block.source or {}))
         if block.type == "image"
-        else Part(type="text", text=_text([block], "messages"))
+        else ContentPart(type="text", text=_text([block], "messages"))
         for block in blocks
     ]
 
@@ -127,7 +127,7 @@ def _tool(tool: AnthropicTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _tool_choice(choice: ToolChoice) -> Any:
+def _tool_choice(choice: AnthropicToolChoice) -> Any:
     if choice.type == "tool":
         if choice.name is None:
             raise BadRequestError("tool_choice: type 'tool' needs a name", param="tool_choice")

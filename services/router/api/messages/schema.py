@@ -42,7 +42,7 @@ class AnthropicTool(_Lenient):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(_Lenient):
+class AnthropicToolChoice(_Lenient):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -62,7 +62,7 @@ class CountTokensRequest(_Lenient):
     model: Name | None = None
     system: str | Blocks | None = None
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams, PoolingProfile, PoolingTask
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, of_token_ids
 from baton_serve.services.router.api.pooling.schema import InputRequest, PoolingCommon
 from baton_serve.services.router.protocol.asgi import (
@@ -25,7 +25,7 @@ from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
 from baton_serve.services.router.quota.priority import allowed
-from baton_serve.services.router.requests.pooling_calls import PoolingJob
+from baton_serve.services.router.requests.pooling_calls import PoolingPrompts
 from baton_serve.services.router.requests.pooling_vectors import Vector
 
 R = TypeVar("R", bound=PoolingCommon)
@@ -37,18 +37,18 @@ _SERVED_BY = {
 }
 
 
-class Endpoint(Generic[R]):
+class PoolingEndpoint(Generic[R]):
     """A plain ASGI application around a function from a request to its answer."""
 
     def __init__(
         self,
-        frontend: Frontend,
+        service: ModelService,
         schema: type[R],
-        respond: "Callable[[Call, R], Awaitable[msgspec.Struct]]",
+        respond: "Callable[[PoolingCall, R], Awaitable[msgspec.Struct]]",
         *,
         prefix: str,
     ) -> None:
-        self._frontend = frontend
+        self._service = service
         self._schema = schema
         self._respond = respond
         self._prefix = prefix
@@ -57,8 +57,8 @@ class Endpoint(Generic[R]):
         context = RequestContext.of(scope)
         body = await read_body(scope, receive)
         request = await parsed(body, self._schema)
-        frontend = await self._frontend.serving(request.model)
-        call = Call(frontend, request, context, prefix=self._prefix, is_long=is_long(body))
+        service = await self._service.serving(request.model)
+        call = PoolingCall(service, request, context, prefix=self._prefix, is_long=is_long(body))
         answering = asyncio.ensure_future(self._respond(call, request))
         is_gone = False
 
@@ -78,22 +78,22 @@ class Endpoint(Generic[R]):
         await send_json(send, answer)
 
 
-class Call:
+class PoolingCall:
     """One request on its way: what it asks of which model, and how many tokens it has read."""
 
     def __init__(
-        self, frontend: Frontend, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
+        self, service: ModelService, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
     ) -> None:
         """`is_long`: the request had a long body. Raises `ApiError`."""
-        self.frontend = frontend
-        self.model = frontend.model_name(request.model)
-        self.profile: PoolingProfile = frontend.pooling_profile()
+        self.service = service
+        self.model = service.model_name(request.model)
+        self.profile: PoolingProfile = service.pooling_profile()
         self.id = f"{prefix}-{request.request_id or context.request_id}"
-        self.created = frontend.now()
+        self.created = service.now()
         self._request = request
         self._arrived_at = context.arrived_at
         self._caller = context.caller
-        self._slo = frontend.slo(context)
+        self._slo = service.slo(context)
         self._trace_headers = context.trace_headers
         self._num_tokens = 0
         self._is_long = is_long
@@ -108,21 +108,21 @@ class Call:
             )
 
     def rules(self, *, add_special_tokens: bool = True) -> InputRules:
-        longest = self.frontend.max_model_len()
+        longest = self.service.max_model_len()
         assert longest is not None, "an instance is known, or there would be no profile"
         return InputRules(
             max_tokens=longest,
-            vocab_size=self.frontend.model.vocab_size,
+            vocab_size=self.service.model.vocab_size,
             truncate=self._request.truncate_prompt_tokens,
             add_special_tokens=add_special_tokens,
-            lowercase=self.frontend.model.lowercase,
+            lowercase=self.service.model.lowercase,
         )
 
     async def texts(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], *, param: str, rules: InputRules | None = None
     ) -> list[PoolingInput]:
         """Raises `BadRequestError`."""
-        return await of_texts(self.frontend.model.tokenizer, texts, rules or self.rules(), param=param)
+        return await of_texts(self.service.model.tokenizer, texts, rules or self.rules(), param=param)
 
     async def inputs(self, request: InputRequest) -> list[PoolingInput]:
         """Of `input` or `messages`. Raises `BadRequestError`."""
@@ -136,7 +136,7 @@ class Call:
                 chat_template=request.chat_template,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
-            text = await self.frontend.model.render_chat(chat, is_long=self._is_long)
+            text = await self.service.model.render_chat(chat, is_long=self._is_long)
             rules = self.rules(add_special_tokens=bool(request.add_special_tokens))
             return await self.texts([text], param="messages", rules=rules)
         rules = self.rules(add_special_tokens=request.add_special_tokens is not False)
@@ -150,7 +150,7 @@ class Call:
 
     async def compute(self, inputs: Sequence[PoolingInput], params: PoolingParams) -> list[Vector]:
         """One vector for each input. Raises `ApiError`."""
-        job = PoolingJob(
+        prompts = PoolingPrompts(
             # Clients choose ids, and may choose one twice.
             request_id=f"{self.id}-{secrets.token_hex(4)}",
             inputs=inputs,
@@ -159,10 +159,10 @@ class Call:
             caller=self._caller,
             slo=self._slo,
             trace_headers=self._trace_headers,
-            model=self.frontend.only_names(),
+            model=self.service.only_names(),
         )
-        self._num_tokens += job.num_tokens
-        return await self.frontend.pooling.vectors(job, arrived_at=self._arrived_at)
+        self._num_tokens += prompts.num_tokens
+        return await self.service.pooling.vectors(prompts, arrived_at=self._arrived_at)
 
     def usage(self) -> Usage:
         return Usage(prompt_tokens=self._num_tokens, total_tokens=self._num_tokens, completion_tokens=0)

@@ -132,13 +132,13 @@ def _cut(tokenizer: TextTokenizer, text: _Text, rules: InputRules, limit: int) -
             f"truncate_prompt_tokens is {limit}, fewer than the special tokens around a text",
             param="truncate_prompt_tokens",
         )
-    for part, keep in zip(parts, shares([len(part.ids) for part in parts], room), strict=True):
+    for part, keep in zip(parts, truncated_lengths([len(part.ids) for part in parts], room), strict=True):
         part.truncate(keep)
     pair = parts[1] if is_pair else None
     return backend.post_process(parts[0], pair, add_special_tokens=rules.add_special_tokens)
 
 
-def shares(lengths: Sequence[int], room: int) -> list[int]:
+def truncated_lengths(lengths: Sequence[int], room: int) -> list[int]:
     """How many tokens of each text fit, taking from the longest; of equal ones, from the last."""
     if sum(lengths) <= room:
         return list(lengths)

@@ -2,8 +2,8 @@
 
 from pydantic import BaseModel
 
-from baton_serve.services.router.api.model_service import Frontend
-from baton_serve.services.router.api.pooling.endpoint import Endpoint
+from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.pooling.endpoint import PoolingEndpoint
 from baton_serve.services.router.api.pooling.schema import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -15,7 +15,7 @@ from baton_serve.services.router.api.pooling.score_endpoints import ranks, score
 from baton_serve.services.router.api.pooling.vector_endpoints import classes, embeddings, pooling
 from baton_serve.services.router.protocol.asgi import Asgi
 
-DOCUMENTED: dict[str, tuple[str, type[BaseModel]]] = {
+POOLING_DOCUMENTED: dict[str, tuple[str, type[BaseModel]]] = {
     "/v1/embeddings": ("A vector for each input", EmbeddingRequest),
     "/pooling": ("What the model makes of each input, or of each of its tokens", PoolingRequest),
     "/classify": ("Scores of classes for each input", ClassificationRequest),
@@ -27,13 +27,13 @@ DOCUMENTED: dict[str, tuple[str, type[BaseModel]]] = {
 }
 
 
-def pooling_endpoints(frontend: Frontend) -> dict[str, Asgi]:
-    score = Endpoint(frontend, ScoreRequest, scores, prefix="score")
-    rerank = Endpoint(frontend, RerankRequest, ranks, prefix="rerank")
+def pooling_endpoints(service: ModelService) -> dict[str, Asgi]:
+    score = PoolingEndpoint(service, ScoreRequest, scores, prefix="score")
+    rerank = PoolingEndpoint(service, RerankRequest, ranks, prefix="rerank")
     return {
-        "/v1/embeddings": Endpoint(frontend, EmbeddingRequest, embeddings, prefix="embd"),
-        "/pooling": Endpoint(frontend, PoolingRequest, pooling, prefix="pool"),
-        "/classify": Endpoint(frontend, ClassificationRequest, classes, prefix="classify"),
+        "/v1/embeddings": PoolingEndpoint(service, EmbeddingRequest, embeddings, prefix="embd"),
+        "/pooling": PoolingEndpoint(service, PoolingRequest, pooling, prefix="pool"),
+        "/classify": PoolingEndpoint(service, ClassificationRequest, classes, prefix="classify"),
         "/score": score,
         "/v1/score": score,
         "/rerank": rerank,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
-from baton_serve.services.router.api.pooling.endpoint import Call
+from baton_serve.services.router.api.pooling.endpoint import PoolingCall
 from baton_serve.services.router.api.pooling.responses import (
     PoolingAnswer,
     RankedDocument,
@@ -24,14 +24,14 @@ from baton_serve.services.router.protocol.openai_requests import ChatMessage, To
 from baton_serve.services.router.requests.pooling_vectors import cosine, in_turns
 
 
-async def scores(call: Call, request: ScoreRequest) -> msgspec.Struct:
+async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
     pairs = paired(_as_list(request.text_1), _as_list(request.text_2))
     found = await _scores(call, pairs, activation=request.activation, param="text_2")
     data = [ScoreItem(index=i, score=score) for i, score in enumerate(found)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 
-async def ranks(call: Call, request: RerankRequest) -> msgspec.Struct:
+async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct:
     texts = [document if isinstance(document, str) else document.text for document in request.documents]
     pairs = [(request.query, text) for text in texts]
     found = await _scores(call, pairs, activation=request.activation, param="documents")
@@ -62,7 +62,9 @@ def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
     )
 
 
-async def _scores(call: Call, pairs: Sequence[tuple[str, str]], *, activation: bool | None, param: str) -> list[float]:
+async def _scores(
+    call: PoolingCall, pairs: Sequence[tuple[str, str]], *, activation: bool | None, param: str
+) -> list[float]:
     call.require("classify", "embed")
     if "embed" in call.profile.tasks:
         return await _cosines(call, pairs, param)
@@ -77,9 +79,9 @@ async def _scores(call: Call, pairs: Sequence[tuple[str, str]], *, activation: b
     return [vector.numbers()[0] for vector in vectors]
 
 
-async def _pair_inputs(call: Call, pairs: Sequence[tuple[str, str]], param: str) -> list[PoolingInput]:
+async def _pair_inputs(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[PoolingInput]:
     """Through the template that the server was given, else as the tokenizer frames a pair."""
-    if call.frontend.settings.chat_template is None:
+    if call.service.settings.chat_template is None:
         return await call.texts(pairs, param=param)
     rendered = []
     for first, second in pairs:
@@ -87,12 +89,12 @@ async def _pair_inputs(call: Call, pairs: Sequence[tuple[str, str]], param: str)
             messages=[ChatMessage(role="query", content=first), ChatMessage(role="document", content=second)],
             add_generation_prompt=False,
         )
-        rendered.append(await call.frontend.model.render_chat(chat))
+        rendered.append(await call.service.model.render_chat(chat))
         await asyncio.sleep(0)  # rendering waits for nothing, and there may be thousands
     return await call.texts(rendered, param=param, rules=call.rules(add_special_tokens=False))
 
 
-async def _cosines(call: Call, pairs: Sequence[tuple[str, str]], param: str) -> list[float]:
+async def _cosines(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[float]:
     """Each distinct text is embedded once."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     vectors = await call.compute(await call.texts(texts, param=param), PoolingParams(task="embed"))

@@ -3,7 +3,7 @@
 import msgspec
 
 from baton_serve.contracts.pooling import PoolingParams, PoolingProfile
-from baton_serve.services.router.api.pooling.endpoint import Call
+from baton_serve.services.router.api.pooling.endpoint import PoolingCall
 from baton_serve.services.router.api.pooling.responses import (
     ClassificationItem,
     EmbeddingItem,
@@ -15,7 +15,7 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.requests.pooling_vectors import Vector, written
 
 
-async def embeddings(call: Call, request: EmbeddingRequest) -> msgspec.Struct:
+async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.Struct:
     call.require("embed")
     check_dimensions(request.dimensions, call.profile)
     inputs = await call.inputs(request)
@@ -26,7 +26,7 @@ async def embeddings(call: Call, request: EmbeddingRequest) -> msgspec.Struct:
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 
-async def pooling(call: Call, request: PoolingRequest) -> msgspec.Struct:
+async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
     task = request.task or call.profile.tasks[0]
     call.require(task)
     check_dimensions(request.dimensions, call.profile)
@@ -40,7 +40,7 @@ async def pooling(call: Call, request: PoolingRequest) -> msgspec.Struct:
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 
-async def classes(call: Call, request: ClassificationRequest) -> msgspec.Struct:
+async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.Struct:
     call.require("classify")
     inputs = await call.inputs(request)
     vectors = await call.compute(inputs, PoolingParams(task="classify", activation=request.activation))

@@ -45,7 +45,7 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True):
     status: str
 
 
-Item = MessageItem | ReasoningItem | CallItem
+OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response
     input_tokens: int
 
 
-class Incomplete(msgspec.Struct, frozen=True):
+class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
@@ -82,12 +82,12 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: bool = False
     error: ErrorDetail | None = None
-    incomplete_details: Incomplete | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[Item] = []
+    output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: dict[str, str | None]
@@ -113,7 +113,7 @@ class ItemEvent(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     sequence_number: int
     output_index: int
-    item: Item
+    item: OutputItem
 
 
 class PartEvent(msgspec.Struct, frozen=True, kw_only=True):

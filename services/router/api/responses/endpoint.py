@@ -7,21 +7,21 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.services.router.api.api_format import End, Event, serve
+from baton_serve.services.router.api.api_format import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
-from baton_serve.services.router.api.content_blocks import Block, Change, Closed, Grown, Opened
+from baton_serve.services.router.api.content_blocks import Block, BlockClosed, BlockGrown, BlockOpened, Change
 from baton_serve.services.router.api.generation import ended
-from baton_serve.services.router.api.model_service import Frontend
+from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.answer import (
     CallItem,
     DeltaEvent,
     ErrorEvent,
-    Incomplete,
+    IncompleteDetails,
     InputDetails,
     InputTokens,
-    Item,
     ItemEvent,
     MessageItem,
+    OutputItem,
     OutputText,
     PartEvent,
     ReasoningItem,
@@ -49,31 +49,31 @@ _DELTA = {
 class ResponsesEndpoint:
     """A plain ASGI application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        frontend, context = self._frontend, RequestContext.of(scope)
+        service, context = self._service, RequestContext.of(scope)
         body = await read_body(scope, receive)
         request, chat = await beside_loop(body, _request)
-        frontend = await frontend.serving(request.model)
+        service = await service.serving(request.model)
         api_id = f"resp_{request.request_id or context.request_id}"
-        begun = await begin_chat(frontend, chat, context, api_id, is_long=is_long(body))
+        begun = await begin_chat(service, chat, context, api_id, is_long=is_long(body))
         with ended(begun.generation):
-            dialect = Responses(empty_answer(request, api_id, begun.model, created_at=frontend.now()))
+            dialect = ResponsesDialect(empty_answer(request, api_id, begun.model, created_at=service.now()))
             await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
 
 class InputTokensEndpoint:
     """A plain ASGI application."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
         chat = await beside_loop(body, lambda given: input_as_chat(parse(given, InputTokensRequest)))
-        await send_json(send, InputTokens(await count_tokens(self._frontend, chat, is_long=is_long(body))))
+        await send_json(send, InputTokens(await count_tokens(self._service, chat, is_long=is_long(body))))
 
 
 def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
@@ -82,7 +82,7 @@ def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
     return request, as_chat(request)
 
 
-class Responses:
+class ResponsesDialect:
     """`services.router.api.api_format.Dialect`."""
 
     def __init__(self, empty: ResponseAnswer) -> None:
@@ -90,36 +90,36 @@ class Responses:
         self._num_events = 0
         self._ids: dict[Block, tuple[str, str]] = {}
 
-    def begin(self, usage: Usage) -> Sequence[Event]:
+    def begin(self, usage: Usage) -> Sequence[SseEvent]:
         return [self._response("response.created", self._empty), self._response("response.in_progress", self._empty)]
 
-    def change(self, change: Change) -> Sequence[Event]:
+    def change(self, change: Change) -> Sequence[SseEvent]:
         match change:
-            case Opened(block):
+            case BlockOpened(block):
                 return self._opened(block)
-            case Grown(block, text):
+            case BlockGrown(block, text):
                 return [self._delta(block, "delta", text)]
-            case Closed(block):
+            case BlockClosed(block):
                 return self._closed(block)
 
-    def end(self, blocks: Sequence[Block], end: End) -> Sequence[Event]:
+    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
         whole = self.whole(blocks, end)
         return [self._response(f"response.{whole.status}", whole)]
 
-    def failure(self, error: ApiError) -> Sequence[Event]:
+    def failure(self, error: ApiError) -> Sequence[SseEvent]:
         detail = error.body().error
         number = self._next()
         event = ErrorEvent(sequence_number=number, code=detail.code, message=detail.message, param=detail.param)
         failed = msgspec.structs.replace(self._empty, status="failed", error=detail)
-        return [Event("error", event), self._response("response.failed", failed)]
+        return [SseEvent("error", event), self._response("response.failed", failed)]
 
-    def whole(self, blocks: Sequence[Block], end: End) -> ResponseAnswer:
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseAnswer:
         usage = end.usage
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
         return msgspec.structs.replace(
             self._empty,
             status="incomplete" if end.is_cut else "completed",
-            incomplete_details=Incomplete() if end.is_cut else None,
+            incomplete_details=IncompleteDetails() if end.is_cut else None,
             output=[self._item(block, _status(block, blocks, end)) for block in blocks],
             usage=ResponsesUsage(
                 input_tokens=usage.prompt_tokens,
@@ -129,7 +129,7 @@ class Responses:
             ),
         )
 
-    def _opened(self, block: Block) -> list[Event]:
+    def _opened(self, block: Block) -> list[SseEvent]:
         item_id, _ = self._ids_of(block)
         item = self._item(block, "in_progress", is_new=True)
         events = [self._item_event("response.output_item.added", block, item)]
@@ -137,14 +137,14 @@ class Responses:
             events.append(self._part_event("added", block, item_id))
         return events
 
-    def _closed(self, block: Block) -> list[Event]:
+    def _closed(self, block: Block) -> list[SseEvent]:
         item_id, _ = self._ids_of(block)
         events = [self._delta(block, "done", block.text)]
         if block.kind != "call":
             events.append(self._part_event("done", block, item_id))
         return [*events, self._item_event("response.output_item.done", block, self._item(block, "completed"))]
 
-    def _item(self, block: Block, status: str, *, is_new: bool = False) -> Item:
+    def _item(self, block: Block, status: str, *, is_new: bool = False) -> OutputItem:
         item_id, call_id = self._ids_of(block)
         text = "" if is_new else block.text
         if block.kind == "call":
@@ -154,15 +154,15 @@ class Responses:
             return ReasoningItem(id=item_id, content=content, status=status)
         return MessageItem(id=item_id, content=[] if is_new else [OutputText(text=text)], status=status)
 
-    def _part_event(self, what: str, block: Block, item_id: str) -> Event:
+    def _part_event(self, what: str, block: Block, item_id: str) -> SseEvent:
         name = f"response.content_part.{what}" if block.kind == "text" else f"response.reasoning_part.{what}"
         text = block.text if what == "done" else ""
         part = OutputText(text=text) if block.kind == "text" else ReasoningText(text=text)
         number = self._next()
         data = PartEvent(type=name, sequence_number=number, item_id=item_id, output_index=block.index, part=part)
-        return Event(name, data)
+        return SseEvent(name, data)
 
-    def _delta(self, block: Block, what: str, text: str) -> Event:
+    def _delta(self, block: Block, what: str, text: str) -> SseEvent:
         item_id, _ = self._ids_of(block)
         name = f"{_DELTA[block.kind]}.{what}"
         field = "delta" if what == "delta" else "arguments" if block.kind == "call" else "text"
@@ -175,14 +175,14 @@ class Responses:
                 extra["name"] = block.name
         number = self._next()
         data = DeltaEvent(type=name, sequence_number=number, item_id=item_id, output_index=block.index, **extra)
-        return Event(name, data)
+        return SseEvent(name, data)
 
-    def _item_event(self, name: str, block: Block, item: Item) -> Event:
+    def _item_event(self, name: str, block: Block, item: OutputItem) -> SseEvent:
         number = self._next()
-        return Event(name, ItemEvent(type=name, sequence_number=number, output_index=block.index, item=item))
+        return SseEvent(name, ItemEvent(type=name, sequence_number=number, output_index=block.index, item=item))
 
-    def _response(self, name: str, response: ResponseAnswer) -> Event:
-        return Event(name, ResponseEvent(type=name, sequence_number=self._next(), response=response))
+    def _response(self, name: str, response: ResponseAnswer) -> SseEvent:
+        return SseEvent(name, ResponseEvent(type=name, sequence_number=self._next(), response=response))
 
     def _ids_of(self, block: Block) -> tuple[str, str]:
         """Of the item, and of the call."""
@@ -195,7 +195,7 @@ class Responses:
         return self._num_events - 1
 
 
-def _status(block: Block, blocks: Sequence[Block], end: End) -> str:
+def _status(block: Block, blocks: Sequence[Block], end: AnswerEnd) -> str:
     return "incomplete" if end.is_cut and block is blocks[-1] else "completed"
 
 

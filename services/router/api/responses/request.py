@@ -15,7 +15,7 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessage,
-    Part,
+    ContentPart,
     Parts,
     Tool,
     chat_message,
@@ -137,12 +137,12 @@ def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
     return merged if merging is None else [*merged, merging.message()]
 
 
-def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[Part]:
+def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[ContentPart]:
     """A text, unless images are among its parts."""
     if content is None or isinstance(content, str) or all(part.get("type") != "input_image" for part in content):
         return _text(content)
     return [
-        image_part(_url(part)) if part.get("type") == "input_image" else Part(type="text", text=_text([part]))
+        image_part(_url(part)) if part.get("type") == "input_image" else ContentPart(type="text", text=_text([part]))
         for part in content
     ]
 

@@ -3,8 +3,8 @@
 `asked` and `tags` read requests, `lark` writes grammars, `vocabulary` compiles them.
 """
 
-from baton_serve.services.router.text.grammar.grammar_spec import FORM_PARAMETERS, Asked, asked_of
+from baton_serve.services.router.text.grammar.grammar_spec import FORM_PARAMETERS, GrammarSpec, read_grammar_spec
 from baton_serve.services.router.text.grammar.lark import Lark, Rule
 from baton_serve.services.router.text.grammar.vocabulary import Vocabulary
 
-__all__ = ["FORM_PARAMETERS", "Asked", "Lark", "Rule", "Vocabulary", "asked_of"]
+__all__ = ["FORM_PARAMETERS", "GrammarSpec", "Lark", "Rule", "Vocabulary", "read_grammar_spec"]

@@ -19,7 +19,7 @@ _SAYS_ITSELF = frozenset({"additionalProperties", "unevaluatedProperties", "patt
 _BESIDE = frozenset({"anyOf", "oneOf", "$ref", "if", "then", "else", "not", "dependentSchemas"})
 
 
-def closed(schema: Schema) -> Schema:
+def close_objects(schema: Schema) -> Schema:
     """The same schema where it is put together of parts."""
     try:
         return schema if _is_composed(schema) else _close(schema)

@@ -31,7 +31,7 @@ OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GrammarSpec:
     """`param` is what the client called it."""
 
     rule: Rule
@@ -53,7 +53,7 @@ FORM_PARAMETERS = frozenset(
 """Where none of them is stated the text is free."""
 
 
-def asked_of(request: GenerationRequest) -> Asked | None:
+def read_grammar_spec(request: GenerationRequest) -> GrammarSpec | None:
     """None: the text is free. Raises `BadRequestError`."""
     if FORM_PARAMETERS.isdisjoint(request.model_fields_set):
         return None
@@ -71,7 +71,7 @@ def asked_of(request: GenerationRequest) -> Asked | None:
             "guided_whitespace_pattern needs a form that has white space: guided_json or a response_format of JSON",
             param="guided_whitespace_pattern",
         )
-    return Asked(_RULES[given[0].kind](given[0]), given[0].param) if given else None
+    return GrammarSpec(_RULES[given[0].kind](given[0]), given[0].param) if given else None
 
 
 def _guided(request: GenerationRequest) -> list[_Given]:

@@ -18,7 +18,7 @@ from baton_serve.contracts.grammar_bounds import (
     check_schema,
 )
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.text.grammar.closed_objects import Schema, closed
+from baton_serve.services.router.text.grammar.closed_objects import Schema, close_objects
 
 WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
 """Between the parts of JSON unless a request says otherwise: as people and models write it, but never without end."""
@@ -69,7 +69,7 @@ class Lark:
         have properties that are not named, as JSON Schema has it."""
         check_schema(schema)
         own = schema.get("x-guidance")
-        schema = schema if is_open else closed(schema)
+        schema = schema if is_open else close_objects(schema)
         stated = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, Mapping) else {}), **(options or {})}
         written = "%json " + json.dumps({**schema, "x-guidance": stated}, ensure_ascii=False)
         self._count(written)

@@ -3,43 +3,49 @@
 from collections.abc import Sequence
 
 from baton_serve.contracts.vision import VisionProfile
-from baton_serve.services.router.protocol.image_limits import ImageLimits, refused
+from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
-from baton_serve.services.router.text.multimodal.image_tokens import Prompt, expanded, spans_of
-from baton_serve.services.router.text.sampling_params import Limits, check_prompt
+from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt, media_spans, repeat_image_tokens
+from baton_serve.services.router.text.sampling_params import ModelLimits, check_prompt
 
 
-async def placed(
+async def expand_placeholders(
     token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile | None, image_limits: ImageLimits
 ) -> list[int]:
     """`token_ids` as long as they are with the images. Raises `BadRequestError`."""
     if profile is None or not urls:
         return list(token_ids)
-    least = _least(token_ids, urls, profile, image_limits)
+    least = _expand_to_minimum(token_ids, urls, profile, image_limits)
     if not profile.grid:
         return least
-    return expanded(token_ids, _counts(await load(urls, image_limits), profile), profile)
+    return repeat_image_tokens(token_ids, _counts(await load(urls, image_limits), profile), profile)
 
 
-async def shown(
-    token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile, image_limits: ImageLimits, limits: Limits
-) -> Prompt:
+async def expand_image_tokens(
+    token_ids: Sequence[int],
+    urls: Sequence[str],
+    profile: VisionProfile,
+    image_limits: ImageLimits,
+    limits: ModelLimits,
+) -> TokenizedPrompt:
     """What can be refused without a file is refused before one is fetched. Raises `BadRequestError`."""
-    check_prompt(_least(token_ids, urls, profile, image_limits), limits, param="messages")
+    check_prompt(_expand_to_minimum(token_ids, urls, profile, image_limits), limits, param="messages")
     files = await load(urls, image_limits)
     counts = _counts(files, profile)
-    found = expanded(token_ids, counts, profile)
+    found = repeat_image_tokens(token_ids, counts, profile)
     images = {file.digest: file.data for file in files}
-    return Prompt(found, spans_of(found, counts, [file.digest for file in files], profile), list(images.values()))
+    return TokenizedPrompt(
+        found, media_spans(found, counts, [file.digest for file in files], profile), list(images.values())
+    )
 
 
-def _least(
+def _expand_to_minimum(
     token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile, image_limits: ImageLimits
 ) -> list[int]:
     """With as few tokens as images can be."""
     if len(urls) > image_limits.per_prompt:
-        raise refused(f"{len(urls)} images, and at most {image_limits.per_prompt} are read (--limit-mm-per-prompt)")
-    return expanded(token_ids, [profile.tokens_per_image] * len(urls), profile)
+        raise image_error(f"{len(urls)} images, and at most {image_limits.per_prompt} are read (--limit-mm-per-prompt)")
+    return repeat_image_tokens(token_ids, [profile.tokens_per_image] * len(urls), profile)
 
 
 def _counts(files: Sequence[ImageFile], profile: VisionProfile) -> list[int]:

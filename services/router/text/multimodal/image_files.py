@@ -17,7 +17,7 @@ from baton_serve.contracts.media import (
     digest_of,
     is_strip,
 )
-from baton_serve.services.router.protocol.image_limits import ImageLimits, refused, too_long
+from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error, image_too_large_error
 from baton_serve.services.router.text.thread_pools import IMAGES
 
 _INLINE_CHARS = 64 * 1024
@@ -46,7 +46,7 @@ async def load(urls: Sequence[str], limits: ImageLimits) -> list[ImageFile]:
             raise found
         files[url] = found
     if sum(len(file.data) for file in {file.digest: file for file in files.values()}.values()) > MAX_PROMPT_BYTES:
-        raise refused(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
+        raise image_error(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
     return [files[url] for url in urls]
 
 
@@ -67,38 +67,38 @@ async def _load(url: str, limits: ImageLimits) -> ImageFile:
             found = await fetch(url, limits)
             return await IMAGES.run(_checked, found, limits)
         case _:
-            raise refused("an image's URL begins with data:, https:, http: or file:")
+            raise image_error("an image's URL begins with data:, https:, http: or file:")
 
 
 def _of_data_url(url: str, limits: ImageLimits) -> bytes:
     head, comma, data = url.partition(",")
     kind, *options = head[len("data:") :].lower().split(";")
     if not comma or "base64" not in options or not (kind.startswith("image/") or not kind):
-        raise refused("a data: URL of an image is data:image/png;base64,…")
+        raise image_error("a data: URL of an image is data:image/png;base64,…")
     if len(data) // 4 * 3 > limits.max_bytes + 2:
-        raise too_long(limits)
+        raise image_too_large_error(limits)
     try:
         return binascii.a2b_base64(data, strict_mode=True)
     except (binascii.Error, ValueError) as exc:
-        raise refused(f"a data: URL of an image is no base64: {exc}") from exc
+        raise image_error(f"a data: URL of an image is no base64: {exc}") from exc
 
 
 def _of_file(url: str, limits: ImageLimits) -> bytes:
     if limits.local_path is None:
-        raise refused("files are not read: send the image as a data: URL, or start with --allowed-local-media-path")
+        raise image_error("files are not read: send the image as a data: URL, or start with --allowed-local-media-path")
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        raise refused("a file: URL names a path on the router's own machine")
+        raise image_error("a file: URL names a path on the router's own machine")
     try:
         path = Path(unquote(parts.path)).resolve(strict=True)
         is_allowed = path.is_relative_to(limits.local_path.resolve()) and path.is_file()
         if is_allowed and path.stat().st_size > limits.max_bytes:
-            raise too_long(limits)
+            raise image_too_large_error(limits)
         if is_allowed:
             return path.read_bytes()
     except (OSError, ValueError):
         pass  # whether there is such a file is nobody's business either
-    raise refused(f"{unquote(parts.path)[:200]!r} is no file below --allowed-local-media-path")
+    raise image_error(f"{unquote(parts.path)[:200]!r} is no file below --allowed-local-media-path")
 
 
 def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
@@ -106,18 +106,20 @@ def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
     from PIL import Image, UnidentifiedImageError  # only requests with images need it
 
     if len(data) > limits.max_bytes:
-        raise too_long(limits)
+        raise image_too_large_error(limits)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if image.format in TURNED_FORMATS and image.getexif().get(ORIENTATION_TAG, 1) in _ON_ITS_SIDE:
                 width, height = height, width
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
-        raise refused(f"an image is none of {', '.join(FORMATS)}, or broken") from exc
+        raise image_error(f"an image is none of {', '.join(FORMATS)}, or broken") from exc
     if width * height > limits.max_pixels:
-        raise refused(
+        raise image_error(
             f"an image has {width * height} pixels; at most {limits.max_pixels} are read (--max-image-pixels)"
         )
     if is_strip(width, height):
-        raise refused(f"an image of {width} x {height} pixels: one side may be {MAX_ASPECT} times the other at most")
+        raise image_error(
+            f"an image of {width} x {height} pixels: one side may be {MAX_ASPECT} times the other at most"
+        )
     return ImageFile(digest_of(data), data, width, height)

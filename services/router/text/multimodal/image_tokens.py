@@ -8,10 +8,10 @@ import msgspec
 
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.vision import VisionProfile
-from baton_serve.services.router.protocol.image_limits import refused
+from baton_serve.services.router.protocol.image_limits import image_error
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Tokens, and the files of what some of them stand for, each once."""
 
     token_ids: list[int]
@@ -19,12 +19,12 @@ class Prompt(msgspec.Struct, frozen=True):
     images: Sequence[bytes] = ()
 
 
-def expanded(token_ids: Sequence[int], counts: Sequence[int], profile: VisionProfile) -> list[int]:
+def repeat_image_tokens(token_ids: Sequence[int], counts: Sequence[int], profile: VisionProfile) -> list[int]:
     """With so many tokens for each image. Raises `BadRequestError` unless the template has written a token for each,
     and no text has."""
     image_id, count = profile.image_token_id, token_ids.count(profile.image_token_id)
     if count != len(counts):
-        raise refused(
+        raise image_error(
             f"{len(counts)} images were given, and the chat template has written {count} places for images: text must"
             " not contain the token that stands for one, and the template must write it for each"
         )
@@ -35,7 +35,7 @@ def expanded(token_ids: Sequence[int], counts: Sequence[int], profile: VisionPro
     return found
 
 
-def spans_of(
+def media_spans(
     token_ids: Sequence[int], counts: Sequence[int], digests: Sequence[bytes], profile: VisionProfile
 ) -> list[MediaSpan]:
     """Of an expanded prompt."""

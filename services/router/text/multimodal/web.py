@@ -9,7 +9,12 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from baton_serve.services.router.protocol.image_limits import ANY_DOMAIN, ImageLimits, refused, too_long
+from baton_serve.services.router.protocol.image_limits import (
+    ANY_DOMAIN,
+    ImageLimits,
+    image_error,
+    image_too_large_error,
+)
 from baton_serve.services.router.text.multimodal.public_addresses import is_public
 
 _PORTS = {"http": 80, "https": 443}
@@ -21,11 +26,11 @@ async def fetch(url: str, limits: ImageLimits) -> bytes:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme.lower()]
     except ValueError as exc:
-        raise refused(f"an image's URL is none: {exc}") from exc
+        raise image_error(f"an image's URL is none: {exc}") from exc
     if not host or parts.username is not None:
-        raise refused("an image's URL must name a host, and no user")
+        raise image_error("an image's URL must name a host, and no user")
     if host not in limits.domains and ANY_DOMAIN not in limits.domains:
-        raise refused(
+        raise image_error(
             f"images are not fetched from {host[:100]!r}: send the image itself as a data: URL, or have the router"
             " started with --allowed-media-domains"
         )
@@ -34,9 +39,9 @@ async def fetch(url: str, limits: ImageLimits) -> bytes:
             address = host if host in limits.domains else await _public_address(host, port)
             return await _get(parts, host, address, limits)
     except TimeoutError:
-        raise refused(f"{host} did not send the image within {limits.fetch_timeout_s:g} s") from None
+        raise image_error(f"{host} did not send the image within {limits.fetch_timeout_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
-        raise refused(f"the image cannot be fetched from {host}: {exc or type(exc).__name__}") from exc
+        raise image_error(f"the image cannot be fetched from {host}: {exc or type(exc).__name__}") from exc
 
 
 async def _public_address(host: str, port: int) -> str:
@@ -44,7 +49,7 @@ async def _public_address(host: str, port: int) -> str:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=0)
     addresses = [str(entry[4][0]) for entry in found]
     if not addresses or not all(is_public(address) for address in addresses):
-        raise refused(
+        raise image_error(
             f"{host[:100]!r} has no public address: images are fetched from private ones only if"
             " --allowed-media-domains names the host itself"
         )
@@ -60,14 +65,14 @@ async def _get(parts: SplitResult, host: str, address: str, limits: ImageLimits)
         client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as answer,
     ):
         if answer.is_redirect:
-            raise refused(f"{host} redirects, and redirects are not followed: name the image's own address")
+            raise image_error(f"{host} redirects, and redirects are not followed: name the image's own address")
         if answer.status_code != 200:
-            raise refused(f"{host} answered with status {answer.status_code} when it was asked for the image")
+            raise image_error(f"{host} answered with status {answer.status_code} when it was asked for the image")
         found = bytearray()
         async for data in answer.aiter_raw():
             found += data
             if len(found) > limits.max_bytes:
-                raise too_long(limits)
+                raise image_too_large_error(limits)
         return bytes(found)
 
 

@@ -16,7 +16,7 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=(.*)", re.DOTALL)
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
-_LONGEST_NAME = 256
+_MAX_NAME_CHARS = 256
 
 
 def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
@@ -41,7 +41,7 @@ def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 def _call(text: Characters, out: Parts) -> Scan[bool]:
     """Whether a call began."""
     name = yield from skip_space(text)
-    while name and _NAME.fullmatch(name) and len(name) < _LONGEST_NAME:
+    while name and _NAME.fullmatch(name) and len(name) < _MAX_NAME_CHARS:
         char = yield from text.next()
         if char == "(":
             return (yield from _arguments(text, out, name))

@@ -19,7 +19,7 @@ ANY_ARGUMENTS = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class ToolCallGrammar:
     """Expressions of one grammar: what offered tools look like in it."""
 
     lark: Lark
@@ -43,22 +43,22 @@ class Calls:
         return f"(({lark.text_up_to(trigger)} {call}){times} {lark.free_text([trigger])})"
 
 
-FormatRule = Callable[[Calls], str]
+FormatRule = Callable[[ToolCallGrammar], str]
 
 
 def strict_rule(format: FormatRule, functions: Sequence[Function], *, is_parallel: bool, form: Rule | None) -> Rule:
     """Tools that are not strict take any arguments. `form`: what an answer that calls nothing must be like.
     Raises `BadRequestError`."""
     tools = [(name_of(one), parameters_of(one) if one.get("strict") is True else ANY_ARGUMENTS) for one in functions]
-    return lambda lark: format(Calls(lark, tools, is_parallel, form(lark) if form is not None else None))
+    return lambda lark: format(ToolCallGrammar(lark, tools, is_parallel, form(lark) if form is not None else None))
 
 
-def _hermes(calls: Calls) -> str:
+def _hermes(calls: ToolCallGrammar) -> str:
     call = calls.any(lambda name: f'{{"name": {json.dumps(name)}, "arguments": ', "}")
     return calls.amid_text(OPEN, f'"\\n"? {call} "\\n"? {calls.lark.literal(CLOSE)}')
 
 
-def _mistral(calls: Calls) -> str:
+def _mistral(calls: ToolCallGrammar) -> str:
     lark = calls.lark
     listed = calls.any(lambda name: f'{{"name": {json.dumps(name)}, "arguments": ', "}")
     more = f" ({lark.literal(', ')} {listed})*" if calls.is_parallel else ""
@@ -66,7 +66,7 @@ def _mistral(calls: Calls) -> str:
     return calls.amid_text(MARK, f'(" "? "[" {listed}{more} "]" | {plain} | {marked})')
 
 
-def _deepseek_v3(calls: Calls) -> str:
+def _deepseek_v3(calls: ToolCallGrammar) -> str:
     lark = calls.lark
     fenced = calls.any(lambda name: f"function{SEPARATOR}{name}\n```json\n", "\n```")
     plain = calls.any(lambda name: f"{name}{SEPARATOR}", "")
@@ -76,7 +76,7 @@ def _deepseek_v3(calls: Calls) -> str:
     return calls.amid_text(ALL_BEGIN, f"{first} {one}{more} {lark.literal(ALL_END)}")
 
 
-def _llama3_json(calls: Calls) -> str:
+def _llama3_json(calls: ToolCallGrammar) -> str:
     """A text that does not begin as a call is none."""
     call = calls.any(lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}")
     more = f'("; " {call})*' if calls.is_parallel else ""

@@ -85,7 +85,7 @@ template <class M> class Attention {
       scratch.shape = &shape;
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < plan.tasks.size(); i++) {
-        give_way();
+        yield_to_others();
         compute(plan.tasks[i], scratch, partials.get());
       }
 #pragma omp for schedule(dynamic, 1)

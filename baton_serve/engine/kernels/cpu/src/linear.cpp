@@ -300,7 +300,7 @@ bool compute_tiled(const Product& product, int64_t rows, int num_threads) {
     tiles::Shape shape;
     if (!scratch.has_room()) has_failed = true;
     for (int64_t task; !has_failed && (task = next.fetch_add(1)) < slices * stretches;) {
-      give_way();
+      yield_to_others();
       const int panel = task % stretches * stretch;
       const int64_t first = task / stretches * height, count = std::min(height, rows - first);
       if (count > 0) product.compute_many(panel, std::min(panel + stretch, panels), first, count, scratch, shape);
@@ -337,14 +337,14 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
     const int64_t tasks = few ? (product.panels() + 1) / 2 : product.panels() * blocks;
     // Few rows: each thread reads one stretch of the weights, the hardware's prefetchers follow it. Many: a thread whose
     // core is taken away holds nobody up.
-    const int64_t share = (tasks + threads - 1) / threads, at_once = count < MANY_ROWS ? share : (share + 15) / 16;
+    const int64_t share = (tasks + threads - 1) / threads, callback = count < MANY_ROWS ? share : (share + 15) / 16;
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
       tiles::Shape shape;
-      for (int64_t task; (task = next.fetch_add(at_once)) < tasks;) {
-        give_way();
-        for (const int64_t end = std::min(task + at_once, tasks); task < end; task++) {
+      for (int64_t task; (task = next.fetch_add(callback)) < tasks;) {
+        yield_to_others();
+        for (const int64_t end = std::min(task + callback, tasks); task < end; task++) {
           const int64_t first = task % blocks * BLOCK_ROWS;
           if (few)
             product.compute_few(2 * task, count, shape);

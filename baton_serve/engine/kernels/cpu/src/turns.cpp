@@ -36,7 +36,7 @@ bool is_other_s_turn() {
 
 namespace baton {
 
-void give_way() {
+void yield_to_others() {
   if (!is_told.load(std::memory_order_acquire)) return;
   while (is_other_s_turn()) {
     const timespec while_ns{0, LOOK_AGAIN_NS};

@@ -5,6 +5,6 @@
 namespace baton {
 
 // Call between two pieces of work, in the thread that does them. Costs a few loads while nobody else has the turn.
-void give_way();
+void yield_to_others();
 
 }  // namespace baton

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.triton.digits import GROUP, Digits
-from baton_serve.engine.kernels.triton.quant.counters import COUNTERS, counters_of
+from baton_serve.engine.kernels.triton.quant.counters import MAX_COUNTERS, counters_of
 from baton_serve.engine.kernels.triton.quant.tile import write_sums
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
-MOST_TOKENS = {"int4": 16, "uint4": 16, "int8": 64}
+MAX_TOKENS = {"int4": 16, "uint4": 16, "int8": 64}
 """By codebook. Beyond, the sums of all columns cost more than decoding the weight."""
 MANY_OUTPUTS = 16384
 """Eight bits of fewer outputs gain nothing (measured from 1 to 64 tokens)."""
@@ -37,7 +37,7 @@ class DigitTiles:
 
 def takes_digits(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> bool:
     """Whether the product of so many tokens goes over integers: codes that are integers, in groups of 128 or more."""
-    if dtype.itemsize != 2 or num_tokens > MOST_TOKENS.get(weight.codebook, 0) or weight.inputs % GROUP:
+    if dtype.itemsize != 2 or num_tokens > MAX_TOKENS.get(weight.codebook, 0) or weight.inputs % GROUP:
         return False
     if weight.codebook == "int8" and weight.outputs < MANY_OUTPUTS:
         return False
@@ -94,7 +94,7 @@ def _launch(
     num_tokens, adds = digits.num_tokens, to is not None
     result = sums if to is None else to
     grid = (-(-weight.outputs // tiles.outputs), 1, tiles.splits)
-    assert grid[0] <= COUNTERS
+    assert grid[0] <= MAX_COUNTERS
     _digit_kernel[grid](
         result,
         sums,

@@ -18,26 +18,31 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 
 
 @dataclass(frozen=True, slots=True)
-class RowTiles:
+class QuantizedRowTiles:
     rows: int  # outputs per program
     chunk: int  # words (four and six bits) or codes (eight) per step
     warps: int
     stages: int = 2
 
 
-def row_tiles(weight: QuantizedWeight) -> RowTiles:
+def row_tiles(weight: QuantizedWeight) -> QuantizedRowTiles:
     """Measured (docs/experiments.md, "Products over weights in few bits")."""
     if weight.codebook in KINDS:
-        return RowTiles(rows=4, chunk=512, warps=4, stages=1)
+        return QuantizedRowTiles(rows=4, chunk=512, warps=4, stages=1)
     if weight.codebook != "int8" and weight.outputs >= 16384:
         if weight.inputs % 4096 == 0:
-            return RowTiles(rows=4, chunk=4096, warps=4, stages=1)
-        return RowTiles(rows=8, chunk=256, warps=2, stages=3)
-    return RowTiles(rows=4, chunk=512, warps=1, stages=4)
+            return QuantizedRowTiles(rows=4, chunk=4096, warps=4, stages=1)
+        return QuantizedRowTiles(rows=8, chunk=256, warps=2, stages=3)
+    return QuantizedRowTiles(rows=4, chunk=512, warps=1, stages=4)
 
 
 def row_product(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None, *, gated: bool = False
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    tiles: QuantizedRowTiles | None = None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """x [1, inputs] -> [1, outputs]; `gated`: the outputs are gates, then ups, and SiLU(gate) * up [1, outputs / 2] is
     what is wanted."""

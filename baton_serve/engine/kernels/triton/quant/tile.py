@@ -24,7 +24,7 @@ from baton_serve.engine.kernels.triton.quant.codes import (
     values,
     word_arguments,
 )
-from baton_serve.engine.kernels.triton.quant.counters import COUNTERS, counters_of
+from baton_serve.engine.kernels.triton.quant.counters import MAX_COUNTERS, counters_of
 from baton_serve.engine.kernels.triton.tiles import padded
 
 MANY_OUTPUTS = 16384
@@ -104,7 +104,7 @@ def _launch(
     num_tokens, adds = x.shape[0], to is not None
     result = sums if to is None else to
     grid = (-(-weight.outputs // tiles.outputs), -(-num_tokens // tiles.tokens), tiles.splits)
-    assert grid[0] * grid[1] <= COUNTERS
+    assert grid[0] * grid[1] <= MAX_COUNTERS
     given = (
         result,
         sums,

@@ -20,7 +20,7 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.triton.row.kernel import layers_kernel
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
-PATIENCE = 1 << 23
+MAX_SPINS = 1 << 23
 """Questions that a program asks in vain in one step, about half a microsecond each."""
 SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -49,7 +49,7 @@ class RowShape:
     head_dim: int
 
 
-PER_PROCESSOR = 2
+MAX_PROGRAMS_PER_PROCESSOR = 2
 
 
 class RowLayers:
@@ -173,7 +173,7 @@ class RowLayers:
             "programs": plan.programs,
             "stages": plan.stages,
             "down_runs": plan.down_runs,
-            "patience": PATIENCE,
+            "patience": MAX_SPINS,
             "num_warps": plan.warps,
         }
 
@@ -189,7 +189,7 @@ def row_layers(
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     if not {"max_num_regs", "max_shared_mem", "multiprocessor_count", "warpSize"} <= limits.keys():
         return None
-    plan = RowPlan(PER_PROCESSOR * limits["multiprocessor_count"], depth_of(shape))
+    plan = RowPlan(MAX_PROGRAMS_PER_PROCESSOR * limits["multiprocessor_count"], depth_of(shape))
     if plan.programs < shape.width // plan.depth:
         return None
     return RowLayers(layers, shape, specs[0].scale, plan, limits)

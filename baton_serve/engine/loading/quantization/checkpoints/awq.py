@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from baton_serve.engine.loading.quantization.checkpoints.layout import (
-    Made,
-    Parts,
+    DecodedWeight,
+    StoredTensors,
     from_unsigned,
     group_of,
     one_of,
@@ -36,11 +36,11 @@ class Awq:
     def label(self) -> str:
         return f"awq 4 bit, group {self.group or 'row'}"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         codes = _outputs_in_order(parts[".qweight"])  # [outputs, inputs]
         scales = parts[".scales"].T.contiguous()
         zeros = _outputs_in_order(parts[".qzeros"]) if self.has_zeros else None
-        return Made(from_unsigned(codes, scales, zeros, bits=4, group=self.group))
+        return DecodedWeight(from_unsigned(codes, scales, zeros, bits=4, group=self.group))
 
 
 def awq(config: Mapping[str, Any]) -> Awq:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_values, pack_codes
-from baton_serve.engine.loading.quantization.checkpoints.layout import Made, Parts, one_of
+from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors, one_of
 
 STATES: dict[str, Codebook] = {
     ".weight.quant_state.bitsandbytes__nf4": "nf4",
@@ -38,7 +38,7 @@ class BitsAndBytes:
     def label(self) -> str:
         return f"bitsandbytes {self.kind}"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         end, codebook = next((end, codebook) for end, codebook in STATES.items() if end in parts)
         state = json.loads(bytes(parts[end].cpu().tolist()))
         outputs, inputs = (int(size) for size in state["shape"])
@@ -48,9 +48,9 @@ class BitsAndBytes:
         scales = _scales(parts, state)
         if inputs % block == 0:
             weight = QuantizedWeight(codebook, inputs, block, pack_codes(codes, 4), scales.view(outputs, -1))
-            return Made(weight)
+            return DecodedWeight(weight)
         values = torch.tensor(code_values(codebook), device=codes.device)[codes.int()].flatten()
-        return Made((values * scales.repeat_interleave(block)[: len(values)]).view(outputs, inputs))
+        return DecodedWeight((values * scales.repeat_interleave(block)[: len(values)]).view(outputs, inputs))
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
@@ -60,7 +60,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
     return BitsAndBytes(one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "bitsandbytes", default="fp4"))
 
 
-def _scales(parts: Parts, state: Mapping[str, Any]) -> Tensor:
+def _scales(parts: StoredTensors, state: Mapping[str, Any]) -> Tensor:
     """float32, one per block."""
     absmax = parts[".weight.absmax"]
     if ".weight.nested_absmax" not in parts:

@@ -16,8 +16,8 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.loading.quantization.checkpoints.fp8 import block_of, float8, spread
 from baton_serve.engine.loading.quantization.checkpoints.layout import (
-    Made,
-    Parts,
+    DecodedWeight,
+    StoredTensors,
     from_unsigned,
     group_of,
     one_of,
@@ -32,7 +32,7 @@ STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
+class CompressedTensors:
     form: str
     bits: int
     is_symmetric: bool
@@ -51,20 +51,20 @@ class Compressed:
     def label(self) -> str:
         return f"{METHOD} {self.form} {self.bits} bit, group {self.group or self.block or 'row'}"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         scales = parts[".weight_scale"]
         if ".weight_packed" in parts:
             return self._packed(parts, scales)
         weight, zeros = parts[".weight"], parts.get(".weight_zero_point")
         if weight.is_floating_point():
-            return Made(float8(weight, scales.float(), self._shared()))
+            return DecodedWeight(float8(weight, scales.float(), self._shared()))
         return self._integers(weight, scales, zeros)
 
     def _shared(self) -> tuple[int, int] | None:
         """Outputs and inputs of one scale; None: a row, or all."""
         return self.block if self.group is None else (1, self.group)
 
-    def _packed(self, parts: Parts, scales: Tensor) -> Made:
+    def _packed(self, parts: StoredTensors, scales: Tensor) -> DecodedWeight:
         outputs, inputs = (int(size) for size in parts[".weight_shape"])
         codes = unpack_words(parts[".weight_packed"], self.bits)[:outputs, :inputs].contiguous()
         scales = spread(scales, outputs, inputs, None)[0] if scales.numel() == 1 else scales.contiguous()
@@ -74,9 +74,9 @@ class Compressed:
         order = order_of(parts.get(".weight_g_idx"), inputs, self.group)
         if order is not None:
             codes = codes[:, order]
-        return Made(from_unsigned(codes, scales, zeros, bits=self.bits, group=self.group), order)
+        return DecodedWeight(from_unsigned(codes, scales, zeros, bits=self.bits, group=self.group), order)
 
-    def _integers(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Made:
+    def _integers(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> DecodedWeight:
         if weight.dtype != torch.int8:
             raise ValueError(f"a weight of {weight.dtype}, not int8")
         outputs, inputs = weight.shape
@@ -84,10 +84,10 @@ class Compressed:
         shifts: Tensor | None = None
         if zeros is not None and bool(zeros.any()):
             shifts = spread(zeros, outputs, inputs, self._shared())[0].to(per_row.dtype)
-        return Made(QuantizedWeight("int8", inputs, group, weight.contiguous(), per_row, shifts))
+        return DecodedWeight(QuantizedWeight("int8", inputs, group, weight.contiguous(), per_row, shifts))
 
 
-def compressed(config: Mapping[str, Any]) -> Compressed:
+def compressed(config: Mapping[str, Any]) -> CompressedTensors:
     """Raises `UnsupportedModelError`."""
     groups = list((config.get("config_groups") or {}).values())
     if not groups:
@@ -108,13 +108,13 @@ def compressed(config: Mapping[str, Any]) -> Compressed:
     return schemes[0]
 
 
-def _scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> Compressed:
+def _scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> CompressedTensors:
     form = one_of({"format": group.get("format") or config.get("format")}, "format", FORMATS, METHOD)
     weights = group.get("weights") or {}
     kind = one_of(weights, "type", ("float",) if form == "float-quantized" else ("int", "float"), METHOD)
     bits = one_of(weights, "num_bits", (4, 8) if form == PACKED and kind == "int" else (8,), METHOD)
     strategy = one_of(weights, "strategy", STRATEGIES, METHOD)
-    return Compressed(
+    return CompressedTensors(
         form,
         bits,
         is_symmetric=bool(weights.get("symmetric", True)),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight
-from baton_serve.engine.loading.quantization.checkpoints.layout import Made, Parts, one_of
+from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors, one_of
 
 FLOAT8: dict[torch.dtype, Codebook] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
@@ -35,11 +35,11 @@ class Fp8:
     def label(self) -> str:
         return "fp8 per tensor" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         scales = parts.get(".weight_scale_inv", parts.get(".weight_scale"))
         if scales is None:
             raise KeyError(".weight_scale_inv")
-        return Made(float8(parts[".weight"], scales.float(), self.block))
+        return DecodedWeight(float8(parts[".weight"], scales.float(), self.block))
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:

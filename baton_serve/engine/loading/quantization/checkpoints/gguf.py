@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, concatenate, pack_codes
-from baton_serve.engine.loading.quantization.checkpoints.layout import Made, Parts
+from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors
 
 GROUP = 32
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types whose tensors hold numbers."""
 ROUNDED = "/int8"
 """Ends the part of a layer that is to be rounded to eight bits, whatever its type."""
-PIECE = 1 << 24
+MAX_CHUNK_ELEMENTS = 1 << 24
 """Numbers in float32 at once."""
 SMALLEST_NORMAL, LARGEST_ZERO = 2.0**-14, 32768.0
 """Of float16; what is beyond is rounded to eight bits instead."""
@@ -37,11 +37,11 @@ class Gguf:
     marks: ClassVar[tuple[str, ...]] = ()
     target: ClassVar[str] = ".weight"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         ((part, rows),) = parts.items()
         kind = part.removeprefix(".")
         weight = None if kind.endswith(ROUNDED) else _kept(rows, kind)
-        return Made(_rounded(rows, kind.removesuffix(ROUNDED)) if weight is None else weight)
+        return DecodedWeight(_rounded(rows, kind.removesuffix(ROUNDED)) if weight is None else weight)
 
 
 def kept_as(kind: str) -> str:
@@ -55,7 +55,7 @@ def numbers(rows: Tensor, kind: str) -> Iterator[Tensor]:
 
     used = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[used]
-    step = max(1, PIECE // (rows.shape[1] // size * block))
+    step = max(1, MAX_CHUNK_ELEMENTS // (rows.shape[1] // size * block))
     for start in range(0, len(rows), step):
         piece = rows[start : start + step].cpu().numpy()
         yield torch.from_numpy(gguf.quants.dequantize(piece, used)).to(rows.device)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading.quantization.checkpoints.layout import (
-    Made,
-    Parts,
+    DecodedWeight,
+    StoredTensors,
     from_unsigned,
     group_of,
     one_of,
@@ -38,7 +38,7 @@ class Gptq:
     def label(self) -> str:
         return f"gptq {self.bits} bit, group {self.group or 'row'}"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         codes = unpack_words(parts[".qweight"].T.contiguous(), self.bits)  # [outputs, inputs]
         stored = unpack_words(parts[".qzeros"], self.bits).T
         zeros = (stored.int() + self.zeros_offset) & ((1 << self.bits) - 1)
@@ -48,7 +48,7 @@ class Gptq:
             codes = codes[:, order]
         is_centred = self.is_symmetric and bool((zeros == 1 << self.bits - 1).all())
         kept = None if is_centred else zeros[: len(scales)].contiguous()
-        return Made(from_unsigned(codes, scales, kept, bits=self.bits, group=self.group), order)
+        return DecodedWeight(from_unsigned(codes, scales, kept, bits=self.bits, group=self.group), order)
 
 
 def gptq(config: Mapping[str, Any]) -> Gptq:

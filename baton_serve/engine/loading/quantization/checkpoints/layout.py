@@ -10,12 +10,12 @@ from torch import Tensor
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight, dequantize, pack_codes
 
-Parts = Mapping[str, Tensor]
+StoredTensors = Mapping[str, Tensor]
 """One layer's stored tensors, by the ends of their names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class DecodedWeight:
     """`weight` is quantized (stacked: of experts), or numbers where the engine has no codes for it. `order` [inputs]:
     column `i` of the weight multiplies input `order[i]`; None: they are in order."""
 
@@ -59,7 +59,7 @@ class CheckpointFormat(Protocol):
         """The layer's name and this is the model's own parameter."""
         ...
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         """Where the parts lie. Raises `ValueError` or `KeyError` for parts that do not fit each other."""
         ...
 
@@ -89,8 +89,8 @@ def from_unsigned(
 
 
 def order_of(group_of_input: Tensor | None, inputs: int, group: int | None) -> Tensor | None:
-    """Inputs sorted by their group, as `Made` has it; None if each group's inputs lie together, in the order of the
-    groups. Raises `ValueError` if the groups are not all of size `group`."""
+    """Inputs sorted by their group, as `DecodedWeight` has it; None if each group's inputs lie together, in the order
+    of the groups. Raises `ValueError` if the groups are not all of size `group`."""
     if group_of_input is None or group is None or bool((group_of_input < 0).all()):
         return None
     if len(group_of_input) != inputs:

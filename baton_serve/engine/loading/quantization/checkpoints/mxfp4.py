@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight, pack_codes
-from baton_serve.engine.loading.quantization.checkpoints.layout import Made, Parts
+from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors
 
 BIAS = 127
 GROUP = 32
@@ -28,14 +28,16 @@ class Mxfp4:
     def label(self) -> str:
         return "mxfp4"
 
-    def read(self, parts: Parts) -> Made:
+    def read(self, parts: StoredTensors) -> DecodedWeight:
         blocks, scales = parts["_blocks"], parts["_scales"]
         if blocks.dim() != 4 or blocks.shape[:3] != scales.shape:
             raise ValueError(f"blocks of shape {list(blocks.shape)} with scales of shape {list(scales.shape)}")
         experts, outputs, groups, _ = blocks.shape
         codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(experts * outputs, groups * GROUP)
         powers = torch.exp2(scales.float() - BIAS).to(torch.bfloat16).view(experts * outputs, groups)
-        return Made(StackedWeight(QuantizedWeight("fp4", groups * GROUP, GROUP, pack_codes(codes, 4), powers), experts))
+        return DecodedWeight(
+            StackedWeight(QuantizedWeight("fp4", groups * GROUP, GROUP, pack_codes(codes, 4), powers), experts)
+        )
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from baton_serve.child_command import module_command
-from baton_serve.services.common.restart_policy import Restarts
+from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.router.protocol.errors import RateLimitError, UnavailableError
 from baton_serve.services.router.text.grammar.compiling.process import ENDED, VERDICT, CompileLimits
 
@@ -71,7 +71,7 @@ class GrammarChecker:
         self._num_running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._process: _Process | None = None
-        self._restarts = Restarts()
+        self._restarts = RestartPolicy()
         self._starts_from = 0.0
 
     @property
@@ -223,7 +223,7 @@ class GrammarChecker:
     def _lose(self) -> None:
         if self._process is not None:
             now = time.monotonic()
-            self._restarts.died(lived_s=now - self._process.started_at, has_served=True)
+            self._restarts.next_delay_s(lived_s=now - self._process.started_at, has_served=True)
             self._starts_from = now + 0.1 * 2 ** min(self._restarts.short_lives - 1, 6)
             self.close()
 
