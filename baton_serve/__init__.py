@@ -11,10 +11,10 @@ from baton_serve.services.common.version import VERSION
 
 if TYPE_CHECKING:
     from baton_serve.engine.offline.async_engine import AsyncLLMEngine
+    from baton_serve.engine.offline.engine_args import EngineArgs
     from baton_serve.engine.offline.llm import LLM
     from baton_serve.engine.offline.llm_engine import LLMEngine
     from baton_serve.engine.offline.lora import LoRARequest
-    from baton_serve.engine.offline.opening import EngineArgs
     from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
 
 __version__ = VERSION

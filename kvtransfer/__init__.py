@@ -26,7 +26,7 @@ from baton_serve.kvtransfer.ladder import Verdict
 from baton_serve.kvtransfer.liveness import this_host
 from baton_serve.kvtransfer.memory import BlockMemory, HostMemory
 from baton_serve.kvtransfer.node import NodePorts, TransferNode
-from baton_serve.kvtransfer.probing.here import probe_here
+from baton_serve.kvtransfer.probing.running import probe_here
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 from baton_serve.kvtransfer.settings import PeerAccess, TransferSettings
 from baton_serve.kvtransfer.transports.memory import InProcess

@@ -17,7 +17,7 @@ from baton_serve.kvtransfer.ladder import ProbeOutcome
 from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.session.steps import SessionLimits
 from baton_serve.kvtransfer.settings import TransferSettings
-from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
+from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 from baton_serve.kvtransfer.transports.port import Transport
 from baton_serve.kvtransfer.workers import Workers
 

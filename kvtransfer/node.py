@@ -31,7 +31,7 @@ from baton_serve.kvtransfer.producer.producer import FetchHandler, ProducerSide
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports import build
-from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
+from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 from baton_serve.kvtransfer.transports.memory import InProcess
 from baton_serve.kvtransfer.transports.port import NodeFacts, Transport
 from baton_serve.kvtransfer.workers import Workers

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from baton_serve.engine.engine import Engine
     from baton_serve.engine.kv.kv_cache import KVCache
     from baton_serve.engine.offline.async_engine import AsyncLLMEngine
+    from baton_serve.engine.offline.engine_args import EngineArgs
     from baton_serve.engine.offline.llm import LLM
     from baton_serve.engine.offline.llm_engine import LLMEngine
     from baton_serve.engine.offline.lora import LoRARequest
-    from baton_serve.engine.offline.opening import EngineArgs
     from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
 
 _LATE = {
@@ -47,7 +47,7 @@ _LATE = {
     "BeamSearchParams": "baton_serve.engine.offline.params",
     "Engine": "baton_serve.engine.engine",
     "KVCache": "baton_serve.engine.kv.kv_cache",
-    "EngineArgs": "baton_serve.engine.offline.opening",
+    "EngineArgs": "baton_serve.engine.offline.engine_args",
     "LLM": "baton_serve.engine.offline.llm",
     "LLMEngine": "baton_serve.engine.offline.llm_engine",
     "LoRARequest": "baton_serve.engine.offline.lora",

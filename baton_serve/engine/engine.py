@@ -31,7 +31,6 @@ from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.sampling_rules import check_work
 from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.sequence import Mode, SequenceState
-from baton_serve.engine.core.step_meter import StepMeter
 from baton_serve.engine.errors import UsageError
 from baton_serve.engine.execution.executor import AfterLayer, LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
@@ -47,12 +46,16 @@ from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
 from baton_serve.engine.sample.token_masks import TokenMasker
 from baton_serve.engine.step.cache_sizing import KVCacheBuilder
-from baton_serve.engine.step.engine_stats import engine_stats
-from baton_serve.engine.step.failures import RequestFailures
-from baton_serve.engine.step.in_flight import InFlightStep, has_prefill_requests, runs_longer_than_launch
+from baton_serve.engine.step.engine_stats import StepMeter, engine_stats
+from baton_serve.engine.step.in_flight import (
+    InFlightStep,
+    RequestFailures,
+    StepPlanner,
+    has_prefill_requests,
+    runs_longer_than_launch,
+)
 from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups
 from baton_serve.engine.step.mirror_refs import MirrorRefs
-from baton_serve.engine.step.planner import StepPlanner
 from baton_serve.engine.step.warm_up import compile_kernels, measure_speed, run_warm_up_batch
 
 logger = logging.getLogger(__name__)

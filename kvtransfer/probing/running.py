@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from baton_serve.child_command import module_command
-from baton_serve.kvtransfer.ladder import ProbeOutcome, Verdict
+from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
 from baton_serve.kvtransfer.probing.plan import OUTPUT_PREFIX, ProbeAddress, ProbePlan, complete
+from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.oneccl.backends import host_backends
 
 logger = logging.getLogger(__name__)
 
@@ -195,3 +198,21 @@ def _spawn(command: Sequence[str], plan: ProbePlan) -> "subprocess.Popen[bytes]"
     with contextlib.suppress(BrokenPipeError):  # what became of it is told by its end
         process.stdin.write(msgspec.json.encode(plan) + b"\n")
     return process
+
+
+async def probe_here(source: str, target: str, timeout_s: float, *, command: Sequence[str] = COMMAND) -> list[Verdict]:
+    """`source` and `target` are devices as torch calls them; empty: host memory. A verdict for each transport."""
+    rungs = [Rung("usm"), Rung("zeromq")]
+    rungs += [Rung("oneccl")] if source else [Rung("oneccl", backend.name) for backend in host_backends()]
+    plan = ProbePlan(
+        rungs=rungs, settings=TransferSettings(), seed=secrets.randbits(48), timeout_s=timeout_s, device=source
+    )
+    runner = ProbeRunner(command)
+    try:
+        process, address = await runner.serve(plan)
+    except ProbeFailedError as exc:
+        return complete(rungs, [], exc.outcome, f"at the producer: {exc}")
+    try:
+        return await runner.fetch(msgspec.structs.replace(plan, device=target, address=address))
+    finally:
+        await runner.end(process)

@@ -14,7 +14,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
 from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.session.steps import BlockPlacement
-from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
+from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 
 Buffer = bytes | memoryview
 Announce = Callable[[Sequence[Sequence[Buffer]]], None]

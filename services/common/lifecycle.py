@@ -10,12 +10,58 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 
 from baton_serve.services.common.errors import ConfigurationError
+
+_CANCEL_INTERVAL_S = 0.1
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancels them until they have ended, however they do.
+
+    Once is not enough before Python 3.12: `asyncio.wait_for`, within libraries too, forgets a cancellation that comes
+    in the turn in which what it waits for is done.
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        ended, running = await asyncio.wait(running, timeout=_CANCEL_INTERVAL_S)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # told where it happened, or nobody's concern any more
+
+
+MIN_DELAY_S = 0.5
+MAX_DELAY_S = 15.0
+MAX_FAILED_STARTS = 5
+"""A process that has never become ready is given up after this many short lives in a row."""
+STABLE_LIFE_S = 20.0
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Of one process, over all its lives. `has_served`: it has become ready in one of them."""
+
+    short_lives: int = 0
+    failed_starts: int = 0
+    has_served: bool = False
+
+    def next_delay_s(self, *, lived_s: float, has_served: bool) -> float | None:
+        """Return the delay before the next start, in seconds, or None to give the process up. `has_served`: it became
+        ready in the life that has ended."""
+        self.has_served = self.has_served or has_served
+        self.short_lives = 1 if lived_s >= STABLE_LIFE_S else self.short_lives + 1
+        self.failed_starts = 0 if lived_s >= STABLE_LIFE_S else self.failed_starts + 1
+        if self.failed_starts >= MAX_FAILED_STARTS and not self.has_served:
+            return None
+        return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** min(self.short_lives - 1, 10)))
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from baton_serve.services.common.settings.configuration import environment, load
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.doctor.cards import check_cards, check_visible
 from baton_serve.services.doctor.device_probe import ProbeFacts
-from baton_serve.services.doctor.devices import device_findings, probe_devices
+from baton_serve.services.doctor.devices import check_transports, device_findings, probe_devices
 from baton_serve.services.doctor.findings import DoctorReport, Finding
 from baton_serve.services.doctor.limits import check_limits
 from baton_serve.services.doctor.network import check_network
 from baton_serve.services.doctor.settings import DoctorSettings
-from baton_serve.services.doctor.transports import check_transports
 
 STATUS_MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
 

@@ -2,15 +2,22 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from baton_serve.contracts.messages import ErrorCode, Generate
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
-from baton_serve.engine.model.vision.placeholders import ImageReader
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.image_loading import read_images
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
+
+
+async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pixels:
+    """Without a reader: none, and the engine refuses the prompt. Raises `engine.errors.RequestError`."""
+    if not images or reader is None:
+        return NO_PIXELS
+    return await asyncio.to_thread(reader.read, images)
 
 
 class GenerationObserver:

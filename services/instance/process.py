@@ -42,7 +42,7 @@ from baton_serve.services.instance.addresses import (
 from baton_serve.services.instance.components import InstanceService, MakeHandler, RoleDependencies
 from baton_serve.services.instance.cpu_sharing.time_slicing import core_turns
 from baton_serve.services.instance.drain.drain_state import DrainController
-from baton_serve.services.instance.drain.handover import DrainMigration
+from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, InstanceError, StartFailed
@@ -50,11 +50,11 @@ from baton_serve.services.instance.health import HealthStatus, create_app
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
-from baton_serve.services.instance.observed_role import TracedRole
 from baton_serve.services.instance.pooling_server import PoolingServer
 from baton_serve.services.instance.registration import Registration
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
+from baton_serve.services.instance.traced_role import TracedRole
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
+from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.common.registry import RegistryClient
-from baton_serve.services.common.tasks import cancel_all
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,9 @@ from baton_serve.services.common.settings.configuration import environment, load
 from baton_serve.services.common.settings.options import Option
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.local.accelerators import can_torch_use_accelerators, device_indexes
-from baton_serve.services.local.console import Console
-from baton_serve.services.local.gguf_cache import is_lone_gguf, unpack_gguf
-from baton_serve.services.local.hub_cache import find_snapshot, is_hub_name
+from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
+from baton_serve.services.local.model_cache import find_snapshot, is_hub_name, is_lone_gguf, unpack_gguf
 from baton_serve.services.local.plan import (
     MANAGED_INSTANCE_OPTIONS,
     MANAGED_ROUTER_OPTIONS,

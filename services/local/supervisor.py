@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS
-from baton_serve.services.common.restart_policy import RestartPolicy
-from baton_serve.services.local.child import Child
-from baton_serve.services.local.console import Console
+from baton_serve.services.common.lifecycle import EXIT_HOPELESS, RestartPolicy
+from baton_serve.services.local.child import Child, Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
 

@@ -16,11 +16,11 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.image_loading import read_images
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
+from baton_serve.services.instance.local_generation import read_images
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
-from baton_serve.services.prefill.prompt_progress import HandoffObserver, PrefillObserver
+from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,23 @@ from baton_serve.services.router.api.completions import CompletionEndpoint
 from baton_serve.services.router.api.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.api.pooling.routes import POOLING_DOCUMENTED as POOLING_DOCUMENTED
-from baton_serve.services.router.api.pooling.routes import pooling_endpoints
+from baton_serve.services.router.api.pooling.endpoint import PoolingEndpoint
+from baton_serve.services.router.api.pooling.schema import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from baton_serve.services.router.api.pooling.score_endpoints import ranks, scores
+from baton_serve.services.router.api.pooling.vector_endpoints import classes, embeddings, pooling
 from baton_serve.services.router.api.responses.endpoint import InputTokensEndpoint, ResponsesEndpoint
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.http.adapter_endpoints import adapter_endpoints
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.invocations import InvocationsEndpoint
-from baton_serve.services.router.http.model_endpoints import model_routes
+from baton_serve.services.router.http.model_endpoints import model_routes, tokenizer_routes
 from baton_serve.services.router.http.status_endpoints import DetokenizeEndpoint, TokenizeEndpoint, system_routes
-from baton_serve.services.router.http.tokenizer_endpoints import tokenizer_routes
 from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
 from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
 from baton_serve.services.router.protocol.errors import ErrorBody, ErrorDetail
@@ -38,6 +45,33 @@ from baton_serve.services.router.protocol.openai_requests import (
 )
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
+
+POOLING_DOCUMENTED: dict[str, tuple[str, type[BaseModel]]] = {
+    "/v1/embeddings": ("A vector for each input", EmbeddingRequest),
+    "/pooling": ("What the model makes of each input, or of each of its tokens", PoolingRequest),
+    "/classify": ("Scores of classes for each input", ClassificationRequest),
+    "/score": ("How well pairs of texts match", ScoreRequest),
+    "/v1/score": ("How well pairs of texts match", ScoreRequest),
+    "/rerank": ("Documents by how well they answer a query", RerankRequest),
+    "/v1/rerank": ("Documents by how well they answer a query", RerankRequest),
+    "/v2/rerank": ("Documents by how well they answer a query", RerankRequest),
+}
+
+
+def pooling_endpoints(service: ModelService) -> dict[str, Asgi]:
+    score = PoolingEndpoint(service, ScoreRequest, scores, prefix="score")
+    rerank = PoolingEndpoint(service, RerankRequest, ranks, prefix="rerank")
+    return {
+        "/v1/embeddings": PoolingEndpoint(service, EmbeddingRequest, embeddings, prefix="embd"),
+        "/pooling": PoolingEndpoint(service, PoolingRequest, pooling, prefix="pool"),
+        "/classify": PoolingEndpoint(service, ClassificationRequest, classes, prefix="classify"),
+        "/score": score,
+        "/v1/score": score,
+        "/rerank": rerank,
+        "/v1/rerank": rerank,
+        "/v2/rerank": rerank,
+    }
+
 
 _SCHEMAS = "#/components/schemas/{model}"
 

@@ -25,14 +25,13 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.connections import ZeromqConnector
-from baton_serve.services.router.http.gateway import Gateway
+from baton_serve.services.router.http.gateway import Gateway, with_middleware
 from baton_serve.services.router.http.hosts import with_allowed_hosts
-from baton_serve.services.router.http.middleware import with_middleware
 from baton_serve.services.router.http.status_endpoints import own_metrics, own_stats
 from baton_serve.services.router.models import Models, settings_of_models
 from baton_serve.services.router.placement.admission import AdmissionRules
+from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.placement.policy import PlacementPolicy
-from baton_serve.services.router.placement.retry_budget import RetryBudget
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess, SiblingRpc
 from baton_serve.services.router.processes.supervisor import start_router_processes
 from baton_serve.services.router.protocol.caller import Caller

@@ -14,7 +14,7 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.requests.dispatcher import AdmissionControl, Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.pooling_calls import PoolingDispatcher
+from baton_serve.services.router.requests.pooling_dispatcher import PoolingDispatcher
 from baton_serve.services.router.requests.prompt_request import RequestPolicy
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from baton_serve.services.router.text.served_model import ServedModel

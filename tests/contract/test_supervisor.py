@@ -15,9 +15,9 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.restart_policy import MAX_FAILED_STARTS
+from baton_serve.services.common.lifecycle import MAX_FAILED_STARTS
 from baton_serve.services.local import supervisor as supervisor_module
-from baton_serve.services.local.console import Console
+from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
 from baton_serve.services.local.supervisor import Supervisor
@@ -142,7 +142,7 @@ def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
 def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
     fuse.touch()
 
@@ -160,8 +160,8 @@ def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
 def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_number_of_deaths(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
-    monkeypatch.setattr("baton_serve.services.common.restart_policy.LONGEST_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.01)
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)

@@ -109,8 +109,8 @@ def test_every_log_line_about_a_request_carries_its_id(traced: Traced) -> None:
     ended = {(event["logger"], event.get("kind")) for event in about if event["event"] == "request ended"}
     assert ended == {
         ("baton_serve.services.router.requests.request_log", None),
-        ("baton_serve.services.instance.observed_role", "prefill"),
-        ("baton_serve.services.instance.observed_role", "decode"),
+        ("baton_serve.services.instance.traced_role", "prefill"),
+        ("baton_serve.services.instance.traced_role", "decode"),
     }
     assert all("r-17" in event["request_id"] for event in about)
 

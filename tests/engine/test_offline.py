@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from baton_serve.engine import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
-from baton_serve.engine.offline.text import StopSearch
+from baton_serve.engine.offline.output_builder import StopSearch
 from tests.tiny_models import write_tiny_model
 from tests.tiny_pooling_models import write_pooling_model
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.measures import Gaps
-from baton_serve.bench.simulation.stream import SimulatedSequence
+from baton_serve.bench.simulation.sequence import SimulatedSequence
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.core.request_table import DUE_TOKENS_PER_PROMPT_TOKEN
 from baton_serve.engine.core.step_time_model import StepTimeModel

@@ -9,7 +9,7 @@ from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.engine import SimulatedEngine
 from baton_serve.bench.simulation.fabric import Fabric, TransferArrival
 from baton_serve.bench.simulation.measures import Gaps
-from baton_serve.bench.simulation.stream import SimulatedSequence
+from baton_serve.bench.simulation.sequence import SimulatedSequence
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.events import BlockEvent, EventBatch
 from baton_serve.contracts.identity import InstanceId, RequestId

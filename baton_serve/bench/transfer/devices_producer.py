@@ -18,8 +18,8 @@ from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import TransferNode, TransferSettings
+from baton_serve.kvtransfer.transports.device_checksums import sums_of
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
-from baton_serve.kvtransfer.transports.devicesums import sums_of
 from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend
 
 CHUNKS = 4

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.collectives.direct import MAX_ARGMAX_ROWS, FusedAllReduceNorm
-from baton_serve.engine.collectives.one_shot import OneShotAllReduce
+from baton_serve.engine.collectives.custom_all_reduce import MAX_ARGMAX_ROWS, FusedAllReduceNorm, OneShotAllReduce
 from baton_serve.engine.collectives.shard import Shard
 
 TIMEOUT_S = 300.0

@@ -18,8 +18,7 @@ from baton_serve.engine.execution.executor import AfterLayer, Executor
 from baton_serve.engine.model.batch_inputs import BatchInputs, ImageRows, InputBuilder
 from baton_serve.engine.model.block_tables import BlockTables
 from baton_serve.engine.sample.constraints import Constraints
-from baton_serve.engine.sample.logprobs import token_logprobs
-from baton_serve.engine.sample.sampler import Sampler, SamplerOutput, all_plain_greedy
+from baton_serve.engine.sample.sampler import Sampler, SamplerOutput, all_plain_greedy, token_logprobs
 from baton_serve.engine.sample.token_masks import TokenMasker
 
 NAN_LOGITS = RowFailure(

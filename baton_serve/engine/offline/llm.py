@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from baton_serve.contracts import pooling
 from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.offline.engine_args import EngineArgs, open_model
 from baton_serve.engine.offline.llm_engine import LLMEngine
 from baton_serve.engine.offline.lora import LoRARequest, LoRARequests
-from baton_serve.engine.offline.opening import EngineArgs, open_model
 from baton_serve.engine.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -27,9 +27,9 @@ from baton_serve.engine.offline.outputs import (
     VectorRequestOutput,
 )
 from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, check_chats, parse_prompts
-from baton_serve.engine.offline.vectors import OfflinePooler
 from baton_serve.engine.pooling.engine import PoolingEngine
 
 Messages = list[dict[str, Any]]

@@ -7,12 +7,12 @@ from typing import Any
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, EngineError
+from baton_serve.engine.offline.engine_args import EngineArgs, OpenedModel, open_model
 from baton_serve.engine.offline.lora import LoRARequest, RequestedAdapters
-from baton_serve.engine.offline.opening import EngineArgs, OpenedModel, open_model
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, parse_prompts
-from baton_serve.engine.offline.writing import PreparedPrompt, RequestRunner, StepChanges
+from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
 
 
 class LLMEngine:

@@ -18,10 +18,9 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import ConfigError, ModelError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
-from baton_serve.engine.pooling.heads import embedding, pool, scores
+from baton_serve.engine.pooling.input_queue import PoolingInputQueue, QueuedInput
 from baton_serve.engine.pooling.kind import ModelKind
-from baton_serve.engine.pooling.network import PaddedBatch
-from baton_serve.engine.pooling.waiting import PoolingInputQueue, QueuedInput
+from baton_serve.engine.pooling.network import PaddedBatch, embedding, pool, scores
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,15 @@ from baton_serve.engine.model_folder import (
     read_config,
     weights_error,
 )
-from baton_serve.engine.pooling.heads import ACTIVATIONS, Activation
 from baton_serve.engine.pooling.kind import ModelKind, architecture_of
-from baton_serve.engine.pooling.network import EncoderLogits, HiddenStates, LastTokenLogits, Network
+from baton_serve.engine.pooling.network import (
+    ACTIVATIONS,
+    Activation,
+    EncoderLogits,
+    HiddenStates,
+    LastTokenLogits,
+    Network,
+)
 from baton_serve.engine.pooling.recipe import Recipe, read_json, read_recipe
 
 OFFSET_POSITIONS = {"camembert", "data2vec-text", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}

@@ -9,9 +9,9 @@ from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
 from baton_serve.engine.core.scheduler import Scheduler
-from baton_serve.engine.core.step_meter import StepMeter
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.execution.runner import ModelRunner
+from baton_serve.engine.step.engine_stats import StepMeter
 
 NUM_ANSWER_TOKENS = 4
 SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 32, 128

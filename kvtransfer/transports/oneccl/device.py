@@ -17,8 +17,8 @@ from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Offer, Piece
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
+from baton_serve.kvtransfer.transports.device_checksums import device_sums, is_sample, new_salt, to_host
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, index_of
-from baton_serve.kvtransfer.transports.devicesums import device_sums, is_sample, new_salt, to_host
 from baton_serve.kvtransfer.transports.oneccl.device_pair import DevicePair, Wait
 from baton_serve.kvtransfer.transports.oneccl.lanes import Lane, Lanes, neighbours
 from baton_serve.kvtransfer.transports.oneccl.pair import Pair

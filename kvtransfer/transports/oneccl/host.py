@@ -7,6 +7,7 @@ interrupted may write to that buffer whenever it likes, never to blocks that by 
 import mmap
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Offer, Piece
@@ -14,7 +15,6 @@ from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import HostSender
 from baton_serve.kvtransfer.transports.oneccl.pair import Pair
-from baton_serve.kvtransfer.transports.oneccl.regions import MESSAGE_BYTES, Region, groups
 from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
 from baton_serve.kvtransfer.transports.port import (
     Announce,
@@ -25,6 +25,44 @@ from baton_serve.kvtransfer.transports.port import (
     Prepared,
     Receiver,
 )
+
+MESSAGE_BYTES = 16 << 20
+"""Larger ones are erratic over oneCCL's tcp provider; every call costs about 42 µs of host time on Arc."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes of the producer's memory, by their offset from its first block."""
+
+    offset: int
+    size: int
+
+
+def groups(pieces: Sequence[Piece], block_bytes: int, limit: int = MESSAGE_BYTES) -> list[list[Region]]:
+    """Regions in the order of the pieces, neighbours in memory joined, each group of at most `limit` bytes."""
+    made: list[list[Region]] = []
+    room = 0
+    for run in _runs(pieces, block_bytes):
+        offset, left = run.offset, run.size
+        while left:
+            if not room:
+                made.append([])
+                room = limit
+            step = min(left, room)
+            made[-1].append(Region(offset, step))
+            offset, left, room = offset + step, left - step, room - step
+    return made
+
+
+def _runs(pieces: Sequence[Piece], block_bytes: int) -> list[Region]:
+    runs: list[Region] = []
+    for piece in pieces:
+        offset = piece.source * block_bytes
+        if runs and runs[-1].offset + runs[-1].size == offset:
+            runs[-1] = Region(runs[-1].offset, runs[-1].size + block_bytes)
+        else:
+            runs.append(Region(offset, block_bytes))
+    return runs
 
 
 class PairSender(HostSender):

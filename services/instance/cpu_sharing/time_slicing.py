@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton_serve.contracts.instance import Role
-from baton_serve.services.instance.cpu_sharing.shared_turns import (
+from baton_serve.services.instance.cpu_sharing.time_slice_memory import (
     COMPUTES_UNTIL,
     MAX_PROCESSES,
     PROMPTS_UNTIL,

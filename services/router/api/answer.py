@@ -17,9 +17,8 @@ from baton_serve.services.router.protocol.asgi import (
     send_json,
 )
 from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
-from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
-from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.openai_responses import Explanation, Usage
 from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
 
 _encoder = msgspec.json.Encoder()

@@ -14,8 +14,7 @@ from baton_serve.contracts.beam_search import Beam, BeamSearch
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.services.router.api.generation import DeltaConsumer, explained, usage_of
 from baton_serve.services.router.protocol.errors import ClientGoneError, DeadlineError
-from baton_serve.services.router.protocol.explanation import Explanation
-from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.openai_responses import Explanation, Usage
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming
 from baton_serve.services.router.requests.token_queue import TokenQueue

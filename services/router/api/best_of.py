@@ -6,8 +6,7 @@ As vLLM ranks them: by the sum of the log-probabilities of their tokens. Nothing
 from collections.abc import Sequence
 
 from baton_serve.services.router.api.generation import DeltaConsumer, SampledGeneration
-from baton_serve.services.router.protocol.explanation import Explanation
-from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.openai_responses import Explanation, Usage
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
 

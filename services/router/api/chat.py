@@ -9,7 +9,6 @@ from baton_serve.services.router.api.chat_preparation import begin_chat
 from baton_serve.services.router.api.generation import TextGeneration, ended
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
-from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.protocol.openai_responses import (
     ChatAnswer,
@@ -18,6 +17,7 @@ from baton_serve.services.router.protocol.openai_responses import (
     ChatDeltaChoice,
     ChatLogprobs,
     ChatMessageAnswer,
+    Explanation,
     PromptTokenIds,
     Usage,
 )

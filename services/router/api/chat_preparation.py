@@ -8,9 +8,12 @@ from baton_serve.services.router.protocol.asgi import RequestContext
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.text.message_reader import MessageFormat
-from baton_serve.services.router.text.multimodal.expand_images import expand_image_tokens, expand_placeholders
-from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
-from baton_serve.services.router.text.multimodal.message_parts import image_urls
+from baton_serve.services.router.text.multimodal.image_tokens import (
+    TokenizedPrompt,
+    expand_image_tokens,
+    expand_placeholders,
+    image_urls,
+)
 from baton_serve.services.router.text.sampling_params import (
     ModelLimits,
     TextRules,

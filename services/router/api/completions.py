@@ -11,12 +11,12 @@ from baton_serve.services.router.api.generation import TextGeneration, ended
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.protocol.explanation import Explanation
 from baton_serve.services.router.protocol.openai_requests import CompletionRequest
 from baton_serve.services.router.protocol.openai_responses import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
+    Explanation,
     PromptLogprobs,
     Usage,
 )

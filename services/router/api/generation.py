@@ -6,8 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from baton_serve.services.router.protocol.errors import ClientGoneError
-from baton_serve.services.router.protocol.explanation import Explanation
-from baton_serve.services.router.protocol.openai_responses import CachedTokens, Usage
+from baton_serve.services.router.protocol.openai_responses import CachedTokens, Explanation, Usage
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.token_queue import TokenQueue

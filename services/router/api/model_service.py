@@ -27,7 +27,7 @@ from baton_serve.services.router.protocol.sizes import MAX_TOKENISED
 from baton_serve.services.router.quota.priority import allowed
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.pooling_calls import PoolingDispatcher
+from baton_serve.services.router.requests.pooling_dispatcher import PoolingDispatcher
 from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming
 from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.settings import RouterSettings

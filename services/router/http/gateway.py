@@ -1,15 +1,22 @@
 """The outermost layer: request ids, API keys, the way to the endpoints, and errors in OpenAI's shape. Plain ASGI."""
 
+import importlib
+import inspect
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
 
+from starlette.middleware.base import BaseHTTPMiddleware
+
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.exchange import EXTENSION
+from baton_serve.services.common.http.server import AsgiApp
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.common.tracing import trace_headers
-from baton_serve.services.router.api.messages.errors import MESSAGES_PATHS as MESSAGES_PATHS
-from baton_serve.services.router.api.messages.errors import error_answer
+from baton_serve.services.router.api.messages.answer import MESSAGES_PATHS as MESSAGES_PATHS
+from baton_serve.services.router.api.messages.answer import error_answer
 from baton_serve.services.router.protocol.asgi import (
     Asgi,
     Receive,
@@ -31,6 +38,45 @@ from baton_serve.services.router.protocol.errors import (
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
 from baton_serve.services.router.requests.metrics import RouterMetrics
+
+
+def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
+    """The last one is the outermost. A class is called with the application, a coroutine function for each request with
+    Starlette's request and what calls the next one. Raises `ConfigurationError`."""
+    if not paths:
+        return app
+    wrapped: AsgiApp = _Plain(app)
+    for path in paths:
+        found = _imported(path)
+        if inspect.iscoroutinefunction(found):
+            wrapped = BaseHTTPMiddleware(wrapped, dispatch=found)
+        elif inspect.isclass(found):
+            wrapped = cast(Callable[[AsgiApp], AsgiApp], found)(wrapped)
+        else:
+            raise ConfigurationError(f"--middleware {path}: neither a class nor a coroutine function")
+    return wrapped
+
+
+class _Plain:
+    """All of an answer goes through `send`, so that a middleware sees it."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        others = {name: value for name, value in (scope.get("extensions") or {}).items() if name != EXTENSION}
+        await self._app({**scope, "extensions": others}, receive, send)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigurationError(f"--middleware {path}: an import path is wanted, package.module.Name")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigurationError(f"--middleware {path}: {exc}") from exc
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.worker_state import WorkerState
-from baton_serve.services.router.processes.process_figures import ProcessStats, join_metrics, newest_requests
-from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
+from baton_serve.services.router.processes.sibling_rpc import ProcessStats, SiblingRpc, join_metrics, newest_requests
 from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, read_body, send_json
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import DetokenizeRequest, TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import DetokenizeAnswer, TokenizeAnswer
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
-from baton_serve.services.router.text.multimodal.expand_images import expand_placeholders
-from baton_serve.services.router.text.multimodal.message_parts import image_urls
+from baton_serve.services.router.text.multimodal.image_tokens import expand_placeholders, image_urls
 from baton_serve.services.router.text.tokenization import beside_loop
 
 _PAGE = Path(__file__).parent / "page" / "index.html"

@@ -7,6 +7,33 @@ success closes it.
 from dataclasses import dataclass
 from typing import Literal
 
+MIN_RETRIES_PER_S = 5.0
+_MAX_RETRIES = 100.0
+
+
+@dataclass(slots=True)
+class RetryBudget:
+    """A bucket: each request puts `ratio` in, time puts a little in, each retry takes 1 out."""
+
+    ratio: float
+    _tokens: float = _MAX_RETRIES
+    _at: float = 0.0
+
+    def record_request(self) -> None:
+        self._tokens = min(_MAX_RETRIES, self._tokens + self.ratio)
+
+    def take_retry(self, now: float) -> bool:
+        """Takes from the budget. Without a ratio nothing is ever tried again."""
+        if self.ratio <= 0:
+            return False
+        self._tokens = min(_MAX_RETRIES, self._tokens + max(0.0, now - self._at) * MIN_RETRIES_PER_S)
+        self._at = now
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+
 FAILURE_THRESHOLD = 5
 MIN_OPEN_S = 1.0
 MAX_OPEN_S = 60.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton_serve.services.common.errors import RegistryUnavailable
-from baton_serve.services.common.tasks import cancel_all
+from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.quota.usage import UsageLedger, WindowUsage
 
 logger = logging.getLogger(__name__)

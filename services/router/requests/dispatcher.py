@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,18 +18,48 @@ from baton_serve.services.router.placement.admission import (
     admission_verdict,
     slo_refusal,
 )
+from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Placement
-from baton_serve.services.router.placement.retry_budget import RetryBudget
 from baton_serve.services.router.protocol.errors import ApiError, RateLimitError, UnavailableError
 from baton_serve.services.router.quota.usage import UsageLedger
-from baton_serve.services.router.requests.deadlines import Deadlines
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestPolicy, RequestTiming
-from baton_serve.services.router.requests.request_log import RequestLog
-from baton_serve.services.router.requests.span_attributes import span_attributes
+from baton_serve.services.router.requests.request_log import RequestLog, span_attributes
 from baton_serve.services.router.requests.token_queue import TokenQueue
+
+
+class Deadlines:
+    def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
+        """`lifecycles` are those that run, now and at any later time."""
+        self._lifecycles = lifecycles
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._at = 0.0
+
+    def watch(self, lifecycle: RequestLifecycle) -> None:
+        """One of `lifecycles`, from now on."""
+        if self._timer is None or lifecycle.deadline < self._at:
+            self._set(lifecycle.deadline)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set(self, at: float) -> None:
+        self.close()
+        self._at = at
+        self._timer = asyncio.get_running_loop().call_later(at - self._clock(), self._expire_due)
+
+    def _expire_due(self) -> None:
+        self._timer = None
+        now = self._clock()
+        call_each("a request", [lifecycle.expire for lifecycle in self._lifecycles if lifecycle.deadline <= now])
+        if self._lifecycles:
+            self._set(min(lifecycle.deadline for lifecycle in self._lifecycles))
+
 
 _POLL_INTERVAL_S = 0.02
 """Requests of other routers end unseen: while something waits, the cluster is looked at so often."""

@@ -27,8 +27,7 @@ from baton_serve.services.router.protocol.errors import (
 )
 from baton_serve.services.router.requests.attempt import Attempt, sequence_indexes
 from baton_serve.services.router.requests.first_token_pacer import FirstTokenPacer
-from baton_serve.services.router.requests.placement_errors import failure_error, no_capacity_error
-from baton_serve.services.router.requests.placement_retry import PlacementRetry
+from baton_serve.services.router.requests.placement_retry import PlacementRetry, failure_error, no_capacity_error
 from baton_serve.services.router.requests.prompt_request import (
     PromptBlockHashes,
     PromptRequest,

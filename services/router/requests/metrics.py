@@ -9,9 +9,13 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from baton_serve.services.router.requests.counter import CounterFamilies, CounterValue
-from baton_serve.services.router.requests.histogram import Histogram, HistogramFamilies
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
+from baton_serve.services.router.requests.prometheus_families import (
+    CounterFamilies,
+    CounterValue,
+    Histogram,
+    HistogramFamilies,
+)
 from baton_serve.services.router.requests.timeline import Timeline
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)

@@ -7,15 +7,118 @@ what follows other work, and no answer waits for it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+
+import msgspec
 
 from baton_serve.services.common.callbacks import call_each
 from baton_serve.services.common.logs import log_at
+from baton_serve.services.common.tracing import Attributes
+from baton_serve.services.router.protocol.openai_responses import Explanation
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.recent_requests import RecentRequest, RecentRequests
-from baton_serve.services.router.requests.request_log_line import log_fields
+from baton_serve.services.router.requests.timeline import Timeline
+
+
+def span_attributes(lifecycle: RequestLifecycle) -> Attributes:
+    """Times in seconds. What is not known is left out."""
+    return {name: value for name, value in _attributes(lifecycle) if value is not None}
+
+
+def _attributes(lifecycle: RequestLifecycle) -> Iterator[tuple[str, str | int | float | None]]:
+    request, timeline = lifecycle.request, lifecycle.timeline
+    yield "gen_ai.request.id", request.request_id
+    yield "gen_ai.request.n", request.num_sequences
+    yield "gen_ai.request.max_tokens", request.sampling.max_tokens
+    yield "gen_ai.request.temperature", request.sampling.temperature
+    yield "gen_ai.request.top_p", request.sampling.top_p
+    yield "gen_ai.usage.prompt_tokens", len(request.token_ids)
+    yield "gen_ai.usage.completion_tokens", lifecycle.num_generated
+    yield "gen_ai.latency.time_to_first_token", timeline.ttft_s
+    yield "gen_ai.latency.e2e", timeline.e2e_s
+    yield "gen_ai.latency.time_in_queue", timeline.queue_s
+    yield "gen_ai.latency.time_in_model_prefill", timeline.prefill_s
+    yield "gen_ai.latency.time_in_model_decode", timeline.decode_s
+    yield "baton.decision", timeline.decision
+    yield "baton.prefill", timeline.prefill
+    yield "baton.decode", timeline.decode
+    yield "baton.cached_tokens", sum(timeline.cached_tokens.values())
+    yield "baton.predicted_ttft_s", timeline.predicted_ttft_s
+    yield "baton.held_s", timeline.held_s or None
+    yield "baton.replays", timeline.replays
+    if timeline.handoff is not None:
+        yield "baton.handoff_exposed_s", timeline.handoff.exposed_s
+
+
+def log_fields(lifecycle: RequestLifecycle) -> dict[str, object]:
+    """Fields of the line."""
+    timeline, report, handoff = lifecycle.timeline, lifecycle.timeline.report, lifecycle.timeline.handoff
+    return {
+        "request_id": lifecycle.request.request_id,
+        "caller": lifecycle.timing.caller.name,
+        "decision": timeline.decision,
+        "prefill": timeline.prefill,
+        "decode": timeline.decode,
+        "finish_reasons": timeline.finish_reasons,
+        "prompt_tokens": len(lifecycle.request.token_ids),
+        "images": len(lifecycle.request.media) or None,
+        "generated_tokens": lifecycle.num_generated,
+        "cached_tokens": sum(timeline.cached_tokens.values()),
+        "pulled_tokens": report.pulled_tokens if report is not None else None,
+        "predicted_ttft_s": timeline.predicted_ttft_s,
+        "other_ttft_s": timeline.other_ttft_s or None,
+        "ttft_s": timeline.ttft_s,
+        "held_s": timeline.held_s or None,
+        "predicted_itl_s": timeline.predicted_itl_s,
+        "itl_s": timeline.itl_s,
+        "admission_s": timeline.admission_s,
+        "tokenize_s": timeline.tokenize_s,
+        "queue_s": timeline.queue_s,
+        "prefill_s": timeline.prefill_s,
+        "handoff_s": handoff.handoff_s if handoff is not None else None,
+        "exposed_s": handoff.exposed_s if handoff is not None else None,
+        "decode_s": timeline.decode_s,
+        "e2e_s": timeline.e2e_s,
+        "transport": handoff.transport if handoff is not None else None,
+        "replays": timeline.replays,
+    }
+
+
+_MAX_RECENT_REQUESTS = 50
+
+
+class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reasons: list[str]
+    baton: Explanation
+
+
+class RecentRequests:
+    def __init__(self) -> None:
+        self._requests: deque[tuple[str, int, int, Timeline]] = deque(maxlen=_MAX_RECENT_REQUESTS)
+
+    def add(self, request_id: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
+        """`timeline` has ended; it is explained when somebody asks."""
+        self._requests.appendleft((request_id, prompt_tokens, generated_tokens, timeline))
+
+    def all(self) -> Sequence[tuple[float, RecentRequest]]:
+        """Each with the moment of its end."""
+        return [
+            (
+                timeline.ended_at or timeline.arrived_at,
+                RecentRequest(
+                    prompt_tokens=prompt_tokens,
+                    generated_tokens=generated_tokens,
+                    finish_reasons=[str(reason) for reason in timeline.finish_reasons],
+                    baton=timeline.explain(request_id, timeline.ended_at or timeline.arrived_at),
+                ),
+            )
+            for request_id, prompt_tokens, generated_tokens, timeline in self._requests
+        ]
+
 
 logger = logging.getLogger(__name__)
 

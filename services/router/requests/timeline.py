@@ -6,7 +6,7 @@ from baton_serve.contracts.events import Tier
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.messages import FinishReason, HandoffReport, PrefillReport
 from baton_serve.services.router.placement.policy import Decision, Placement
-from baton_serve.services.router.protocol.explanation import Explanation
+from baton_serve.services.router.protocol.openai_responses import Explanation
 
 
 class Timeline(msgspec.Struct):

@@ -26,7 +26,7 @@ from baton_serve.services.router.text.chat_template import ChatTemplate, ChatTem
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
-from baton_serve.services.router.text.multimodal.message_parts import IMAGE_PART_TYPE
+from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
 from baton_serve.services.router.text.sampling_params import SamplingDefaults
 from baton_serve.services.router.text.thread_pools import GRAMMARS, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json

@@ -5,7 +5,7 @@ import pytest
 from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.step_time_model import StepTimeModel
-from tests.unit.engine.test_pace import promise_of_step
+from tests.unit.engine.test_step_time_model import promise_of_step
 from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
 
 STEP_S = 0.006

@@ -3,7 +3,7 @@
 import pytest
 
 from baton_serve.kvtransfer.memory import HostMemory, PartitionedMemory, address_of
-from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
+from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 
 SIZE = 8192
 

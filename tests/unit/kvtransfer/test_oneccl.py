@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Piece
 from baton_serve.kvtransfer.transports.oneccl.backends import LEGACY_BINDINGS, device_backend, host_backends
-from baton_serve.kvtransfer.transports.oneccl.regions import Region, groups
+from baton_serve.kvtransfer.transports.oneccl.host import Region, groups
 
 
 def pieces(*sources: int) -> list[Piece]:

@@ -13,7 +13,7 @@ from baton_serve.kvtransfer import HostMemory, TransferSettings
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
 from baton_serve.kvtransfer.liveness import this_host
-from baton_serve.kvtransfer.transports.keptsums import ChecksumCache
+from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, ReceiveTarget
 from baton_serve.kvtransfer.transports.usm import UsmTransport
 from tests.contract.transports_pair import LAYOUT

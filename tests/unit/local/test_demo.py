@@ -2,9 +2,8 @@
 
 from random import Random
 
-from baton_serve.services.local.demo import time_split_text
+from baton_serve.services.local.demo import make_demo_prompt, time_split_text
 from baton_serve.services.local.demo_client import DemoUsage, TimeSplit
-from baton_serve.services.local.demo_prompt import make_demo_prompt
 
 
 def test_every_fact_of_a_passage_is_stated_once_and_asked_for_by_name() -> None:

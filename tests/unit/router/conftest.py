@@ -23,7 +23,7 @@ from baton_serve.services.router.main import admission_control, request_policy
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
-from baton_serve.services.router.requests.pooling_calls import PoolingDispatcher
+from baton_serve.services.router.requests.pooling_dispatcher import PoolingDispatcher
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.unit.router.fakes import FakeCluster, record

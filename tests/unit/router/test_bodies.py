@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
-from baton_serve.services.router.api.pooling.routes import POOLING_DOCUMENTED
 from baton_serve.services.router.api.responses.request import input_as_chat
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
+from baton_serve.services.router.app import POOLING_DOCUMENTED
 from baton_serve.services.router.protocol import body_scan
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count
 from baton_serve.services.router.protocol.errors import LONGEST_MESSAGE, BadRequestError

@@ -215,7 +215,7 @@ def test_our_own_faults_are_logged_and_not_told(serve: Serve, monkeypatch: pytes
         def broken(*args: object, **kwargs: object) -> None:
             raise ZeroDivisionError("secret detail")
 
-        monkeypatch.setattr(router.dispatcher, "launch", broken)
+        monkeypatch.setattr(router.dispatcher, "submit", broken)
         answer = await router.http.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 5})
         assert answer.status_code == 500
         assert "secret" not in answer.text

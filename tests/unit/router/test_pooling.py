@@ -16,8 +16,7 @@ from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts,
 from baton_serve.services.router.api.pooling.score_endpoints import paired
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.api_keys import ApiKeys
-from baton_serve.services.router.requests.pooling_calls import split
-from baton_serve.services.router.requests.pooling_vectors import Vector, cosine, written
+from baton_serve.services.router.requests.pooling_dispatcher import Vector, cosine, split, written
 from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import pooled, record

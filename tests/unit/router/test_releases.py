@@ -19,7 +19,7 @@ from baton_serve.contracts.messages import Cancel, ToInstance
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.contracts.sampling import SamplingParams
 from baton_serve.services.router.cluster.worker_state import Sending, WorkerState
-from baton_serve.services.router.placement.retry_budget import RetryBudget
+from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.requests.dispatcher import Dispatcher
@@ -79,12 +79,12 @@ def put_everywhere(router: Router, faults: Faults, monkeypatch: pytest.MonkeyPat
         link = router.fakes[name].link
         assert link is not None
         monkeypatch.setattr(link, "prepare", partial(faults.prepare, link.prepare))
-    faults.patch(monkeypatch, router.service, "tokenize", "now", "arrival", "limits")
-    faults.patch(monkeypatch, router.cluster, "view", "takers", "listen")
+    faults.patch(monkeypatch, router.service, "tokenize", "now", "timing", "limits")
+    faults.patch(monkeypatch, router.cluster, "view", "routable_workers", "add_listener")
     faults.patch(monkeypatch, router.cluster.index, "expect", "match")
     faults.patch(monkeypatch, router.metrics, "started", "generated", "ended", "waiting", "refused", "pooled")
     faults.patch(monkeypatch, router.admission.ledger, "admit")
-    faults.patch(monkeypatch, RetryBudget, "request", "take_retry")
+    faults.patch(monkeypatch, RetryBudget, "record_request", "take_retry")
 
 
 def ask(router: Router, faults: Faults, path: str, body: dict[str, Any]) -> "asyncio.Task[None]":

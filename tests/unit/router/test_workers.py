@@ -8,8 +8,13 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton_serve.services.router.processes.process_figures import ProcessStats, join_metrics, newest_requests
-from baton_serve.services.router.processes.sibling_rpc import RouterProcess, SiblingRpc
+from baton_serve.services.router.processes.sibling_rpc import (
+    ProcessStats,
+    RouterProcess,
+    SiblingRpc,
+    join_metrics,
+    newest_requests,
+)
 from baton_serve.services.router.quota.usage import DAY_S, MINUTE_S, UsageWindow, WindowUsage
 from baton_serve.services.router.requests.metrics import RouterMetrics
 

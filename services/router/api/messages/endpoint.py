@@ -29,8 +29,8 @@ from baton_serve.services.router.api.messages.answer import (
     ThinkingDelta,
     TokenCount,
     ToolUseBlock,
+    error_answer,
 )
-from baton_serve.services.router.api.messages.errors import error_answer
 from baton_serve.services.router.api.messages.request import as_chat
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
 from baton_serve.services.router.api.model_service import ModelService

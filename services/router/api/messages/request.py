@@ -21,7 +21,7 @@ from baton_serve.services.router.protocol.openai_requests import (
     Tool,
     chat_message,
 )
-from baton_serve.services.router.text.multimodal.message_parts import image_part
+from baton_serve.services.router.text.multimodal.image_tokens import image_part
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:

@@ -25,8 +25,7 @@ from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
 from baton_serve.services.router.quota.priority import allowed
-from baton_serve.services.router.requests.pooling_calls import PoolingPrompts
-from baton_serve.services.router.requests.pooling_vectors import Vector
+from baton_serve.services.router.requests.pooling_dispatcher import PoolingPrompts, Vector
 
 R = TypeVar("R", bound=PoolingCommon)
 

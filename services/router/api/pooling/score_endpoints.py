@@ -21,7 +21,7 @@ from baton_serve.services.router.api.pooling.responses import (
 from baton_serve.services.router.api.pooling.schema import RerankRequest, ScoreRequest
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, TokenizeRequest
-from baton_serve.services.router.requests.pooling_vectors import cosine, in_turns
+from baton_serve.services.router.requests.pooling_dispatcher import cosine, in_turns
 
 
 async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:

@@ -12,7 +12,7 @@ from baton_serve.services.router.api.pooling.responses import (
 )
 from baton_serve.services.router.api.pooling.schema import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.requests.pooling_vectors import Vector, written
+from baton_serve.services.router.requests.pooling_dispatcher import Vector, written
 
 
 async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.Struct:

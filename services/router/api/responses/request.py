@@ -20,7 +20,7 @@ from baton_serve.services.router.protocol.openai_requests import (
     Tool,
     chat_message,
 )
-from baton_serve.services.router.text.multimodal.message_parts import image_part
+from baton_serve.services.router.text.multimodal.image_tokens import image_part
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()

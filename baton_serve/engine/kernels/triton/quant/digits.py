@@ -16,8 +16,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.triton.digits import GROUP, Digits
-from baton_serve.engine.kernels.triton.quant.counters import MAX_COUNTERS, counters_of
-from baton_serve.engine.kernels.triton.quant.tile import write_sums
+from baton_serve.engine.kernels.triton.quant.tile import MAX_COUNTERS, counters_of, write_sums
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
 MAX_TOKENS = {"int4": 16, "uint4": 16, "int8": 64}

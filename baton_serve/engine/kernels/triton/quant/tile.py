@@ -8,6 +8,7 @@ Twin: quantized.linear.
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -24,8 +25,17 @@ from baton_serve.engine.kernels.triton.quant.codes import (
     values,
     word_arguments,
 )
-from baton_serve.engine.kernels.triton.quant.counters import MAX_COUNTERS, counters_of
 from baton_serve.engine.kernels.triton.tiles import padded
+
+MAX_COUNTERS = 1 << 16
+
+
+@lru_cache(maxsize=16)
+def counters_of(device: torch.device) -> Tensor:
+    """int32 zeros, one per tile of a product; each product leaves zeros. A device computes one product after the
+    other."""
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
 
 MANY_OUTPUTS = 16384
 """From here on wide tiles occupy the whole device."""

@@ -1,11 +1,11 @@
-"""How long the second token of a handed-over stream takes, and how long its first is held back for it. Pure.
+"""How long a decode step of one instance takes with a given number of sequences: learned from its load reports. Pure.
 
-The first comes from prefill; the second waits for the rest of the transfer, of the decode instance's running step and
-of one launched ahead, and for its own: two to three times as long as later ones. A stream that was promised a time
-between tokens keeps it here too if its first token goes out later by what that is too long: docs/adr/0012.
+A line through (running sequences, duration), fitted by least squares whose old points fade. One point, the instance's
+own warm-up, gives a flat line.
 """
 
 from collections import deque
+from dataclasses import dataclass
 
 MAX_GAP_SAMPLES = 64
 """Handoffs that are remembered of a decode instance."""
@@ -51,3 +51,40 @@ def first_token_hold_s(expected_s: float, *, itl_s: float, max_itls: float, ttft
 def ttft_budget_s(ttft_s: float | None, waited_s: float) -> float:
     """Of an objective for the first token, after `waited_s`; inf without one."""
     return float("inf") if ttft_s is None else HELD_TTFT_RATIO * ttft_s - waited_s
+
+
+_DECAY = 0.98
+_MIN_COUNT_VARIANCE = 0.25
+"""Variance of the counts below which no slope can be told from noise."""
+
+
+@dataclass(slots=True)
+class StepTimeFit:
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+    _mean_x: float = 0.0
+    _mean_y: float = 0.0
+    _slope: float = 0.0
+
+    def observe(self, running: int, step_s: float) -> None:
+        """Nothing running or nothing measured teaches nothing, except the first time."""
+        if step_s <= 0 or (self._weight and not running):
+            return
+        self._weight = self._weight * _DECAY + 1.0
+        self._x = self._x * _DECAY + running
+        self._y = self._y * _DECAY + step_s
+        self._xx = self._xx * _DECAY + running * running
+        self._xy = self._xy * _DECAY + running * step_s
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x * mean_x
+        self._slope = (
+            max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread) if spread > _MIN_COUNT_VARIANCE else 0.0
+        )
+        self._mean_x, self._mean_y = mean_x, mean_y
+
+    def predict(self, running: int) -> float:
+        """Seconds; 0 when nothing is known."""
+        return max(0.0, self._mean_y + self._slope * (running - self._mean_x))

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
-from baton_serve.engine.pooling.waiting import PoolingInputQueue
+from baton_serve.engine.pooling.input_queue import PoolingInputQueue
 
 EMBED = PoolingParams(task="embed")
 

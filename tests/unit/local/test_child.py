@@ -2,7 +2,7 @@
 
 import io
 
-from baton_serve.services.local.console import Console, LineSplitter
+from baton_serve.services.local.child import Console, LineSplitter
 
 
 class Terminal(io.StringIO):

@@ -1,6 +1,6 @@
 """When a process that died is started again."""
 
-from baton_serve.services.common.restart_policy import MAX_DELAY_S, MAX_FAILED_STARTS, STABLE_LIFE_S, RestartPolicy
+from baton_serve.services.common.lifecycle import MAX_DELAY_S, MAX_FAILED_STARTS, STABLE_LIFE_S, RestartPolicy
 
 
 def test_delays_grow_and_a_start_that_keeps_failing_is_given_up() -> None:

@@ -2,7 +2,7 @@ import asyncio
 
 from baton_serve.contracts.identity import TicketId
 from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
-from baton_serve.services.instance.drain.handover import DrainMigration
+from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.handler import UnifiedHandler

@@ -12,9 +12,9 @@ from baton_serve.contracts.messages import TokenLogprobs, Work
 from baton_serve.engine.core.outputs import SequenceOutput
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import EngineError, RequestError
-from baton_serve.engine.offline.answers import GeneratedSequence, OutputBuilder
 from baton_serve.engine.offline.beams import RequestBeams
 from baton_serve.engine.offline.lora import LoRARequest
+from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
 

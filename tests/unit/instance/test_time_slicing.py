@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton_serve.services.instance.cpu_sharing import time_slicing as module
-from baton_serve.services.instance.cpu_sharing.shared_turns import (
+from baton_serve.services.instance.cpu_sharing.time_slice_memory import (
     COMPUTES_UNTIL,
     MAX_PROCESSES,
     PROMPTS_UNTIL,
@@ -42,7 +42,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr("baton_serve.services.instance.cpu_sharing.shared_turns.time", made)
+    monkeypatch.setattr("baton_serve.services.instance.cpu_sharing.time_slice_memory.time", made)
     return made
 
 
@@ -131,7 +131,7 @@ def test_prefill_tells_of_prompts_until_it_rests(path: Path, clock: Clock) -> No
 def test_a_process_has_a_row_of_its_own(path: Path) -> None:
     first = TimeSliceMemory(str(path))
     child = (
-        "import sys; from baton_serve.services.instance.cpu_sharing.shared_turns import *;"
+        "import sys; from baton_serve.services.instance.cpu_sharing.time_slice_memory import *;"
         " memory = TimeSliceMemory(sys.argv[1]);"
         " memory.write(PROMPTS_UNTIL, 600.0); print(memory.is_any(PROMPTS_UNTIL))"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_serve.services.local.hub_cache import find_snapshot, is_hub_name
+from baton_serve.services.local.model_cache import find_snapshot, is_hub_name
 
 
 def downloaded(cache: Path, name: str, commit: str) -> Path:

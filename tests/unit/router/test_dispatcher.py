@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from baton_serve.services.router.requests.deadlines import Deadlines
+from baton_serve.services.router.requests.dispatcher import Deadlines
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 
 

@@ -1,5 +1,9 @@
-from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD, MIN_OPEN_S, CircuitBreaker
-from baton_serve.services.router.placement.retry_budget import RetryBudget
+from baton_serve.services.router.placement.circuit_breaker import (
+    FAILURE_THRESHOLD,
+    MIN_OPEN_S,
+    CircuitBreaker,
+    RetryBudget,
+)
 from tests.unit.router.conftest import Router, Serve
 
 

@@ -11,7 +11,7 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import Tokens
 from baton_serve.services.router.cluster.worker_state import WorkerState
-from baton_serve.services.router.placement.first_gap import FIRST_GAP_ITL_RATIO, HELD_TTFT_RATIO
+from baton_serve.services.router.placement.estimators import FIRST_GAP_ITL_RATIO, HELD_TTFT_RATIO
 from baton_serve.services.router.placement.policy import PlacementPolicy
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import UnavailableError
@@ -23,7 +23,7 @@ from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.text.token_sequence import TokenSequence
 from tests.unit.router.conftest import Router, Serve, events_of, settle
 from tests.unit.router.fakes import FakeFlight, record
-from tests.unit.router.test_flight import Asked
+from tests.unit.router.test_lifecycle import Asked
 
 ITL_S, GAP_S = 0.010, 0.025
 HOLD_S = GAP_S - FIRST_GAP_ITL_RATIO * ITL_S

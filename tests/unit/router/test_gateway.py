@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.server import AsgiApp, HttpServer
-from baton_serve.services.router.http.middleware import with_middleware
+from baton_serve.services.router.http.gateway import with_middleware
 from baton_serve.services.router.protocol.asgi import Receive, Scope, Send
 from tests.unit.router.conftest import Router, Serve, events_of
 
