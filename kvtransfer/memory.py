@@ -152,7 +152,7 @@ def keep_freed_memory() -> None:
     """Tell glibc to reuse freed buffers of up to 32 MiB instead of giving them back to the kernel at once.
 
     ZeroMQ allocates each frame; without this its 1 MB come with 50 page faults and more on average, which is half of
-    the receiver's time (docs/experiments.md). Holds for the process; up to 256 MiB of freed memory stay with it.
+    the receiver's time (docs/log/block-transfer.md). Holds for the process; up to 256 MiB of freed memory stay with it.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -74,7 +74,7 @@ A class that is not in the table is served too if all its layers attend through 
 V; nobody has compared it.
 
 Layers with a sliding window keep their whole KV: a block holds all layers
-([what freeing it would take](experiments.md#kv-beyond-a-sliding-window)).
+([what freeing it would take](log/sliding-window.md#kv-beyond-a-sliding-window)).
 """
 
 

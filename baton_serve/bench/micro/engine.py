@@ -52,7 +52,7 @@ PEER_VALUES = {
     "first token 8192": 219.0,
     "start": 55.0,
 }
-"""Of the llama-3.1-8b shape, measured on the same kind of machine (docs/benchmarks.md); told only where it applies."""
+"""Of the llama-3.1-8b shape, measured on the same kind of machine (docs/performance.md); told only where it applies."""
 
 
 @dataclass(frozen=True, slots=True)

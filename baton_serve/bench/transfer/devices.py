@@ -36,7 +36,7 @@ from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend, 
 from baton_serve.kvtransfer.transports.staged import pinned
 
 PREFILL_S = 0.218
-"""An 8,192-token prompt of the 8B shape on an H200 (docs/benchmarks.md)."""
+"""An 8,192-token prompt of the 8B shape on an H200 (docs/performance.md)."""
 
 
 @dataclass

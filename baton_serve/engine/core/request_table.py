@@ -18,7 +18,7 @@ from baton_serve.engine.errors import RequestError
 DUE_TOKENS_PER_PROMPT_TOKEN = 4
 """So many times its own length a prompt that is computed for another instance may be overtaken by shorter ones, in
 tokens of prompts computed: short ones do not wait for a long one, and no prompt waits for ever. The factor was found by
-replaying a trace: docs/experiments.md."""
+replaying a trace: docs/log/pd-against-unified.md."""
 
 
 class BlockCopy(NamedTuple):

@@ -12,7 +12,7 @@ from math import inf
 
 GRAPH_SIZES_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
 """Tokens of steps that are captured as graphs, fine where padding would cost most. Products of 448 rows take longer
-than those of 512: docs/experiments.md."""
+than those of 512: docs/log/gpu-engine.md."""
 SIZE_CLASSES_TOKENS = (*GRAPH_SIZES_TOKENS, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 """Steps of up to so many tokens are taken to be equally long."""
 MIN_PROMPT_TOKENS = 16

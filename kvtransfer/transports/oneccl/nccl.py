@@ -1,7 +1,7 @@
 """NCCL through its own C API, as `library` does with oneCCL: the one torch has loaded, without torch around it.
 
-A message costs the host 13 µs instead of 60 (docs/experiments.md), and no watchdog of torch's can end the process when
-the peer is gone.
+A message costs the host 13 µs instead of 60 (docs/log/block-transfer.md), and no watchdog of torch's can end the
+process when the peer is gone.
 """
 
 import ctypes

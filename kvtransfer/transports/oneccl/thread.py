@@ -1,7 +1,7 @@
 """The thread that calls a pair, and one that waits for what it began. They can be given up while a call of the library
 never returns.
 
-Neither asks again and again: both stand in calls that leave Python's lock to others (docs/experiments.md).
+Neither asks again and again: both stand in calls that leave Python's lock to others (docs/log/block-transfer.md).
 """
 
 import asyncio

@@ -59,7 +59,7 @@ class PendingWrites:
         if self._descriptor is None or transport.get_write_buffer_size():
             transport.write(data)
             return
-        # Cheaper than the transport's own queue, which is for what the kernel does not take (docs/experiments.md).
+        # Cheaper than the transport's own queue, which is for what the kernel does not take (docs/log/router.md).
         try:
             written = os.write(self._descriptor, data)
         except OSError:  # it takes nothing now, or never again: the transport waits, or finds out

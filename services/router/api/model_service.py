@@ -244,7 +244,7 @@ class ModelService:
         """Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
 
         Returns in the next turn of the loop, so that requests that came together go through each half of their way
-        together: what is done for several in a row takes a tenth less (docs/experiments.md).
+        together: what is done for several in a row takes a tenth less (docs/log/router.md).
         """
         keep = kept(truncate, limits)
         if keep is None:

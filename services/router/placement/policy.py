@@ -303,7 +303,7 @@ def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> 
 def _expected_followers(queued_tokens: float, num_tokens: int) -> float:
     """How many prompts of this one's size will wait for it: as many as wait on average now (Little's law).
 
-    The factor and the bound were found by replaying a trace: docs/experiments.md.
+    The factor and the bound were found by replaying a trace: docs/log/placement.md.
     """
     return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued_tokens / max(1, num_tokens))
 

@@ -1,6 +1,6 @@
 """Tile sizes, from what the device says of itself: processors, shared memory, hardware tensor descriptors.
 
-The choices were measured (docs/experiments.md, "Triton attention"); a device that reports less shared memory gets
+The choices were measured (docs/log/gpu-kernels.md, "Triton attention"); a device that reports less shared memory gets
 smaller tiles, never a failure to launch.
 """
 

@@ -48,8 +48,8 @@ def has_nibbles(weight: QuantizedWeight) -> bool:
 
 
 def digit_tiles(weight: QuantizedWeight, num_tokens: int) -> DigitTiles:
-    """Measured (docs/experiments.md, "Products over integers"). With few outputs rows are cut, but so that a program's
-    part is long enough for its loads to run ahead."""
+    """Measured (docs/log/low-bit-formats.md, "Products over integers"). With few outputs rows are cut, but so
+    that a program's part is long enough for its loads to run ahead."""
     is_narrow = num_tokens <= 8
     outputs = 128 if weight.outputs >= 65536 and num_tokens <= 16 else 64
     tiles, stretches = -(-weight.outputs // outputs), weight.inputs // GROUP

@@ -26,7 +26,7 @@ class QuantizedRowTiles:
 
 
 def row_tiles(weight: QuantizedWeight) -> QuantizedRowTiles:
-    """Measured (docs/experiments.md, "Products over weights in few bits")."""
+    """Measured (docs/log/low-bit-formats.md, "Products over weights in few bits")."""
     if weight.codebook in KINDS:
         return QuantizedRowTiles(rows=4, chunk=512, warps=4, stages=1)
     if weight.codebook != "int8" and weight.outputs >= 16384:

@@ -59,8 +59,8 @@ def is_paired(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
 
 
 def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> ProductTiles:
-    """Measured in 16 bits (docs/experiments.md, "Products over weights in few bits"). A tile of outputs is as wide as
-    leaves a program for every processor; with fewer outputs rows are cut."""
+    """Measured in 16 bits (docs/log/low-bit-formats.md, "Products over weights in few bits"). A tile of outputs is as
+    wide as leaves a program for every processor; with fewer outputs rows are cut."""
     tokens = min(64, max(16, padded(num_tokens)))
     has_many_outputs = weight.outputs >= MANY_OUTPUTS
     if dtype == torch.float32:

@@ -27,7 +27,7 @@ SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Measured (docs/experiments.md, "All layers of one row in one kernel")."""
+    """Measured (docs/log/low-bit-formats.md, "All layers of one row in one kernel")."""
 
     programs: int
     depth: int  # inputs of a tile: 256 or 512
