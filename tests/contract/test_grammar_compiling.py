@@ -163,6 +163,7 @@ def test_a_compiler_ends_when_the_last_client_that_waits_for_it_has_left() -> No
     async def body() -> None:
         async with checker(CompileLimits(cpu_s=30.0, memory_bytes=4 << 30), QueueLimits(1, 5)) as one:
             assert await one.verdict(GOOD) == ""
+            await until(lambda: not compilers(one))
             exchanges = [
                 Exchange(RecordedConnection(), is_http_10=False, is_head=False, keeps_alive=True) for _ in "ab"
             ]
@@ -188,7 +189,7 @@ def test_a_compiler_ends_when_the_last_client_that_waits_for_it_has_left() -> No
 def test_the_process_has_one_thread_and_ends_with_its_router() -> None:
     code = """
 import asyncio, time
-from services.router.text.grammar.compiling.checker import GrammarChecker
+from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from tests.contract.test_grammar_compiling import GOOD, VOCABULARY
 async def main():
     one = GrammarChecker(VOCABULARY.source)

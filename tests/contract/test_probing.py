@@ -29,9 +29,19 @@ def with_fault(fault: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.contract.probe_faults", fault)
 
 
+OTHERS: set[int] = set()
+"""Processes that tests of other files keep, such as a fork server and compilers of grammars."""
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    OTHERS.clear()
+    OTHERS.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def children() -> set[int]:
-    """Processes of ours, zombies too."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    """Return the processes that the test has started and that are still there, zombies too."""
+    return {child.pid for child in psutil.Process().children(recursive=True)} - OTHERS
 
 
 async def until(is_so: Callable[[], bool], seconds: float = 100.0) -> None:

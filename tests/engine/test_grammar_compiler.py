@@ -48,7 +48,7 @@ def test_the_largest_grammars_within_the_bounds_are_compiled_copied_used_and_fre
     code = f"""
 import resource, threading
 from pathlib import Path
-from engine.errors import RequestError
+from baton_serve.engine.errors import RequestError
 from tests import grammar_bombs as bombs
 from tests.engine.test_grammar_compiler import grammars
 known = grammars(Path({str(tmp_path)!r}))
