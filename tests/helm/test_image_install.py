@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from zipfile import ZipFile
 
 import httpx
 import pytest
@@ -88,3 +89,21 @@ def test_what_the_image_installs_serves(router: str) -> None:
 def test_it_has_no_torch(installed: Path) -> None:
     code = "import importlib.util as u; raise SystemExit(any(map(u.find_spec, ('torch', 'transformers', 'numpy'))))"
     assert subprocess.run([str(installed / "python"), "-c", code], env=clean(), cwd="/", check=False).returncode == 0
+
+
+def test_the_wheel_owns_one_import_name(installed: Path) -> None:
+    (wheel,) = installed.parents[1].glob("wheels/*.whl")
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"baton_serve"}
+    needed = {"py.typed", "services/cli.py", "kvtransfer/node.py", "engine/kernels/cpu/src/linear.cpp"}
+    needed |= {"services/router/http/page/index.html", "services/local/demo_model/config.json"}
+    assert {f"baton_serve/{name}" for name in needed} <= names
+
+
+def test_no_generic_name_can_be_imported_where_the_wheel_is_installed(installed: Path, tmp_path: Path) -> None:
+    code = "import importlib.util as u; print([n for n in %r if u.find_spec(n)])"
+    generic = ("bench", "contracts", "engine", "kvtransfer", "services")
+    command = [str(installed / "python"), "-c", code % (generic,)]
+    done = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
