@@ -1,1 +1,1 @@
-"""Decisions about where and when a request runs. Pure code: `now` is passed in."""
+"""Pure decisions about where and when a request runs: no I/O, and the caller passes `now` in."""

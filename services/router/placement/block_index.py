@@ -1,8 +1,8 @@
-"""Which instance caches which block, as far as this router knows.
+"""The router's index of cached blocks: which instance caches which block, as far as this router knows. Pure.
 
-Filled from snapshots and numbered event batches; blocks of work just placed count as cached for a while before their
-event arrives. Pure: no clock, no I/O. An instance is one bit of an integer, so one walk over a prompt's names
-serves all instances at once.
+It is filled from snapshots and numbered event batches of the instances. Blocks of requests that were just placed count
+as cached for a while, until their events arrive. An instance is one bit of an integer, so that one walk over the block
+hashes of a prompt finds the prefixes of all instances at once.
 """
 
 from collections import deque
@@ -20,81 +20,101 @@ from baton_serve.contracts.messages import Snapshot
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Length of a prompt's cached prefix in blocks. `total` also counts blocks that lie in the host tier."""
+    """Length of a prompt's cached prefix on one instance, in blocks."""
 
     device: int = 0
+    """Length of the prefix that lies in the device tier."""
     total: int = 0
+    """Length of the prefix in both tiers together, device and host."""
 
 
 @dataclass(slots=True)
 class _Source:
+    """An instance whose events the index receives."""
+
     generation: Generation
     bit: int
+    """Power of two that stands for the instance in the tables."""
     sequence: int = 0
+    """Number of the last event batch that was applied."""
     early: list[EventBatch] | None = None
-    """Batches that wait for a snapshot; None once it has come."""
+    """Batches that are kept until the next snapshot arrives; None while no snapshot is awaited."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Expectation:
+    """Blocks that count as cached on an instance until the moment `until`."""
+
     until: float
     instance: InstanceId
     generation: Generation
-    names: Sequence[BlockHash]
+    block_hashes: Sequence[BlockHash]
 
 
 class BlockIndex:
-    """Every batch and snapshot must name the generation given to `add`; others are ignored."""
+    """Finds the cached prefix of a prompt on every instance. `Cluster` owns it and calls it on the event loop.
+
+    A batch or snapshot is ignored unless it has the generation that was given to `add`: a restarted process starts with
+    an empty cache.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[InstanceId, _Source] = {}
+        # In each table, the value has the bits of all instances that have the block.
         self._device: dict[BlockHash, int] = {}
         self._host: dict[BlockHash, int] = {}
         self._expected: dict[BlockHash, int] = {}
+        # In the order of `until`, since every expectation lasts equally long.
         self._expectations: deque[_Expectation] = deque()
 
     def add(self, instance: InstanceId, generation: Generation) -> None:
-        """Starts to listen to an instance: batches wait until its snapshot comes."""
+        """Add an instance without any blocks. Its batches are kept until its first snapshot arrives."""
         self.remove(instance)
+        # Reuse the bits of removed instances: they keep the integers short.
         used = {source.bit for source in self._sources.values()}
         bit = next(1 << i for i in range(len(used) + 1) if 1 << i not in used)
         self._sources[instance] = _Source(generation=generation, bit=bit, early=[])
 
     def remove(self, instance: InstanceId) -> None:
-        """Forgets all that the instance cached."""
+        """Remove an instance with all its blocks."""
         source = self._sources.pop(instance, None)
         if source is not None:
             for table in (self._device, self._host, self._expected):
                 _clear(table, source.bit)
 
     def wait_for_snapshot(self, instance: InstanceId, generation: Generation) -> None:
-        """A batch was missed: what is known stays as a guess, and later batches wait."""
+        """Note that a batch was lost: keep later batches until the next snapshot, and the known blocks as a guess."""
         source = self._sources.get(instance)
         if source is not None and source.generation == generation and source.early is None:
             source.early = []
 
     def is_waiting(self, instance: InstanceId) -> bool:
-        """Whether it takes a snapshot to know the instance's blocks again."""
+        """Return whether the index needs a snapshot of the instance, because it is new or a batch was lost."""
         source = self._sources.get(instance)
         return source is not None and source.early is not None
 
     def load(self, snapshot: Snapshot) -> int | None:
-        """Replaces what is known of the instance. Returns the last batch number now applied, None for a stranger."""
+        """Replace the known blocks of an instance, and apply the batches that were kept.
+
+        Return the number of the last batch that is applied now, or None if the instance or generation is unknown.
+        """
         source = self._sources.get(snapshot.instance)
         if source is None or source.generation != snapshot.generation:
             return None
-        for table, names in ((self._device, snapshot.device), (self._host, snapshot.host)):
+        for table, block_hashes in ((self._device, snapshot.device), (self._host, snapshot.host)):
             _clear(table, source.bit)
-            for name in names:
-                table[name] = table.get(name, 0) | source.bit
+            for block_hash in block_hashes:
+                table[block_hash] = table.get(block_hash, 0) | source.bit
         source.sequence = snapshot.sequence
+        # Set it to None first: otherwise `apply` would keep the batches again. Batches that the snapshot contains are
+        # skipped there by their number; if one is missing after it, `apply` waits for another snapshot.
         early, source.early = source.early or [], None
         for batch in early:
             self.apply(batch)
         return source.sequence
 
     def apply(self, batch: EventBatch) -> bool:
-        """False when a batch is missing before this one: a snapshot is needed."""
+        """Apply a batch of events. Return False if a batch before it was lost: the caller must request a snapshot."""
         source = self._sources.get(batch.instance)
         if source is None or source.generation != batch.generation:
             return True
@@ -111,99 +131,111 @@ class BlockIndex:
             self._apply(event, source.bit)
         return True
 
-    def expect(self, instance: InstanceId, names: Sequence[BlockHash], *, until: float) -> None:
-        """These blocks will soon be cached there. The guess ends at `until` or with the instance."""
+    def expect(self, instance: InstanceId, block_hashes: Sequence[BlockHash], *, until: float) -> None:
+        """Count blocks as cached on an instance until `until`, because a request for them has been sent there.
+
+        Without this, prompts with the same prefix that arrive before the events would be computed elsewhere.
+        """
         source = self._sources.get(instance)
-        if source is None or not names:
+        if source is None or not block_hashes:
             return
-        for name in names:
-            self._expected[name] = self._expected.get(name, 0) | source.bit
-        self._expectations.append(_Expectation(until, instance, source.generation, names))
+        for block_hash in block_hashes:
+            self._expected[block_hash] = self._expected.get(block_hash, 0) | source.bit
+        self._expectations.append(_Expectation(until, instance, source.generation, block_hashes))
 
     def expire(self, now: float) -> None:
-        """Drops guesses whose time is over. Call before `match`."""
+        """Remove expected blocks whose time is over. Call it before `match`."""
         while self._expectations and self._expectations[0].until <= now:
             past = self._expectations.popleft()
             source = self._sources.get(past.instance)
             if source is not None and source.generation == past.generation:
-                for name in past.names:
-                    _drop(self._expected, name, source.bit)
+                # If a later request expects the same block for longer, that guess ends here too: a bit cannot count.
+                for block_hash in past.block_hashes:
+                    _drop(self._expected, block_hash, source.bit)
 
-    def match(self, names: Sequence[BlockHash]) -> dict[InstanceId, Match]:
-        """Cached prefix of every instance that has at least the first block."""
-        if not names:
+    def match(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, Match]:
+        """Return the cached prefix of every instance that has at least the first block, including expected blocks."""
+        if not block_hashes:
             return {}
-        device = self._walk(names, (self._device, self._expected))
+        device = self._walk(block_hashes, (self._device, self._expected))
         if not self._host:
             return {instance: Match(length, length) for instance, length in device.items()}
-        total = self._walk(names, (self._device, self._expected, self._host))
+        total = self._walk(block_hashes, (self._device, self._expected, self._host))
         return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
 
-    def held(self, names: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """As `match`, of blocks that were reported alone: in any tier, without guesses."""
-        return self._walk(names, (self._device, self._host))
+    def held(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
+        """Return the length of each instance's prefix in reported blocks of any tier, without expected blocks.
+
+        Other instances can fetch these blocks, whereas an expected block may not exist yet.
+        """
+        return self._walk(block_hashes, (self._device, self._host))
 
     def check_invariants(self) -> None:
+        """Assert that every bit in a table belongs to exactly one known instance. For tests."""
         known = 0
         for source in self._sources.values():
             assert known & source.bit == 0, "two instances share a bit"
             known |= source.bit
         for table in (self._device, self._host, self._expected):
             for owners in table.values():
-                assert owners, "a block that nobody has"
-                assert owners & ~known == 0, "a block of an instance that is gone"
+                assert owners, "a block without an owner"
+                assert owners & ~known == 0, "a block of an instance that was removed"
 
-    def _walk(self, names: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> dict[InstanceId, int]:
-        """Length of each instance's prefix in the union of `tables`."""
+    def _walk(self, block_hashes: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> dict[InstanceId, int]:
+        """Return the length of each instance's prefix in the union of `tables`, in blocks; 0 is left out."""
         by_bit = {source.bit: instance for instance, source in self._sources.items()}
-        alive = sum(by_bit)
+        alive = sum(by_bit)  # the instances that have every block so far
         lengths: dict[InstanceId, int] = {}
         length = 0
-        for owners in _owners(names, [table for table in tables if table]):
+        for owners in _owners(block_hashes, [table for table in tables if table]):
             if owners & alive != alive:
-                _note(lengths, by_bit, alive & ~owners, length)
+                _record_length(lengths, by_bit, alive & ~owners, length)
                 alive &= owners
                 if not alive:
                     break
             length += 1
-        _note(lengths, by_bit, alive, length)
+        _record_length(lengths, by_bit, alive, length)
         return lengths
 
     def _apply(self, event: BlockEvent, bit: int) -> None:
         table = self._table(event.tier)
-        for name in event.names:
+        for block_hash in event.names:
             if isinstance(event, BlocksRemoved):
-                _drop(table, name, bit)
-                _drop(self._expected, name, bit)
+                _drop(table, block_hash, bit)
+                # The block existed and was evicted, so it must not count as expected any more.
+                _drop(self._expected, block_hash, bit)
             else:
-                table[name] = table.get(name, 0) | bit
+                table[block_hash] = table.get(block_hash, 0) | bit
 
     def _table(self, tier: Tier) -> dict[BlockHash, int]:
         return self._device if tier == "device" else self._host
 
 
-def _drop(table: dict[BlockHash, int], name: BlockHash, bit: int) -> None:
-    owners = table.get(name, 0) & ~bit
+def _drop(table: dict[BlockHash, int], block_hash: BlockHash, bit: int) -> None:
+    owners = table.get(block_hash, 0) & ~bit
     if owners:
-        table[name] = owners
+        table[block_hash] = owners
     else:
-        table.pop(name, None)
+        # An entry without owners would stay forever: the table must not grow with all blocks that ever existed.
+        table.pop(block_hash, None)
 
 
 def _clear(table: dict[BlockHash, int], bit: int) -> None:
-    for name in [name for name, owners in table.items() if owners & bit]:
-        _drop(table, name, bit)
+    for block_hash in [block_hash for block_hash, owners in table.items() if owners & bit]:
+        _drop(table, block_hash, bit)
 
 
-def _owners(names: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> Iterator[int]:
-    """Who has each block, as bits."""
+def _owners(block_hashes: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> Iterator[int]:
+    """Iterate over the owners of each block, as bits."""
+    # `map` runs the loop in C: a prompt may have thousands of blocks, and every placement walks over them.
     if len(tables) == 1:
-        return map(tables[0].get, names, repeat(0))
-    columns = [map(table.get, names, repeat(0)) for table in tables]
+        return map(tables[0].get, block_hashes, repeat(0))
+    columns = [map(table.get, block_hashes, repeat(0)) for table in tables]
     return (reduce(or_, owners) for owners in zip(*columns, strict=True))
 
 
-def _note(lengths: dict[InstanceId, int], by_bit: dict[int, InstanceId], bits: int, length: int) -> None:
+def _record_length(lengths: dict[InstanceId, int], by_bit: dict[int, InstanceId], bits: int, length: int) -> None:
+    """Set the prefix length of each instance in `bits`."""
     while bits and length:
         bit = bits & -bits
         lengths[by_bit[bit]] = length

@@ -1,29 +1,35 @@
-"""Keeps work away from an instance that fails again and again: a circuit breaker. Pure: `now` is passed in.
+"""Limits the harm of failing instances: a circuit breaker per instance, and one retry budget per router. Pure.
 
-Open after `FAILURE_THRESHOLD` failures in a row; after a pause, longer each time, one request may try again, and its
-success closes it.
+After `FAILURE_THRESHOLD` failures in a row a circuit breaker opens, and placement avoids its instance. After a pause,
+which doubles each time, one request may try the instance again (half open); its success closes the circuit.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 MIN_RETRIES_PER_S = 5.0
+"""Retries per second that a router may always make, so that a few requests on a quiet router can be retried too."""
 _MAX_RETRIES = 100.0
+"""Retries that can be saved up, also the initial budget."""
 
 
 @dataclass(slots=True)
 class RetryBudget:
-    """A bucket: each request puts `ratio` in, time puts a little in, each retry takes 1 out."""
+    """Bounds the retries of all requests of a router together, so that retries cannot multiply an overload.
+
+    It is a token bucket: each request adds `ratio`, each second adds `MIN_RETRIES_PER_S`, each retry takes 1.
+    """
 
     ratio: float
     _tokens: float = _MAX_RETRIES
     _at: float = 0.0
 
     def record_request(self) -> None:
+        """Add the share of one new request to the budget."""
         self._tokens = min(_MAX_RETRIES, self._tokens + self.ratio)
 
     def take_retry(self, now: float) -> bool:
-        """Takes from the budget. Without a ratio nothing is ever tried again."""
+        """Take one retry from the budget. Return False if it is used up, or always if `ratio` is 0."""
         if self.ratio <= 0:
             return False
         self._tokens = min(_MAX_RETRIES, self._tokens + max(0.0, now - self._at) * MIN_RETRIES_PER_S)
@@ -35,39 +41,48 @@ class RetryBudget:
 
 
 FAILURE_THRESHOLD = 5
+"""Failures in a row that open the circuit."""
 MIN_OPEN_S = 1.0
 MAX_OPEN_S = 60.0
+"""Bounds of the pause before the next try, in seconds."""
 
 CircuitState = Literal["closed", "open", "half_open"]
 
 
 @dataclass(slots=True)
 class CircuitBreaker:
+    """Keeps new requests away from one instance while it fails. `WorkerState` owns it."""
+
     failures: int = 0
+    """Failures since the last success."""
     _pause_s: float = 0.0
     _open_until: float = 0.0
     _is_probing: bool = False
 
     def state(self, now: float) -> CircuitState:
+        """Return whether requests may use the instance (closed), may not (open), or one may try (half open)."""
         if self.failures < FAILURE_THRESHOLD:
             return "closed"
         return "open" if now < self._open_until else "half_open"
 
     def allows(self, now: float) -> bool:
-        """Half open, only until somebody tries."""
+        """Return whether a new request may be sent to the instance. A half-open circuit allows one at a time."""
+        # The first test repeats one of `state`: placement asks for every instance, and nearly all are healthy.
         if self.failures < FAILURE_THRESHOLD:
             return True
         state = self.state(now)
         return state == "closed" or (state == "half_open" and not self._is_probing)
 
     def begin_attempt(self, now: float) -> None:
-        """A request is sent there."""
+        """Record that a request is sent to the instance. In a half-open circuit it is the one that tries."""
         self._is_probing = self.state(now) == "half_open"
 
     def succeeded(self) -> None:
+        """Close the circuit: the instance has answered a request."""
         self.failures, self._pause_s, self._is_probing = 0, 0.0, False
 
     def failed(self, now: float) -> None:
+        """Count a failure of the instance, and open the circuit for a while if there were too many in a row."""
         self.failures += 1
         self._is_probing = False
         if self.failures >= FAILURE_THRESHOLD:
@@ -75,5 +90,5 @@ class CircuitBreaker:
             self._open_until = now + self._pause_s
 
     def abandon_attempt(self) -> None:
-        """The request that tried ended without telling anything."""
+        """Let another request try: the one that tried ended, for example by `Cancel`, without success or failure."""
         self._is_probing = False

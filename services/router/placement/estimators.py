@@ -1,28 +1,34 @@
-"""How long a decode step of one instance takes with a given number of sequences: learned from its load reports. Pure.
+"""Learns two durations of each decode instance: of a step, and from a handed-off first token to the second. Pure.
 
-A line through (running sequences, duration), fitted by least squares whose old points fade. One point, the instance's
-own warm-up, gives a flat line.
+`StepTimeFit` fits a line through (running sequences, step duration) by least squares, with the weight of old points
+decaying. `FirstGapQuantile` and the functions below it decide how long the router holds back a first token so that the
+second one follows within the ITL SLO (docs/adr/0012-first-token-held.md).
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 MAX_GAP_SAMPLES = 64
-"""Handoffs that are remembered of a decode instance."""
+"""Number of recent handoffs per decode instance from which the first gap is estimated."""
 GAP_QUANTILE = 0.95
-"""Of the remembered gaps, so many are no longer than what is expected."""
+"""Quantile of the recent first gaps that is used as the expected one."""
 MIN_GAP_SAMPLES = 8
 MIN_GAP_STEPS = 3.0
-"""Steps of the decode instance that a first gap is taken to last at least, while fewer than `MIN_GAP_SAMPLES` were
-seen."""
+"""Lower bound of the expected first gap, in decode steps, until `MIN_GAP_SAMPLES` gaps have been measured.
+
+A handed-off sequence waits for the running step and for the one launched ahead, and needs one step of its own.
+"""
 FIRST_GAP_ITL_RATIO = 0.75
-"""Part of the promised time that the first gap may fill: what is expected is exceeded now and then."""
+"""Part of the ITL SLO that the expected first gap may fill. The margin is for gaps that are longer than expected."""
 HELD_TTFT_RATIO = 0.9
-"""Part of the time to the first token that may be over when it goes out."""
+"""Part of the TTFT SLO that may have passed when a first token that was held back is sent."""
 
 
 class FirstGapQuantile:
-    """Of one decode instance: from a first token's arrival at the router to the second's, held back or not."""
+    """Estimates the first gap of one decode instance: the time between its first two tokens after a handoff.
+
+    The gap is measured at their arrival in the router, so holding back the first token does not change it.
+    """
 
     __slots__ = ("_expected_s", "_recent")
 
@@ -31,35 +37,48 @@ class FirstGapQuantile:
         self._expected_s = 0.0
 
     def observe(self, gap_s: float) -> None:
+        """Add a measured first gap."""
         self._recent.append(gap_s)
         ordered = sorted(self._recent)
         self._expected_s = ordered[min(len(ordered) - 1, int(GAP_QUANTILE * len(ordered)))]
 
     def expected_s(self, step_s: float) -> float:
-        """`step_s`: of a decode step there; 0: not known."""
+        """Return the expected first gap in seconds. `step_s` is the duration of a decode step, 0 if unknown."""
         return (
             self._expected_s if len(self._recent) >= MIN_GAP_SAMPLES else max(self._expected_s, MIN_GAP_STEPS * step_s)
         )
 
 
 def first_token_hold_s(expected_s: float, *, itl_s: float, max_itls: float, ttft_budget_s: float) -> float:
-    """For a stream that was promised `itl_s` between tokens: at most `max_itls` times that, and no longer than
-    `ttft_budget_s`, what is left of its time to the first token."""
+    """Return for how many seconds to hold back a first token; 0 if it should be sent at once.
+
+    `expected_s` is the expected first gap and `itl_s` the ITL SLO. The result is at most `max_itls` times that SLO, and
+    at most `ttft_budget_s`, the time that is left for the first token.
+    """
     return max(0.0, min(expected_s - FIRST_GAP_ITL_RATIO * itl_s, max_itls * itl_s, ttft_budget_s))
 
 
 def ttft_budget_s(ttft_s: float | None, waited_s: float) -> float:
-    """Of an objective for the first token, after `waited_s`; inf without one."""
+    """Return how long a first token may still be held back, `waited_s` after the arrival; inf without a TTFT SLO.
+
+    The result is negative if the SLO is already nearly used up.
+    """
     return float("inf") if ttft_s is None else HELD_TTFT_RATIO * ttft_s - waited_s
 
 
 _DECAY = 0.98
+"""Factor by which the weight of earlier points shrinks with each new point."""
 _MIN_COUNT_VARIANCE = 0.25
-"""Variance of the counts below which no slope can be told from noise."""
+"""Variance of the number of running sequences below which the slope cannot be distinguished from noise."""
 
 
 @dataclass(slots=True)
 class StepTimeFit:
+    """Predicts the duration of an instance's decode step from the number of running sequences.
+
+    The private fields are weighted sums of the points, as least squares needs them.
+    """
+
     _weight: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -70,7 +89,12 @@ class StepTimeFit:
     _slope: float = 0.0
 
     def observe(self, running: int, step_s: float) -> None:
-        """Nothing running or nothing measured teaches nothing, except the first time."""
+        """Add a point from a load report: `running` sequences and the measured duration of a decode step.
+
+        Ignore points without a measured duration, and points without running sequences other than the first one.
+        """
+        # An idle instance repeats its last measured duration, which says nothing about a step without sequences. The
+        # first report is used all the same: before any work the duration comes from the instance's warm-up.
         if step_s <= 0 or (self._weight and not running):
             return
         self._weight = self._weight * _DECAY + 1.0
@@ -80,11 +104,12 @@ class StepTimeFit:
         self._xy = self._xy * _DECAY + running * step_s
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x * mean_x
+        # A step never gets shorter with more sequences: a negative slope is noise.
         self._slope = (
             max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread) if spread > _MIN_COUNT_VARIANCE else 0.0
         )
         self._mean_x, self._mean_y = mean_x, mean_y
 
     def predict(self, running: int) -> float:
-        """Seconds; 0 when nothing is known."""
+        """Return the predicted duration of a step with `running` sequences in seconds, or 0 without any point."""
         return max(0.0, self._mean_y + self._slope * (running - self._mean_x))

@@ -1,8 +1,8 @@
-"""Requests that wait in the router, in the order in which they go: by priority, then fairly between callers.
+"""The queue of requests that wait in the router, ordered by priority and then fairly between callers. Pure.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): each request starts where its caller's last one ended, on a
-virtual clock that advances with the work let go. A caller with a thousand requests waiting
-delays its own, not another's. Pure.
+It implements start-time fair queueing (Goyal, Vin and Cheng, 1996). Each request has a start on a virtual clock, namely
+where its caller's previous request ended; the clock advances with the requests that are sent on. A caller with a
+thousand waiting requests therefore delays its own requests and not those of other callers.
 """
 
 import heapq
@@ -16,15 +16,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True, order=True)
 class _Entry(Generic[T]):
+    """One waiting item. The order of the fields is the sort order: the smallest priority, then the earliest start."""
+
     priority: int
     start: float
     order: int
+    """Number of the entry since the queue was made. It decides ties, since items cannot be compared."""
     tokens: int = field(compare=False)
     item: T | None = field(compare=False)
+    """The field is None after the item was removed; the entry stays in the heap until it comes first."""
 
 
 class FairQueue(Generic[T]):
-    """Items are compared by identity; each may wait once."""
+    """Holds waiting items. They are compared by identity, and each may be in the queue once."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
@@ -33,12 +37,14 @@ class FairQueue(Generic[T]):
         self._virtual_clock = 0.0
         self._order = 0
         self.tokens = 0
-        """Of all that wait."""
+        """Prompt tokens of all waiting items."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def push(self, item: T, caller: Caller, *, priority: int, tokens: int) -> None:
+        """Add an item of `caller` that needs `tokens` prompt tokens. Items with a smaller `priority` go first."""
+        # A caller that was idle starts at the clock: it must not collect credit while it sends nothing.
         start = max(self._virtual_clock, self._virtual_ends.get(caller.name, 0.0))
         self._virtual_ends[caller.name] = start + tokens / caller.weight
         entry = _Entry(priority, start, self._order, tokens, item)
@@ -48,35 +54,40 @@ class FairQueue(Generic[T]):
         heapq.heappush(self._heap, entry)
 
     def first(self) -> T | None:
+        """Return the item that is next in order without removing it, or None if nothing waits."""
         while self._heap and self._heap[0].item is None:
             heapq.heappop(self._heap)
         return self._heap[0].item if self._heap else None
 
     def remove(self, item: T) -> bool:
-        """It goes, or was given up. Whether it waited."""
+        """Remove an item that is sent on or given up. Return False if it was not in the queue."""
         entry = self._entries.pop(id(item), None)
         if entry is None:
             return False
-        entry.item = None
+        entry.item = None  # removing it from the middle of the heap would cost O(n)
         self.tokens -= entry.tokens
+        # Only the first item advances the clock: it is sent on. An item further back was cancelled by its client.
         self._virtual_clock = max(self._virtual_clock, entry.start) if entry is self._heap[0] else self._virtual_clock
         if not self._entries:
+            # An empty queue starts again at 0, so that neither the table of callers nor the clock grows forever.
             self._heap.clear()
             self._virtual_ends.clear()
             self._virtual_clock = 0.0
         return True
 
     def tokens_before(self, caller: Caller, *, priority: int) -> int:
-        """Of all that would go before a request that came now."""
+        """Return the prompt tokens of all items that would go before a new one of `caller`."""
         if not self._entries:
             return 0
         start = max(self._virtual_clock, self._virtual_ends.get(caller.name, 0.0))
         return sum(e.tokens for e in self._entries.values() if (e.priority, e.start) <= (priority, start))
 
     def items(self) -> list[T]:
+        """Return all waiting items in the order of their arrival."""
         return [entry.item for entry in self._entries.values() if entry.item is not None]
 
     def check_invariants(self) -> None:
+        """Assert that the counts agree with the entries. For tests."""
         assert self.tokens == sum(entry.tokens for entry in self._entries.values())
         assert len(self._entries) <= len(self._heap)
         assert all(entry.item is not None for entry in self._entries.values())

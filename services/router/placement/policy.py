@@ -1,11 +1,12 @@
-"""Which instances serve a request: filter, predict, pick. A pure function of values.
+"""Chooses the instances that serve a request: filter the instances, predict their cost, pick the cheapest. Pure.
 
-The prefill instance is the one with the smallest predicted time to first token: tokens queued there plus tokens not
-cached there, over its measured rate. Under load, tokens to compute weigh more than tokens queued: those who come next
-wait for them too. So a cached prefix attracts work until the queue it causes costs more than computing elsewhere. The
-decode instance is the least busy one with room; blocks that it already has count only as bytes not moved. A prefix
-that another instance has is fetched from there where that is cheaper (`pulls`).
-That is the policy `prefix`; the others are there to compare with.
+The policy `prefix` works like this. The prefill instance is the one with the smallest predicted time to first token:
+the tokens queued there plus the prompt's tokens that are not cached there, divided by its measured rate. Under load,
+tokens to compute weigh more than tokens that are queued, because requests that come later have to wait for them too.
+So a cached prefix attracts requests until the queue that this causes costs more than computing the prefix elsewhere.
+The decode instance is the least busy one with enough free blocks; blocks that it has already count only as bytes that
+need not be transferred. If another instance has a longer prefix than the chosen one, the prefix is fetched from there
+where that is cheaper than computing it (`prefix_pull`). The other policies exist for comparison.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,38 +27,54 @@ Reason = Literal["empty_pool", "never_fits"]
 PolicyName = Literal["prefix", "least_loaded", "round_robin", "random"]
 
 HOST_TIER_SAVING_RATIO = 0.75
-"""Share of a token's compute time that a block in the host tier saves: it must still be copied in."""
+"""Part of a token's prefill time that is saved if its block lies in the host tier; the rest is for copying it in."""
 UNMEASURED_TOKENS_PER_S = 5000.0
+"""Prefill rate, in tokens per second, that is assumed of an instance which has not measured one yet."""
 TTFT_SLO_MARGIN = 0.9
-"""Part of a promised time to the first token that prefill may need before those who write are slowed down for it."""
+"""If disaggregated prefill is predicted to take at most this fraction of the remaining TTFT SLO, it is used even where
+the decode instance would be faster, because a prompt slows down the sequences that are decoding there."""
 FOLLOWERS_PER_QUEUED_PROMPT = 2.0
+"""Later prompts that a prompt is assumed to delay, for each prompt of its size that is queued per instance now."""
 MAX_FOLLOWERS = 4.0
-"""Bounds what a cached prefix may cost: a queue of at most 1 + this times the tokens that it saves."""
+"""Largest number of later prompts that a prompt is assumed to delay.
+
+It bounds the queue that a cached prefix may attract to 1 + `MAX_FOLLOWERS` times the tokens that the prefix saves.
+Without it a common prefix could cause an unlimited queue in a pool of two.
+"""
 EVICTION_WEIGHT = 0.25
 MAX_TURNOVER_RATIO = 5.0
-"""A prompt evicts as much as it stores. Where more than the mean is stored, what goes is younger, and worth more."""
+"""Cost of the evictions that a prompt causes, and the largest ratio of an instance's turnover to the mean that counts.
+
+A prompt evicts as many blocks as it stores. On an instance that stores more than the mean, the evicted blocks are
+younger, and it is more likely that they would have been used again. Without this term new conversations all go to the
+few instances that have a common system prompt, and wear out their caches.
+"""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request needs. `num_tokens` go into the cache before the next token: prompt, plus a replay's tokens."""
+    """Describes to the placement what one attempt of a request needs."""
 
     num_tokens: int
+    """Tokens whose KV must exist before the next token: the prompt, and in a replay the tokens generated so far."""
     num_sequences: int = 1
     max_new_tokens: int = 1
     avoided: frozenset[InstanceId] = frozenset()
-    """Instances that failed this request before."""
+    """Instances that failed this request; they are taken only if no other instance can serve it."""
     preferred_decode: InstanceId | None = None
-    """Where blocks of this request have arrived already."""
+    """The decode instance that has received blocks of this request in an earlier attempt."""
     itl_s: float | None = None
-    """The longest time between tokens that was promised."""
+    """ITL SLO in seconds; None if the request has none."""
     ttft_s: float | None = None
-    """What is left of the time to the first token that was promised."""
+    """Rest of the TTFT SLO in seconds; None if the request has none."""
     has_images: bool = False
-    """No decode instance computes the prompt: those have no vision tower."""
+    """The prompt has images, so a decode instance cannot compute it: it has no vision tower."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance as this request sees it. All numbers include work placed there that it has not reported yet."""
+    """One instance as a given request sees it.
+
+    All numbers include work that this router has placed there and that the instance has not reported yet.
+    """
 
     instance: InstanceId
     role: Role
@@ -68,28 +85,38 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: float
     prefill_tokens_per_s: float
     cached_tokens: int = 0
-    """In the device tier, of this request's tokens."""
+    """Tokens of this request's cached prefix in the device tier."""
     host_cached_tokens: int = 0
+    """Tokens that the host tier adds to that prefix."""
     turnover: float = 0.0
-    """Tokens computed there of late, in sizes of its cache: what is cached there lives the shorter the greater."""
+    """Tokens computed there recently, divided by the tokens that its cache holds.
+
+    The larger it is, the sooner a cached block is evicted.
+    """
     machine: str = ""
-    """Equal for instances that can share memory."""
+    """Name of the host; equal for instances that can share memory."""
     held_tokens: int = 0
-    """Of this request's, in any tier and known to be there: what others can fetch."""
+    """Tokens of this request's prefix that others can fetch: reported by the instance, in any tier."""
     link_speeds: Mapping[InstanceId, float] = {}
-    """Bytes a second that this instance measured when it fetched from others."""
+    """Bytes per second that this instance measured when it fetched blocks, by source instance."""
     pull: PullPlan | None = None
-    """What it fetches before it computes."""
+    """Prefix that this instance would fetch from another one before it computes the rest."""
     next_step_s: float = 0.0
-    """Predicted time of a decode step with one sequence more; 0: not measured."""
+    """Predicted duration of a decode step with one more sequence, in seconds; 0 if unknown."""
     rate_uncertainty: float = 1.0
     step_uncertainty: float = 1.0
-    """So many times as fast it may be, for all that is known: it has computed no prompts, or no steps, of late."""
+    """Factors, at least 1, by which prefill and decode may be faster than measured. They grow while it is idle."""
     spare_tokens_per_s: float = 0.0
-    """Of prompts that it computes beside those who write there, as fast as each of them was promised; 0: not at all."""
+    """Prompt tokens per second that it can compute without missing the ITL SLO of a sequence that is decoding there.
+
+    It is 0 without any headroom, and if one of those sequences has no ITL SLO.
+    """
 
     def uncached(self, num_tokens: int) -> float:
-        """Tokens to compute. The last token always is: its logits are wanted."""
+        """Return how many of `num_tokens` tokens must be computed, counting host-tier tokens in part.
+
+        It is at least 1, since the last token is always computed: its logits are needed.
+        """
         missing = num_tokens - self.cached_tokens - HOST_TIER_SAVING_RATIO * self.host_cached_tokens
         if self.pull is not None:
             missing -= self.pull.missing_tokens
@@ -97,45 +124,58 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def queue_s(self) -> float:
+        """Seconds until the prompts that are queued there have been computed."""
         return self.queued_tokens / self.tokens_per_s if self.queued_tokens else 0.0
 
     @property
     def own_tokens(self) -> int:
+        """Tokens of this request's prefix that are cached there, in both tiers."""
         return self.cached_tokens + self.host_cached_tokens
 
     @property
     def tokens_per_s(self) -> float:
+        """Prefill rate in tokens per second, or `UNMEASURED_TOKENS_PER_S`."""
         return self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
 
     def time_to_first_token_s(self, num_tokens: int, *, harm: float = 0.0) -> float:
-        """With `harm`: plus what later prompts lose, in times that this one takes."""
+        """Return the predicted time to first token in seconds.
+
+        With `harm` the result is a cost: it includes the delay of later prompts, as a multiple of the time that this
+        prompt is computed.
+        """
         rate = self.tokens_per_s
         wait_s = self.queued_tokens / rate
         if self.pull is not None:
-            wait_s = max(wait_s, self.pull.seconds)  # while those before it are computed
+            # The fetch overlaps with the prompts that are queued before this one.
+            wait_s = max(wait_s, self.pull.seconds)
         return wait_s + (1.0 + harm) * self.uncached(num_tokens) / rate
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """Instances that take new work now. `turn` grows by one with each view: whose turn it is."""
+    """The instances that accept new requests at one moment, as a given request sees them."""
 
     candidates: Sequence[Candidate]
     turn: int = 0
+    """Number of the view, which grows by one each time: the state of the policies `round_robin` and `random`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
-    """`least_loaded` looks at queues alone, `round_robin` and `random` at nothing."""
+    """The router's settings for placement."""
 
     disaggregation_min_tokens: int = 32
+    """Prompts with fewer uncached tokens are computed on the decode instance."""
     name: PolicyName = "prefix"
+    """`least_loaded` considers queues alone; `round_robin` and `random` ignore load. See the module for `prefix`."""
     pull: PullPolicy = "auto"
+    """Setting of `prefix_pull`: whether to fetch cached prefixes from other instances."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """`prefill` computes the prompt, `decode` writes the answer; where one instance does both, only `decode` is set.
+    """Names the instances chosen for one request.
 
-    `prefill_only` is for requests that end with their first token: there is nothing to hand off.
+    `prefill` computes the prompt and `decode` generates; if one instance does both, only `decode` is set. The decision
+    "prefill_only" is for requests that end with their first token, so that nothing is handed off.
     """
 
     decision: Decision
@@ -143,52 +183,63 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     decode: Candidate | None = None
     predicted_ttft_s: float
     other_ttft_s: float = 0.0
-    """Where a prefill and a decode instance could each have read the prompt: of the one that does not."""
+    """Predicted TTFT, in seconds, of the alternative that was not chosen: prefill on the decode instance instead of
+    disaggregated, or the other way round. It is 0 if only one of them was possible."""
     shortest_queue_s: float = 0.0
-    """Of all instances that could have read the prompt: 0 means that one is idle."""
+    """Queueing time in seconds at the least busy instance that could have computed the prompt; 0 if one is idle."""
 
     @property
     def predicted_itl_s(self) -> float:
+        """Predicted inter-token latency in seconds; 0 if it is unknown or nothing is decoded."""
         return self.decode.next_step_s if self.decode is not None else 0.0
 
     @property
     def final_worker(self) -> Candidate:
-        """The instance that reads the prompt."""
+        """The instance that computes the prompt."""
         chosen = self.prefill or self.decode
         assert chosen is not None
         return chosen
 
 
 class NoCapacity(msgspec.Struct, frozen=True):
-    """`reason` never_fits: no instance could ever serve it. `message` is for the client."""
+    """The result of a placement that found no instance."""
 
     reason: Reason
+    """`empty_pool`: an instance may come later. `never_fits`: the request is too long for every instance."""
     message: str
+    """Text for the client."""
 
 
 _Pools = dict[Role, list[Candidate]]
 
 
 def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
-    """`cluster` is a snapshot for this demand at one moment; loads in it have been aged to that moment."""
+    """Return the best placement for `demand`, or the reason why there is none.
+
+    `cluster` is a snapshot made for this demand. Instances in `demand.avoided` are used only if nothing else works.
+    """
     if demand.avoided:
         trusted = [c for c in cluster.candidates if c.instance not in demand.avoided]
         placed = _place(demand, ClusterView(trusted, cluster.turn), policy)
         if not isinstance(placed, NoCapacity):
             return placed
-    # Better an instance that failed once than none.
+    # An instance that failed once may work now, and without it the request would certainly fail.
     return _place(demand, cluster, policy)
 
 
 def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
+    """Return the placement with the smallest predicted TTFT over all groups that can exchange blocks."""
     candidates = cluster.candidates
+    # Strictly less: the next token needs a place in the cache too.
     fitting = [c for c in candidates if demand.num_tokens < c.total_blocks * c.layout.block_tokens]
     if candidates and not fitting:
         largest = max(c.total_blocks * c.layout.block_tokens for c in candidates)
         return NoCapacity(
             "never_fits",
-            f"the request needs {demand.num_tokens + 1} tokens of KV cache; the largest instance has {largest}",
+            f"the request needs {demand.num_tokens + 1} tokens of KV cache, but the largest instance has {largest}; "
+            "shorten the prompt",
         )
+    # A dict keeps the order of the candidates, which a set would not: equal inputs must give equal placements.
     layouts = dict.fromkeys([c.layout for c in fitting])
     groups = [fitting] if len(layouts) == 1 else [_group(fitting, layout) for layout in layouts]
     best: Placement | None = None
@@ -200,18 +251,19 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
 
 
 def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:
-    """Instances of one layout, and those that could hand blocks to them."""
+    """Return the instances of one KV layout, and the prefill instances that can hand off blocks to that layout."""
     return [c for c in candidates if c.layout == layout or (c.role == "prefill" and obstacle(c.layout, layout) is None)]
 
 
 def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
-    """Of instances that may exchange blocks."""
+    """Return the best placement on instances that can exchange blocks, or None if there is none."""
     pick_prefill, pick_decode = _PICKS[policy.name]
     pools: _Pools = {"prefill": [], "decode": [], "unified": []}
     for candidate in _with_pulls(demand, group, policy):
         pools[candidate.role].append(candidate)
     prefill, unified = pick_prefill(demand, pools["prefill"], turn), pick_prefill(demand, pools["unified"], turn)
     decode = None
+    # Blocks that arrived in an earlier attempt need not be transferred again, so load is not compared.
     if demand.preferred_decode is not None:
         decode = next((c for c in pools["decode"] if c.instance == demand.preferred_decode), None)
     decode = decode or pick_decode(demand, pools["decode"], turn)
@@ -223,7 +275,7 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
 
 
 def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Sequence[Candidate]:
-    """Those that read prompts, with what each had better fetch from another one before it computes."""
+    """Return the instances of a group, prefill and unified ones with the prefix that is worth fetching for them."""
     if policy.name != "prefix" or policy.pull == "never" or not (holders := best_holders(group)):
         return group
     tokens = demand.num_tokens
@@ -236,10 +288,12 @@ def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPol
 def _place_split(
     demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy, pools: _Pools
 ) -> Placement | None:
+    """Return a placement on a prefill and a decode instance, or on one of them, or None if that is impossible."""
     if prefill is not None and demand.max_new_tokens == 1:
         return _prefill_on("prefill_only", prefill, None, demand, pools)
     if decode is None or (prefill is None and demand.has_images):
         return None
+    # A prompt with images always goes to a prefill instance, however short: the decode instance cannot compute it.
     min_tokens = 0 if demand.has_images else policy.disaggregation_min_tokens
     if prefill is None or decode.uncached(demand.num_tokens) < min_tokens:
         return _on_one_worker("decode_only", decode, demand, pools)
@@ -247,14 +301,17 @@ def _place_split(
     local_ttft_s = _local_ttft_s(decode, demand)
     is_soon = demand.ttft_s is not None and disaggregated.predicted_ttft_s <= TTFT_SLO_MARGIN * demand.ttft_s
     if local_ttft_s < disaggregated.predicted_ttft_s and not is_soon:
+        # `_on_one_worker` predicts with the full prefill rate, of which the sequences' ITL SLOs leave only a part.
         alone, other_s = _on_one_worker("decode_only", decode, demand, pools), disaggregated.predicted_ttft_s
         return msgspec.structs.replace(alone, predicted_ttft_s=local_ttft_s, other_ttft_s=other_s)
     return disaggregated if local_ttft_s == inf else msgspec.structs.replace(disaggregated, other_ttft_s=local_ttft_s)
 
 
 def _local_ttft_s(decode: Candidate, demand: Demand) -> float:
-    """Time to the first token where the prompt is computed beside the answers that are written there, in chunks that
-    keep what their requests were promised; inf: where nothing was promised, answers are not slowed down."""
+    """Return the predicted TTFT if the decode instance computes the prompt, in chunks that keep the ITL SLOs there.
+
+    Return inf if the request has no ITL SLO or the instance has no headroom: a prompt would slow down its sequences.
+    """
     if demand.itl_s is None or demand.has_images or not decode.spare_tokens_per_s:
         return inf
     return (decode.queued_tokens + decode.uncached(demand.num_tokens)) / decode.spare_tokens_per_s
@@ -282,10 +339,12 @@ def _prefill_on(
 
 
 def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+    """Pick the instance with the lowest cost: its predicted TTFT, and the expected harm to later prompts."""
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     num_tokens = demand.num_tokens
     queued = turnover = 0.0
+    # One loop instead of two generators: this runs for every request and every instance.
     for c in candidates:
         queued += c.queued_tokens
         turnover += c.turnover
@@ -294,6 +353,8 @@ def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> 
 
     def cost(c: Candidate) -> tuple[float, int, int, InstanceId]:
         evicted = EVICTION_WEIGHT * (min(MAX_TURNOVER_RATIO, c.turnover / turnover) - 1.0) if turnover else 0.0
+        # Ties go to the instance with fewer sequences, then to the one with more free blocks, then by id, so that equal
+        # inputs give equal placements.
         cost_s = c.time_to_first_token_s(num_tokens, harm=followers + evicted)
         return (cost_s, c.active_sequences, -c.free_blocks, c.instance)
 
@@ -301,20 +362,23 @@ def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> 
 
 
 def _expected_followers(queued_tokens: float, num_tokens: int) -> float:
-    """How many prompts of this one's size will wait for it: as many as wait on average now (Little's law).
+    """Return how many later prompts of this one's size it is expected to delay.
 
-    The factor and the bound were found by replaying a trace: docs/log/placement.md.
+    By Little's law that is the number of prompts that wait on average now. The factor and the bound come from replaying
+    a trace (docs/log/placement.md, "what a cached prefix is worth").
     """
     return min(MAX_FOLLOWERS, FOLLOWERS_PER_QUEUED_PROMPT * queued_tokens / max(1, num_tokens))
 
 
 def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
+    """Pick the instance with room for the request and the fewest sequences, then the one that needs fewest blocks."""
     num_tokens = demand.num_tokens
 
     def cost(c: Candidate) -> tuple[bool, float, int, InstanceId]:
         block_tokens = c.layout.block_tokens
         missing = ceil(max(0, num_tokens - c.cached_tokens) / block_tokens)
-        # A cached prefix weighs less than one running sequence: on single-turn traffic it must not starve the others.
+        # A cached prefix weighs less than one running sequence. Otherwise traffic whose requests share only a system
+        # prompt would all go to the first instance that has it.
         moved = missing * block_tokens / max(1, num_tokens)
         return (missing > c.free_blocks, c.active_sequences + min(1.0, moved) * 0.9, -c.free_blocks, c.instance)
 
@@ -322,6 +386,7 @@ def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> C
 
 
 def _least_loaded(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
+    """Pick the instance with the fewest queued tokens, then the one with the fewest sequences."""
     return min(
         candidates, key=lambda c: (c.queued_tokens, c.active_sequences, -c.free_blocks, c.instance), default=None
     )
@@ -332,7 +397,8 @@ def _round_robin(demand: Demand, candidates: Sequence[Candidate], turn: int) -> 
 
 
 def _at_random(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
-    # A hash of the turn instead of a generator: `place` stays pure. Prefill and decode are drawn independently.
+    # A hash of the turn instead of a random generator keeps `place` pure. The role is part of the hashed number, so
+    # that the choices of the prefill and of the decode instance are independent.
     is_decode = bool(candidates) and candidates[0].role == "decode"
     return _round_robin(demand, candidates, spread(turn * 2 + is_decode) * len(candidates) >> 64)
 
@@ -344,13 +410,14 @@ _PICKS: dict[PolicyName, tuple[_Pick, _Pick]] = {
     "round_robin": (_round_robin, _round_robin),
     "random": (_at_random, _at_random),
 }
-"""Who reads the prompt, and who writes the answer, of instances with one role and layout."""
+"""For each policy, how it picks the prefill and the decode instance among candidates of one role and layout."""
 
 
 def _no_capacity_message(candidates: Sequence[Candidate], demand: Demand) -> str:
+    """Return the text for the client that says which pool has no ready instance."""
     roles = {c.role for c in candidates}
     if not roles:
         return "no instance is ready: the prefill, decode and unified pools are empty"
     if demand.has_images and not roles - {"decode"}:
-        return "no instance is ready that reads images: prefill and unified instances of such a model do"
-    return "no instance can write an answer: the decode and unified pools are empty"
+        return "no instance is ready that can encode images: start a prefill or unified instance of a vision model"
+    return "no instance is ready that can decode: the decode and unified pools are empty"

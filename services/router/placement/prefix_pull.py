@@ -1,7 +1,7 @@
-"""Whether an instance had better fetch a prompt's cached prefix from another one than compute it. Pure.
+"""Decides whether an instance fetches a prompt's cached prefix from another one instead of computing it. Pure.
 
-The fetch costs a fixed time and its bytes over the speed of the link, as it was measured or as links of its kind are;
-computing costs tokens over the measured rate. A fetch must be cheaper by a margin: it also takes time of the source.
+A fetch costs a fixed latency plus its bytes divided by the link's speed. Computing costs the tokens divided by the
+measured prefill rate. The fetch must be cheaper by a margin, because it also takes time of the source instance.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,27 +16,35 @@ from baton_serve.contracts.layout import KVLayout
 PullPolicy = Literal["auto", "always", "never"]
 
 PULL_LATENCY_S = 0.004
-"""From the decision to the first block: asking the source's engine between two of its steps, and the connection."""
+"""Seconds from the decision to the first block: for the connection, and until the source's engine ends its step."""
 LOCAL_BYTES_PER_S = 2e9
 REMOTE_BYTES_PER_S = 1e9
-"""Where no link of either end has been measured yet, inside one machine and between two."""
+"""Speeds in bytes per second, on one host and between two, until a link of either instance has been measured."""
 MAX_PULL_COST_RATIO = 0.7
-"""Of the time that a fetch saves, for what it costs."""
+"""Largest time of a fetch, as a fraction of the prefill time that it saves."""
 MAX_PULL_SOURCES = 4
+"""Number of source instances that are compared, so that the cost of a placement does not grow with the square of the
+number of instances."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """The first `num_tokens` lie at `source`; `missing_tokens` of them are missing here, and take `seconds`."""
+    """A fetch of a cached prefix that is worth its cost."""
 
     source: InstanceId
     num_tokens: int
+    """Length of the prefix that `source` has."""
     missing_tokens: int
+    """The part of it that the fetching instance does not have yet."""
     seconds: float
+    """Predicted duration of the fetch."""
 
 
 class PrefixHolder(Protocol):
-    """`services.router.placement.policy.Candidate`."""
+    """An instance that may have a cached prefix.
+
+    It is a `policy.Candidate`; `policy` imports this module, so it cannot be imported here.
+    """
 
     @property
     def instance(self) -> InstanceId: ...
@@ -51,6 +59,8 @@ class PrefixHolder(Protocol):
 
 
 class PullSink(PrefixHolder, Protocol):
+    """An instance that may fetch a prefix; also a `policy.Candidate`."""
+
     @property
     def own_tokens(self) -> int: ...
     @property
@@ -58,7 +68,7 @@ class PullSink(PrefixHolder, Protocol):
 
 
 def best_holders(candidates: Iterable[PrefixHolder]) -> list[PrefixHolder]:
-    """Those worth asking: with the longest prefix that is really there."""
+    """Return the instances with the longest reported prefixes, at most `MAX_PULL_SOURCES`, the longest first."""
     holders = [c for c in candidates if c.held_tokens]
     return nlargest(MAX_PULL_SOURCES, holders, key=lambda c: (c.held_tokens, c.instance)) if holders else []
 
@@ -66,16 +76,21 @@ def best_holders(candidates: Iterable[PrefixHolder]) -> list[PrefixHolder]:
 def plan_pull(
     sink: PullSink, holders: Iterable[PrefixHolder], *, num_tokens: int, policy: PullPolicy = "auto"
 ) -> PullPlan | None:
-    """The fetch that saves most, if any is worth it (with `always`: if there is any). The last token is computed."""
+    """Return the fetch that saves the most time, or None if no fetch is worth its cost.
+
+    With the policy `always`, every possible fetch counts as worth its cost; with `never`, none does.
+    """
     if policy == "never":
         return None
     block_tokens = sink.layout.block_tokens
+    # The last token is always computed, since its logits are needed: a block that contains it is not fetched.
     useful = (num_tokens - 1) // block_tokens * block_tokens
     plans: list[tuple[float, PullPlan]] = []
     for holder in holders:
         missing_tokens = min(useful, holder.held_tokens) - sink.own_tokens
         if holder.instance == sink.instance or holder.layout != sink.layout or missing_tokens <= 0:
             continue
+        # `own_tokens` counts full cached blocks, so the difference is a whole number of blocks too.
         seconds = PULL_LATENCY_S + missing_tokens * sink.layout.token_bytes / link_speed(sink, holder)
         saved_s = missing_tokens / sink.tokens_per_s
         if policy == "always" or seconds <= MAX_PULL_COST_RATIO * saved_s:
@@ -85,8 +100,13 @@ def plan_pull(
 
 
 def link_speed(sink: PullSink, holder: PrefixHolder) -> float:
-    """Bytes a second, as the reader measured it, or the holder the other way round, as in a handoff; else as either's
-    links are in the median."""
+    """Return the expected speed of a fetch in bytes per second.
+
+    It is the speed that `sink` measured on this link, or else the one that `holder` measured in the other direction, or
+    else the median of all links of both. If nothing was measured yet, it is a constant.
+    """
+    # Handoffs run from prefill to decode, so on the way back only the other direction has been measured. A constant of
+    # 1 GB/s there made fetches look slower than computing (docs/log/placement.md).
     measured = sink.link_speeds.get(holder.instance, 0.0) or holder.link_speeds.get(sink.instance, 0.0)
     if measured > 0:
         return measured

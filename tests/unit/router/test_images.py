@@ -125,7 +125,7 @@ def test_a_unified_instance_does_all_of_it(see: Callable[..., None]) -> None:
 
 def test_without_an_instance_that_reads_images_text_is_served_and_images_wait(see: Callable[..., None]) -> None:
     async def scenario(router: Router) -> None:
-        assert "reads images" in await error_of(router, shown("ab", A), 503)
+        assert "can encode images" in await error_of(router, shown("ab", A), 503)
         assert (await router.http.post(PATH, json=shown("ab"))).status_code == 200
 
     see(scenario, prefill=0)
