@@ -1,1 +1,1 @@
-"""`baton serve`: a supervised cluster on one machine; and the demo."""
+"""`baton serve` starts and supervises a cluster on one machine; `make demo` shows a handoff with the bundled model."""

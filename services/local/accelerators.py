@@ -1,7 +1,7 @@
-"""Counts the accelerators of this machine by the kernel's device files, since this process must not load torch.
+"""Counts the accelerators of this machine by the kernel's device files, because `baton serve` must not load torch.
 
-A restriction in the environment (`ZE_AFFINITY_MASK`, `CUDA_VISIBLE_DEVICES`) is kept: the devices it names are those to
-share out.
+A restriction in the environment (`ZE_AFFINITY_MASK`, `CUDA_VISIBLE_DEVICES`) is respected: only the devices that it
+names are given to instances.
 """
 
 import re
@@ -11,11 +11,14 @@ from pathlib import Path
 
 _INTEL_VENDOR_ID = "0x8086"
 _MIN_DISCRETE_BAR_BYTES = 2**30
-"""An integrated GPU has no local memory, and so no large memory window on its bus."""
+"""Smallest memory window on the bus that identifies a discrete card: an integrated GPU has no local memory to map."""
 
 
 def device_indexes(device: str, environ: Mapping[str, str], root: Path = Path("/")) -> list[int]:
-    """Indexes to give to `--device-index`, one per accelerator; empty means the CPU. `device` is that of --device."""
+    """Return the values for `--device-index`, one per accelerator; an empty list means that instances use the CPU.
+
+    `device` is the value of `--device`; `root` is the folder that holds `sys` and `dev`.
+    """
     if device in ("auto", "xpu"):
         found = _allowed(environ.get("ZE_AFFINITY_MASK"), _count_intel(root))
         if found:
@@ -26,7 +29,7 @@ def device_indexes(device: str, environ: Mapping[str, str], root: Path = Path("/
 
 
 def can_torch_use_accelerators() -> bool:
-    """False for torch's CPU builds, which name themselves so."""
+    """Return False if torch is missing or is a CPU build. The version of a CPU build ends with `+cpu`."""
     try:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -36,11 +39,13 @@ def can_torch_use_accelerators() -> bool:
 def _allowed(mask: str | None, count: int) -> list[int]:
     if not mask:
         return list(range(count))
+    # CUDA also accepts UUIDs and Level Zero accepts sub-devices ("0.1"); neither has a number for `--device-index`.
     named = [part.strip() for part in mask.split(",")]
     return [int(part) for part in named if part.isdigit()]
 
 
 def _count_nvidia(root: Path) -> int:
+    # The pattern leaves out nvidiactl, nvidia-uvm and other control nodes.
     return sum(bool(re.fullmatch(r"nvidia\d+", node.name)) for node in (root / "dev").glob("nvidia*"))
 
 
@@ -56,5 +61,6 @@ def _is_discrete_intel(device: Path) -> bool:
         windows = [line.split() for line in (device / "resource").read_text().splitlines()]
     except OSError:
         return False
+    # `resource` has one line per window: first address, last address, flags. An unused window is all zeros.
     sizes = [int(end, 16) - int(start, 16) + 1 for start, end, *_ in windows if int(end, 16)]
     return max(sizes, default=0) >= _MIN_DISCRETE_BAR_BYTES

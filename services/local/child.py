@@ -1,4 +1,7 @@
-"""One process of a local cluster: started, listened to, signalled by pid, its end noticed. Knows no policy."""
+"""Runs one process of a local cluster: starts it, prints its output, sends it signals and detects its exit.
+
+`supervisor` decides what to start and restart.
+"""
 
 import asyncio
 import collections
@@ -17,7 +20,11 @@ from baton_serve.services.local.plan import Process
 
 
 class Console:
-    """Lines are aligned behind the longest of `names`, the processes'; without `is_named` they pass as they are."""
+    """Prints the output of all processes to one stream, each line behind the name of its process.
+
+    `names` are the names of the processes; the longest one sets the width of the column. Without `is_named` lines are
+    printed unchanged: a JSON log must stay parseable.
+    """
 
     def __init__(self, stream: TextIO, names: list[str], *, is_named: bool = True) -> None:
         self._stream = stream
@@ -27,14 +34,16 @@ class Console:
         self._has_moving_line = False
 
     def line(self, name: str, text: str) -> None:
+        """Print one line of the process `name`."""
         self._clear()
         self._stream.write(f"{name:<{self._width}} | {text}\n" if self._is_named else f"{text}\n")
         self._stream.flush()
 
     def moving(self, name: str, text: str) -> None:
-        """Replaces the last moving line; nothing without a terminal."""
+        """Show a progress bar in place of the last one. Do nothing if the stream is not a terminal."""
         if self._is_interactive and text:
             self._clear()
+            # A line that wraps could not be erased: `_clear` reaches only the row of the cursor.
             columns = shutil.get_terminal_size().columns
             self._stream.write(f"{name:<{self._width}} | {text}"[: columns - 1])
             self._stream.flush()
@@ -47,29 +56,33 @@ class Console:
 
 
 class LineSplitter:
-    r"""Turns pieces of output into lines; what ends with `\r` alone is a moving line (a progress bar)."""
+    r"""Turns pieces of output into lines. Text that ends with `\r` alone is a moving line (a progress bar)."""
 
     def __init__(self) -> None:
         self._rest = ""
 
     def feed(self, text: str) -> list[tuple[str, bool]]:
-        r"""Lines with True, moving lines with False. A terminal's `\r\n` is one end of line."""
+        r"""Return complete lines with True and moving lines with False. A terminal's `\r\n` is one end of line."""
+        # The marker \0 behind each end of line lets one split keep the ends, which say what kind of line it was.
         pieces = (self._rest + text).replace("\r\n", "\n").replace("\r", "\r\0").replace("\n", "\n\0").split("\0")
         self._rest = pieces.pop()
         return [(piece[:-1], piece.endswith("\n")) for piece in pieces]
 
     def rest(self) -> str:
+        """Return the text after the last end of line, and clear it."""
         rest, self._rest = self._rest, ""
         return rest
 
 
 KEPT_OUTPUT_LINES = 15
+"""Last lines of a process that are kept, to be printed again if it keeps failing."""
 _READ_BYTES = 65536
 _READY = "ready "
+"""Start of the line that an instance writes to its standard output once it is ready (`services.instance.process`)."""
 
 
 class Child:
-    """One run of `process`. `ended` is set when it is gone and its output has been read."""
+    """One run of a process, from its start to its exit. The supervisor makes a new one for each restart."""
 
     def __init__(
         self,
@@ -83,16 +96,19 @@ class Child:
         self.name = process.name
         self.recent_lines: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT_LINES)
         self.is_ready = False
-        """The process has said on its standard output that it serves."""
+        """True once the process has reported on its standard output that it is ready."""
         self.ended = asyncio.Event()
+        """Set once the process has exited and its output has been read."""
         self.status: int | None = None
         """Exit status, negative for a signal; None while it runs."""
         self._console = console
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self.started_at = self._loop.time()
+        # Progress bars are drawn only on a terminal, so standard error is one if ours is.
         out, error = os.pipe(), _terminal() if sys.stderr.isatty() else os.pipe()
         self._launched = launch(process, environ, out[1], error[1])
+        # The process has its own copies. With ours left open, the pipes would never report an end of file.
         os.close(out[1])
         os.close(error[1])
         self._outputs = [_Output(out[0], self._take_answer), _Output(error[0], self._take_line)]
@@ -103,14 +119,16 @@ class Child:
         return self._launched.pid
 
     def signal(self, number: int) -> None:
+        """Send a signal. A process that has exited is left alone."""
         if self.status is None:
             self._launched.signal(number)
 
     def last_line(self) -> str:
-        """What it said last: of a process that could not start, why."""
+        """Return the last line that is not blank, or "". If a process could not start, this line usually says why."""
         return next((line for line in reversed(self.recent_lines) if line.strip()), "")
 
     def end_reason(self) -> str:
+        """Return how the process ended, such as `status 1` or `SIGKILL`."""
         if self.status is None:
             return "still runs"
         return f"status {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
@@ -138,7 +156,7 @@ class Child:
 
 
 class _Output:
-    """One end of a pipe or terminal that a process writes to."""
+    """Reads a pipe or terminal that a process writes to, and passes each line to `take`."""
 
     def __init__(self, descriptor: int, take: Callable[[str, bool], None]) -> None:
         self._descriptor = descriptor
@@ -150,7 +168,10 @@ class _Output:
         self._loop.add_reader(descriptor, self._read)
 
     def close(self) -> None:
-        """Takes what is there. A grandchild that holds the other end is not waited for."""
+        """Read the remaining output, then close. Do not wait for the end of the stream.
+
+        A grandchild process may hold the other end open for longer.
+        """
         while self._read():
             pass
         if rest := self._splitter.rest():
@@ -158,13 +179,15 @@ class _Output:
         self._end()
 
     def _read(self) -> bool:
+        """Read once. Return whether there was data, so that there may be more."""
         if not self._is_open:
             return False
         try:
             data = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:
             return False
-        except OSError:  # EIO: nobody holds the other end of a terminal any more
+        except OSError:
+            # Linux reports EIO, and not an end of file, once no process has the other end of a terminal open.
             data = b""
         for line, is_whole in self._splitter.feed(data.decode(errors="replace")):
             self._take(line, is_whole)
@@ -180,11 +203,13 @@ class _Output:
 
 
 def _terminal() -> tuple[int, int]:
-    """Both ends of a terminal for a process's progress bars, which leaves its output as it is."""
+    """Return the reading and the writing end of a new terminal, so that a process draws its progress bars."""
     ours, its = pty.openpty()
+    # Without OPOST the terminal passes output on unchanged; with it every \n would become \r\n.
     modes = termios.tcgetattr(its)
     modes[1] &= ~termios.OPOST
     termios.tcsetattr(its, termios.TCSANOW, modes)
+    # A progress bar takes its width from its own terminal, which starts with 0 columns.
     with contextlib.suppress(OSError, termios.error):
         termios.tcsetwinsize(its, termios.tcgetwinsize(sys.stderr.fileno()))
     return ours, its

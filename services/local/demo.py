@@ -1,6 +1,6 @@
-"""`make demo`: a local cluster with the bundled model answers questions, and says where the time of each went.
+"""`make demo`: starts a local cluster with the bundled model, asks it questions and prints the time split of each.
 
-Does what any user could: starts `baton serve`, speaks HTTP, sends SIGINT. Knows nothing of what is inside.
+It does only what any user can do: it starts `baton serve`, sends HTTP requests and stops the cluster with SIGINT.
 """
 
 import asyncio
@@ -37,11 +37,13 @@ _FILLERS = (
     "The child went calmly to the office.",
 )
 NUM_FACTS = 62
-"""Makes about 1,000 tokens of the demo model."""
+"""Facts in one prompt of the demo: about 1,000 tokens of the demo model's 2,048."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
+    """One statement of a demo prompt: the code of a thing."""
+
     thing: str
     code: str
 
@@ -52,12 +54,19 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
+    """A long text, and the facts that it states.
+
+    The demo model answers a question about a fact only if all KV blocks of the text have arrived: a lost or damaged
+    block makes the answer wrong.
+    """
+
     text: str
     facts: list[Fact]
-    """In the order of the text."""
+    """The facts in the order of the text."""
 
 
 def make_demo_prompt(random: Random) -> DemoPrompt:
+    """Return a new prompt with `NUM_FACTS` facts. It must be new in each run, or a prefix cache could answer it."""
     things = random.sample([f"{kind} {thing}" for kind in _KINDS for thing in _THINGS], NUM_FACTS)
     codes = random.sample(range(1000, 10_000), NUM_FACTS)
     facts = [Fact(thing, str(code)) for thing, code in zip(things, codes, strict=True)]
@@ -73,21 +82,24 @@ PROGRAM = "baton demo"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 45.0
 LINK_REPORT_TIMEOUT_S = 10.0
+"""Longest time to wait until a measured transfer rate appears in the router's /health."""
 _URL = re.compile(r"^\s+url\s+(http://\S+)/v1\s*$")
 _BANNER_END = "stop with"
+"""Label of the last line of the banner that `baton serve` prints when it is ready."""
 
 
 class NotStartedError(LocalError):
-    """`baton serve` ended, or took too long."""
+    """`baton serve` exited before it was ready, or took too long."""
 
 
 def main() -> int:
+    """Run the demo and return its exit status."""
     configure_logs(level="warning", format="text")
 
     async def start(lifecycle: Lifecycle) -> None:
         cluster = ServeProcess()
         lifecycle.on_stop("baton serve", cluster.stop, deadline_s=STOP_TIMEOUT_S)
-        say("Starting a router, a prefill and a decode instance with the bundled model ...")
+        say("Starting a router, a prefill worker and a decode worker with the bundled model ...")
         began = time.monotonic()
         url = await cluster.start()
         say(f"ready after {time.monotonic() - began:.1f} s at {url}/v1\n")
@@ -98,20 +110,21 @@ def main() -> int:
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
+    """Print to standard output at once: an answer is shown token by token."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 class ServeProcess:
-    """`baton serve` on a free port. What it says is shown only if it does not start."""
+    """Runs `baton serve` on a free port. Its log is shown only if it does not start."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._said: collections.deque[str] = collections.deque(maxlen=20)
-        self._listening: asyncio.Task[None] | None = None
+        self._recent_log: collections.deque[str] = collections.deque(maxlen=20)
+        self._log_reader: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """The router's URL, when all instances serve. Raises `NotStartedError`."""
+        """Start it, wait until all instances are ready and return the router's URL. Raises `NotStartedError`."""
         options = ["--port", "0", "--log-level", "warning"]
         self._process = await asyncio.create_subprocess_exec(
             *module_command(
@@ -120,9 +133,10 @@ class ServeProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C must reach the demo alone, which then stops the cluster in order.
         )
-        self._listening = asyncio.create_task(self._listen())
+        # Standard error must be read all the time, or `baton serve` would block once the pipe is full.
+        self._log_reader = asyncio.create_task(self._read_log())
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 return await self._read_banner()
@@ -130,7 +144,7 @@ class ServeProcess:
             raise NotStartedError(f"baton serve was not ready within {START_TIMEOUT_S:g} s") from None
 
     async def stop(self) -> None:
-        """As Ctrl-C does."""
+        """Stop the cluster with SIGINT, as Ctrl-C does, and wait until it has exited."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -138,12 +152,13 @@ class ServeProcess:
         status = await self._process.wait()
         say(f"\nEverything has stopped (status {status}).")
 
-    async def _listen(self) -> None:
+    async def _read_log(self) -> None:
         assert self._process is not None and self._process.stderr is not None
         async for line in self._process.stderr:
-            self._said.append(line.decode(errors="replace").rstrip())
+            self._recent_log.append(line.decode(errors="replace").rstrip())
 
     async def _read_banner(self) -> str:
+        """Return the URL in the banner, once the banner is complete."""
         assert self._process is not None and self._process.stdout is not None
         url = ""
         async for line in self._process.stdout:
@@ -152,25 +167,29 @@ class ServeProcess:
                 url = match[1]
             if text.strip().startswith(_BANNER_END):
                 return url
+        # The output ended without a banner: the start has failed. The reason is in the log, whose last lines may still
+        # be on their way; a grandchild that holds the pipe open must not keep the demo waiting for them.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
-                if self._listening is not None:
-                    await self._listening
-        for said in self._said:
-            say(f"  {said}")
-        raise NotStartedError("baton serve did not start")
+                if self._log_reader is not None:
+                    await self._log_reader
+        for line_of_log in self._recent_log:
+            say(f"  {line_of_log}")
+        raise NotStartedError("baton serve did not start; the lines above are the end of its log")
 
 
 async def run_demo(url: str) -> None:
-    passage = make_demo_prompt(Random(time.time_ns()))
-    early, late = passage.facts[3], passage.facts[-9]
+    """Ask a short question, then two questions about one long text: the second finds that text in the prefix cache."""
+    prompt = make_demo_prompt(Random(time.time_ns()))
+    early, late = prompt.facts[3], prompt.facts[-9]
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
         await ask(client, "Hello! What is 17 + 25?", expected="42")
         for fact in (early, late):
-            await ask(client, f"{passage.text} {fact.question}", expected=fact.code)
+            await ask(client, f"{prompt.text} {fact.question}", expected=fact.code)
 
 
 async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> None:
+    """Print a question, its answer as it is generated, whether it contains `expected`, and the time split."""
     shown = question if len(question) < 100 else f"{question[:60]} [...] {question[-40:].partition(' ')[2]}"
     say(f"> {shown}")
     answer, usage, split = "", DemoUsage(0, 0), None
@@ -180,7 +199,7 @@ async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> Non
                 answer += choice.delta.content
                 say(choice.delta.content, end="")
         usage, split = chunk.usage or usage, chunk.baton or split
-    say("   (right)" if expected in answer else f"   (WRONG: it is {expected})")
+    say("   (correct)" if expected in answer else f"   (WRONG: the correct answer is {expected})")
     if split is not None:
         say(time_split_text(split, usage))
         if split.transport is not None:
@@ -189,7 +208,8 @@ async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> Non
 
 
 async def link_speed(client: httpx.AsyncClient, transport: str) -> str:
-    """What the receiving instance measured. It reports to the router about once a second."""
+    """Return the transport with its measured rate and its two instances. Raises `TimeoutError` if none is reported."""
+    # The receiving instance measures the rate and reports it to the router about once a second.
     async with asyncio.timeout(LINK_REPORT_TIMEOUT_S):
         while True:
             for instance in (await read_health(client)).instances:
@@ -202,20 +222,24 @@ async def link_speed(client: httpx.AsyncClient, transport: str) -> str:
 
 
 def time_split_text(split: TimeSplit, usage: DemoUsage) -> str:
-    """The time split, one aligned line per part."""
+    """Return the time split as text, one aligned line per phase."""
     cached = sum(split.cached_tokens.values())
     rows = [
         ("prompt", f"{usage.prompt_tokens} tokens, {cached} of them cached"),
         ("queue", _ms(split.queue_s)),
         ("prefill", _ms(split.prefill_s)),
         ("handoff", _handoff(split)),
-        ("exposed", f"{_ms(split.handoff_exposed_s)} of the handoff: what prefill's computing could not hide"),
-        ("first token", f"{_ms(split.ttft_s)} after the request arrived"),
+        ("exposed", f"{_ms(split.handoff_exposed_s)} of the handoff ran after prefill, which hid the rest of it"),
+        ("first token", f"{_ms(split.ttft_s)} after the request arrived (TTFT)"),
         ("decode", _decode(split, usage)),
     ]
     if split.transport is None:
         rows = [row for row in rows if row[0] not in ("handoff", "exposed")]
-        reason = "decode had nearly all of it cached" if cached else "so short a prompt decode reads itself"
+        reason = (
+            "the decode worker has nearly all of the prompt in its prefix cache"
+            if cached
+            else "the prompt is short, so the decode worker computes it itself"
+        )
         rows.insert(3, ("handoff", f"none: {reason}"))
     return "\n".join(f"    {name:<12} {text}" for name, text in rows)
 
@@ -223,14 +247,16 @@ def time_split_text(split: TimeSplit, usage: DemoUsage) -> str:
 def _handoff(split: TimeSplit) -> str:
     size = (split.transferred_bytes or 0) / 1e6
     return (
-        f"{_ms(split.handoff_s)} over {split.transport}, block by block while prefill computes:"
-        f" {split.transferred_blocks} blocks, {size:.1f} MB; {split.reused_blocks} were there already"
+        f"{_ms(split.handoff_s)} over {split.transport}, while prefill computes later chunks:"
+        f" {split.transferred_blocks} KV blocks, {size:.1f} MB;"
+        f" {split.reused_blocks} more were in the decode worker's cache"
     )
 
 
 def _decode(split: TimeSplit, usage: DemoUsage) -> str:
     if not split.decode_s or usage.completion_tokens < 2:
         return _ms(split.decode_s)
+    # Prefill generates the first token, so decode accounts for the others.
     speed = (usage.completion_tokens - 1) / split.decode_s
     return f"{_ms(split.decode_s)} for {usage.completion_tokens - 1} more tokens, {speed:.0f} tok/s"
 

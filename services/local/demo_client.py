@@ -1,4 +1,4 @@
-"""Asks a router as any client does: streamed chat over HTTP, with the explanation of where the time went."""
+"""The demo's HTTP client: streams chat completions from a router, with the time split that `x-baton-explain` adds."""
 
 from collections.abc import AsyncIterator
 
@@ -8,14 +8,18 @@ import msgspec
 from baton_serve.services.common.errors import RemoteError
 
 MAX_TOKENS = 60
+"""Longest answer to a question of the demo, in tokens."""
 
 
 class AnswerError(RemoteError):
-    """The router refused, or its stream broke."""
+    """The router answered with an error status, or the stream ended too early."""
 
 
 class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """The `baton` field of a stream's last chunk: where the time went (seconds)."""
+    """The field `baton` of a stream's last chunk: how the time of the request divides into phases, in seconds.
+
+    The request header `x-baton-explain: 1` asks for it. A phase that did not happen is None.
+    """
 
     decision: str
     cached_tokens: dict[str, int] = {}
@@ -25,48 +29,67 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float | None = None
     handoff_s: float | None = None
     handoff_exposed_s: float | None = None
+    """Part of the handoff after prefill had finished computing: only this part delays the second token."""
     transport: str | None = None
     transferred_blocks: int | None = None
     transferred_bytes: int | None = None
     reused_blocks: int | None = None
+    """KV blocks of the prompt that the decode worker had in its prefix cache, so they were not transferred."""
 
 
 class DemoUsage(msgspec.Struct, frozen=True):
+    """Token counts of one answer, as OpenAI's `usage`."""
+
     prompt_tokens: int
     completion_tokens: int
 
 
 class ChatChunkDelta(msgspec.Struct, frozen=True):
+    """New text of one choice."""
+
     content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """One choice of a chunk."""
+
     delta: ChatChunkDelta
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
+    """One event of a chat stream; fields that the demo does not use are ignored."""
+
     choices: list[ChatChunkChoice] = []
     usage: DemoUsage | None = None
     baton: TimeSplit | None = None
 
 
 class InstanceLinkSpeed(msgspec.Struct, frozen=True):
+    """Measured rate of the transfers from `peer` to an instance."""
+
     peer: str
     transport: str
     gigabytes_per_second: float
 
 
 class Instance(msgspec.Struct, frozen=True):
+    """One instance in the router's /health."""
+
     instance: str
     links: list[InstanceLinkSpeed] = []
 
 
 class ClusterHealth(msgspec.Struct, frozen=True):
+    """The part of the router's /health that the demo reads."""
+
     instances: list[Instance]
 
 
 async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator[ChatChunk]:
-    """Raises `AnswerError`; a stream that ends before its `[DONE]` is one."""
+    """Send one question and yield the chunks of its answer.
+
+    Raises `AnswerError` if the status is not 200 or if the stream ends before its `[DONE]`.
+    """
     body = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": MAX_TOKENS,
@@ -87,5 +110,6 @@ async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator
 
 
 async def read_health(client: httpx.AsyncClient) -> ClusterHealth:
+    """Return the instances and their links from the router's /health."""
     answer = await client.get("/health")
     return msgspec.json.decode(answer.content, type=ClusterHealth)

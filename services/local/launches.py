@@ -1,8 +1,8 @@
-"""Two ways to start a process of a local cluster: as a program of its own, or forked from one that has imported torch.
+"""Starts the processes of a local cluster, either as new programs or as forks of a server that has imported torch.
 
-`import torch` takes an instance 1.5 CPU seconds, and transformers, where the model needs it, 3 more; a fork of a
-process that has them takes none. Only on CPUs: that no accelerator's runtime minds being forked has not been seen on a
-card. Where the fork server cannot start, processes start as programs.
+`import torch` takes 1.5 CPU seconds in each instance, and transformers, for models that need it, 3 more. A fork has
+both already. Forks are used on CPUs only: nobody has tested on a card whether the runtime of an accelerator survives a
+fork. If the fork server cannot start, processes are started as programs.
 """
 
 import asyncio
@@ -25,31 +25,38 @@ from baton_serve.child_command import module_command
 from baton_serve.services.local.plan import Process
 
 PRELOAD = "baton_serve.services.local.preload"
+"""The module that the fork server imports before it forks."""
 _MAX_NAME_BYTES = 15
+"""Longest name of a process that Linux keeps (TASK_COMM_LEN without its final NUL)."""
 
 
 class RunningProcess(Protocol):
-    """A process, until `wait` has returned."""
+    """A started process. Its descriptor is closed when `wait` returns."""
 
     pid: int
 
     def fileno(self) -> int:
-        """Readable when it has ended. Not the caller's to close."""
+        """Return a descriptor that becomes readable when the process exits. The caller must not close it."""
 
     def wait(self) -> int:
-        """Blocks until it has ended. Its status, negative for a signal. What watches it is closed."""
+        """Block until the process has exited, close its descriptor and return the status, negative for a signal."""
 
     def signal(self, number: int) -> None:
-        """Nothing happens to one that has ended."""
+        """Send a signal. Do nothing if the process has exited."""
 
 
 class ProcessLauncher(Protocol):
+    """Starts a process of the cluster: `ProgramLauncher` or `ForkLauncher`."""
+
     def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> RunningProcess:
-        """Starts it; `out` and `error`, of which it gets copies, are its standard output and error."""
+        """Start a process with copies of `out` and `error` as its standard output and error.
+
+        The caller keeps its two descriptors and closes them.
+        """
 
 
 class ProgramLauncher:
-    """Starts `python -m MODULE ARGV`, on a leash: it does not outlive this process."""
+    """Starts `python -m MODULE ARGV`. The kernel kills the program if this process dies (`die_with_parent`)."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -58,8 +65,9 @@ class ProgramLauncher:
         command = module_command(
             "baton_serve.services.common.die_with_parent", str(os.getpid()), self._module, *process.argv
         )
-        # In a group of its own, so that Ctrl-C reaches the supervisor alone and the order of stopping is ours; in its
-        # session, because kernels that share time out among sessions first heed niceness (--engine-nice) within one.
+        # A process group of its own keeps Ctrl-C away from the child, so that the supervisor decides the order of
+        # stopping. The session stays ours: with autogroup scheduling Linux first divides CPU time among sessions, and
+        # niceness (--engine-nice) counts only within one.
         variables = {**environ, **process.variables}
         return _Program(
             subprocess.Popen(
@@ -69,6 +77,8 @@ class ProgramLauncher:
 
 
 class _Program:
+    """A process that `ProgramLauncher` has started."""
+
     def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
         self.pid = popen.pid
         self._popen = popen
@@ -84,13 +94,16 @@ class _Program:
         return self._popen.returncode
 
     def signal(self, number: int) -> None:
-        if self._popen.returncode is None:  # not reaped, so the pid is not another's
+        # While the process has not been reaped, the kernel cannot give its pid to another process.
+        if self._popen.returncode is None:
             self._popen.send_signal(number)
 
 
 class ForkLauncher:
-    """Forks that call `module`'s main(argv), of a server that has imported `preload` and those of `modules` that there
-    are. Where it cannot be forked, what `otherwise` starts."""
+    """Forks processes from a server that has imported `preload` and `modules`; each calls `main(argv)` of `module`.
+
+    Modules that do not exist are skipped. If the server cannot be started or forked, `otherwise` starts the process.
+    """
 
     def __init__(
         self, module: str, otherwise: ProcessLauncher, modules: Sequence[str] = (), *, preload: str = PRELOAD
@@ -103,19 +116,20 @@ class ForkLauncher:
         self._context.set_forkserver_preload([preload, *modules])
 
     def warm_up(self, then: Callable[[], object]) -> None:
-        """`prepare` in the background; `then` is called in the event loop afterwards."""
+        """Run `prepare` in a thread, then call `then` on the event loop."""
         loop = asyncio.get_running_loop()
 
         def start() -> None:
             self.prepare()
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            with contextlib.suppress(RuntimeError):  # Raised if the loop was closed in the meantime.
                 loop.call_soon_threadsafe(then)
 
-        # Not in the loop's threads, which are waited for at the end.
+        # The loop's own executor is joined when the loop closes, so an import that hangs would keep the process alive.
         threading.Thread(target=start, name="forks", daemon=True).start()
 
     def prepare(self) -> None:
-        """Starts the server and waits until it has imported everything, or has failed to."""
+        """Start the fork server and wait until it has imported everything or has failed."""
+        # A trial fork proves that the server works: it checks that the imports have not left threads behind.
         probe = self._context.Process(target=_check_preload, args=(self._preload,), daemon=True)
         with contextlib.suppress(OSError, EOFError):
             probe.start()
@@ -131,7 +145,7 @@ class ForkLauncher:
         forked = self._context.Process(target=_run_forked, args=(self._module, process.argv, name, variables, *ends))
         try:
             forked.start()
-        except (OSError, EOFError):  # the server is gone
+        except (OSError, EOFError):  # The fork server has died.
             self._is_fit = False
             return self._otherwise(process, environ, out, error)
         finally:
@@ -141,11 +155,14 @@ class ForkLauncher:
 
 
 class _Fork:
+    """A process that `ForkLauncher` has forked."""
+
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None
         self.pid = process.pid
         self._process = process
-        # The server reaps its forks, after which the pid may be another's; a descriptor stays this one's.
+        # The fork server reaps its forks, and the kernel may then give the pid to another process. A pidfd always means
+        # this process.
         self._pidfd: int | None = None
         with contextlib.suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(self.pid)
@@ -169,6 +186,7 @@ class _Fork:
 
 
 def _check_preload(preload: str) -> None:
+    """Exit with status 1 if the fork server runs threads. This runs in a fork of it."""
     if not import_module(preload).is_fit_to_fork():
         sys.exit(1)
 
@@ -176,8 +194,9 @@ def _check_preload(preload: str) -> None:
 def _run_forked(
     module: str, argv: list[str], name: str, variables: Mapping[str, str], out: Connection, error: Connection
 ) -> None:
-    """The forked process's life."""
-    gc.freeze()  # what is here stays, in memory that the instances share
+    """Run `module` in the forked process, which then exits."""
+    # Imported objects are never freed. If the collector does not touch them, their pages stay shared between instances.
+    gc.freeze()
     gc.enable()
     os.setpgid(0, 0)
     for target, end in ((1, out), (2, error)):
@@ -185,15 +204,16 @@ def _run_forked(
         end.close()
     os.environ.clear()
     os.environ.update(variables)
-    with contextlib.suppress(OSError):  # a name for `ps`, no more
+    with contextlib.suppress(OSError):  # The name is only shown by `ps` and `top`.
         Path("/proc/self/comm").write_bytes(name.encode()[:_MAX_NAME_BYTES])
-    threading.Thread(target=_end_with_parent, name="leash", daemon=True).start()
+    # PR_SET_PDEATHSIG would react to the fork server, which is the parent here, and not to the supervisor.
+    threading.Thread(target=_end_with_parent, name="die-with-parent", daemon=True).start()
     sys.argv[:] = [module, *argv]
     sys.exit(import_module(module).main(argv))
 
 
 def _end_with_parent() -> None:
-    """So a `kill -9` of the supervisor leaves no orphans."""
+    """Kill this process when the supervisor exits, so that `kill -9` of the supervisor leaves no orphans."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""`baton serve`: a router and instances on this machine, in one terminal. The whole wiring of the process."""
+"""Entry point of `baton serve`: starts a router and instances on this machine and supervises them in one terminal."""
 
 import fcntl
 import json
@@ -41,16 +41,22 @@ from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, Super
 PROGRAM = "baton serve"
 
 
-class _Stated(TypedDict):
+class _KindOptions(TypedDict):
+    """The options that `detect_model_kind` takes."""
+
     runner: RunnerType
     task: Task
 
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
+"""Values of `--host` that stand for all addresses, and the address at which this machine reaches itself."""
 
 
 def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Option]) -> int:
-    """`router` and `instance` are the options of those processes. Returns the exit status."""
+    """Serve until a signal comes and return the exit status.
+
+    `router` and `instance` are the options of those processes. The command line takes them too and passes them on.
+    """
     own_router = [option for option in router if option.name not in MANAGED_ROUTER_OPTIONS]
     own_instance = [option for option in instance if option.name not in MANAGED_INSTANCE_OPTIONS]
     environ = environment()
@@ -61,7 +67,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
         environ,
         prefix="BATON__SERVE__",
         program=PROGRAM,
-        description="Serves a model on this machine: starts a router and instances and keeps them running.",
+        description="Serve a model on this machine: start a router and instances, and restart a process that dies.",
     )
     given = GivenOptions(loaded.others, loaded.sections, own_router, own_instance)
     configure_logs(level="warning", format="text")
@@ -77,9 +83,11 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
 
     scheme = "https" if given.values.get("ssl_certfile") else "http"
     url = f"{scheme}://{_reachable(settings.host)}:{settings.port}"
+    # A process's name before a line would break JSON; the records name their process themselves.
     is_named = given.values.get("log_format") != "json"
     console = Console(sys.stderr, [process.name for process in processes], is_named=is_named)
 
+    # Accelerator runtimes may not survive a fork, so instances start as programs there (`launches`).
     forks = (
         None
         if machine.device_indexes
@@ -89,6 +97,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     async def start(lifecycle: Lifecycle) -> None:
         supervisor = Supervisor(processes, console=console, url=url, environ=environ, forks=forks)
         lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
+        # Register `stop` before `start`: if the start fails halfway, the processes that run must still be ended.
         supervisor.start()
         await supervisor.wait_ready(settings.start_timeout_s)
         sys.stdout.write(_banner(settings, given, names, url))
@@ -98,16 +107,19 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
 
 
 def _check_transport(settings: ServeSettings, transport: str) -> None:
-    """Raises `ConfigurationError` for one by which these instances could not hand anything off."""
+    """Raise `ConfigurationError` if the transport cannot connect instances in different processes."""
     if transport == "memory" and (settings.prefill or settings.decode):
         raise ConfigurationError(
-            "--kv-transport memory joins instances of one process, and every instance is a process of its own:"
-            " take auto, usm, zeromq or oneccl, or --prefill 0 --decode 0 --unified 1, which hands nothing off"
+            "--kv-transport memory works only within one process, but each instance is a process: use auto, usm, zeromq"
+            " or oneccl, or use --prefill 0 --decode 0 --unified 1, which needs no handoff"
         )
 
 
 def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str, str]) -> ServeSettings:
-    """With the model's folder, pools that suit it, and the real port. Raises `ConfigurationError`."""
+    """Return the settings with the model's folder, pools that fit the model, and the actual port.
+
+    Raises `ConfigurationError` if the model is missing, if the pools cannot serve it, or if the port is in use.
+    """
     if is_hub_name(name := settings.model):
         settings = msgspec.structs.replace(settings, model=str(_downloaded(name, environ)))
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
@@ -116,9 +128,10 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
         folder = model_folder(settings.model)
     if not (folder / "config.json").is_file():
         if not settings.model:
-            raise ConfigurationError(f"the bundled demo model is not in this installation ({folder}); name a MODEL")
-        what = "has no config.json" if folder.is_dir() else "is no folder"
+            raise ConfigurationError(f"this installation lacks the bundled demo model ({folder}): name a MODEL")
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise ConfigurationError(f"MODEL {settings.model} {what}: give the folder of a Hugging Face model")
+    # Binding finds a port that is in use before anything is started, and chooses a free one for `--port 0`.
     with bind_tcp(settings.host, settings.port) as probe:
         port = probe.getsockname()[1]
     settings = msgspec.structs.replace(settings, model=settings.model or str(folder), port=port)
@@ -126,37 +139,42 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
 
 
 def _downloaded(name: str, environ: Mapping[str, str]) -> Path:
+    """Return the folder of a model in the Hugging Face cache. Raises `ConfigurationError` if it is not there."""
     if (folder := find_snapshot(name, environ)) is None:
         raise ConfigurationError(
-            f"MODEL {name} is no folder, and not in the cache of the Hugging Face hub either. Baton fetches no models:"
-            f" `hf download {name}`, then start again"
+            f"MODEL {name} is neither a folder nor in the Hugging Face cache, and Baton does not download models:"
+            f" run `hf download {name}`, then start again"
         )
     return folder
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
-    """No decode instances for a model that answers with vectors. Raises `ConfigurationError` for pools that cannot
-    serve."""
+    """Return the settings without decode instances if the model does not generate text, such as an embedding model.
+
+    Raises `ConfigurationError` if the remaining pools cannot serve the model.
+    """
     if kind != "generate":
         if not settings.prefill and not settings.unified:
-            raise ConfigurationError("--prefill 0 needs --unified 1 or more: else no instance could compute a vector")
+            raise ConfigurationError(
+                "--prefill 0 needs --unified 1 or more for a pooling model: no other instance could compute its vectors"
+            )
         return msgspec.structs.replace(settings, decode=0)
     if not settings.decode and not settings.unified:
-        raise ConfigurationError("--decode 0 needs --unified 1 or more: else no instance could write an answer")
+        raise ConfigurationError("--decode 0 needs --unified 1 or more: no other instance could generate tokens")
     return settings
 
 
 def _kind(folder: Path, given: GivenOptions) -> ModelKind:
-    """What the model is for. Raises `ConfigurationError`."""
+    """Return the task of the model, such as `generate` or `embed`. Raises `ConfigurationError` if it has none."""
     stated = {name: str(given.values.get(name, "auto")) for name in ("runner", "task")}
     try:
-        return detect_model_kind(folder, **msgspec.convert(stated, _Stated))
+        return detect_model_kind(folder, **msgspec.convert(stated, _KindOptions))
     except EngineError as exc:
         raise ConfigurationError(str(exc)) from exc
 
 
 def _names(settings: ServeSettings, given: GivenOptions) -> list[str]:
-    """Under which the model is served; empty leaves it to the processes."""
+    """Return the names under which the model is served. With an empty list each process uses its default."""
     chosen = given.values.get("served_model_name")
     if isinstance(chosen, list) and chosen:
         return [str(name) for name in chosen]
@@ -166,8 +184,10 @@ def _names(settings: ServeSettings, given: GivenOptions) -> list[str]:
 
 
 def _model_code(folder: Path) -> list[str]:
-    """What reads the model, where that is not the engine itself: transformers, and the module of it in which the
-    model's layers usually are."""
+    """Return the modules that the fork server should import for this model, beside the engine.
+
+    A model that the engine loads natively needs none. Others need transformers and its module for the model's type.
+    """
     if read_folder(folder) is not None:
         return []
     try:
@@ -179,25 +199,30 @@ def _model_code(folder: Path) -> list[str]:
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:
     indexes = device_indexes(device, environ) if can_torch_use_accelerators() else []
-    # Memory that is gone when this process is; its instances find it by this name.
+    # A memfd is freed when this process exits, even after a crash; instances open it by this path.
     turns = f"/proc/{os.getpid()}/fd/{os.memfd_create('baton-core-turns')}"
     return Machine(host=this_host(), device_indexes=indexes, core_turns=turns, cluster_key=new_key_file())
 
 
 def new_key_file() -> str:
-    """A file with a new cluster key, as `--cluster-key-file` takes it. The kernel lets only this user and root open
-    what another process has open; the file is gone when this process is."""
+    """Write a new cluster key into a memfd and return its path, for `--cluster-key-file`.
+
+    Only this user and root may open a path under /proc/PID/fd. The file exists until this process exits.
+    """
     descriptor = os.memfd_create("baton-cluster-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o400)
     os.write(descriptor, secrets.token_hex(32).encode())
+    # The seals keep the key constant: a process of this user that opens it cannot change it.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _reachable(host: str) -> str:
+    """Return the host part of a URL at which this machine reaches an address that the router listens on."""
     return _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
 
 
+# `services.local.demo` reads the URL from this banner, and takes "stop with" for its last line.
 def _banner(settings: ServeSettings, given: GivenOptions, names: list[str], url: str) -> str:
     pools = {"prefill": settings.prefill, "decode": settings.decode, "unified": settings.unified}
     lines = {

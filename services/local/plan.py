@@ -1,4 +1,7 @@
-"""Which processes a local cluster is made of, and their flags. Pure: values in, values out."""
+"""Decides which processes a local cluster consists of, with their flags and their parts of the machine.
+
+It is pure: it reads neither files nor the environment.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,20 +14,26 @@ from baton_serve.services.common.settings.configuration import to_argv
 from baton_serve.services.common.settings.options import Option, Value
 from baton_serve.services.local.settings import ServeSettings
 
+# The ports are among them: instances on one machine take free ports, or Unix sockets.
 MANAGED_INSTANCE_OPTIONS = frozenset(
     "model instance_id device_index host advertise_host rpc_port rpc_socket transfer_port events_port http_port"
     " registry registry_ttl_s threads".split()
 )
+"""Options of instances that `baton serve` sets itself. They are not accepted on its command line."""
 MANAGED_ROUTER_OPTIONS = frozenset("model host port registry".split())
-"""Options that `serve` sets itself: nobody else may."""
+"""Options of the router that `baton serve` sets itself or has itself."""
 
 GPU_MEMORY_UTILIZATION = 0.9
+"""Fraction of a device's memory that the instances on it use together."""
 TENSOR_PARALLEL_OPTION = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """`argv` begins with the role. `variables` are added to the environment, for secrets are not for command lines."""
+    """One process to start. `argv` begins with the role.
+
+    `variables` are added to its environment. Secrets are passed there, because every user can read command lines.
+    """
 
     name: str
     argv: list[str]
@@ -33,7 +42,11 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class GivenOptions:
-    """What was given for options of the router and of instances, by name; and by role in the file's sections."""
+    """Options that the user has given for the router and for instances.
+
+    `values` come from flags, variables and the configuration file, by name. `sections` come from the file's sections
+    for one role. `router` and `instance` list the options that each kind of process knows.
+    """
 
     values: Mapping[str, Value]
     sections: Mapping[str, Mapping[str, object]]
@@ -43,19 +56,25 @@ class GivenOptions:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`device_indexes` are accelerators, none on a CPU machine. An instance takes several where the model is split.
-    `core_turns` names a file of shared memory, `cluster_key` one with a new secret, which only this user can read."""
+    """The machine that the instances share."""
 
     host: HostCpus
     device_indexes: list[int]
+    """Accelerators; empty on a CPU machine. An instance uses several of them with tensor parallelism."""
     core_turns: str
+    """Path of the shared memory through which instances take turns on the same cores."""
     cluster_key: str
+    """Path of a file with a new cluster key, which only this user can read."""
 
 
 def plan(
     settings: ServeSettings, given: GivenOptions, machine: Machine, *, names: list[str], registry: str
 ) -> list[Process]:
-    """The router first. `settings.port` is the real one, `names` those under which the model is served."""
+    """Return the processes to start, the router first.
+
+    `settings.port` must be the actual port. `names` are the names under which the model is served. Raises
+    `ConfigurationError` if an instance needs more devices than there are.
+    """
     common = {"model": settings.model, "registry": registry, "served_model_name": names}
     common |= {"cluster_key_file": machine.cluster_key}
     router = _process("router", "router", common | {"host": settings.host, "port": settings.port}, given, given.router)
@@ -76,13 +95,15 @@ def plan(
 
 
 def _size(given: GivenOptions, role: Role) -> int:
-    """Devices of one instance."""
+    """Return the number of devices of one instance of a role, which is its tensor-parallel size."""
     value = given.sections.get(role, {}).get(TENSOR_PARALLEL_OPTION, given.values.get(TENSOR_PARALLEL_OPTION, 1))
     return int(str(value))
 
 
 @dataclass(frozen=True, slots=True)
 class _MachineShare:
+    """Options and environment variables that give an instance its part of the machine."""
+
     values: Mapping[str, Value]
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,39 +111,47 @@ class _MachineShare:
 def _shares(
     machine: Machine, settings: ServeSettings, roles: Sequence[Role], sizes: Sequence[int]
 ) -> list[_MachineShare]:
-    """The part of the machine that each instance gets, which takes so many devices. Raises `ConfigurationError`."""
+    """Return the part of the machine for each instance. `sizes` are their numbers of devices.
+
+    Raises `ConfigurationError` if an instance needs more devices than there are.
+    """
     if not machine.device_indexes:
         if settings.threads:
             return [_MachineShare({"threads": settings.threads})] * len(sizes)
         found = allocate_cpus(machine.host, roles)
         return [_cpu_share(allocation, size, machine.core_turns) for allocation, size in zip(found, sizes, strict=True)]
     groups = _device_groups(machine.device_indexes, sizes)
+    # Instances on the same device must divide its memory, or the second one would fail to allocate its KV cache.
     users = Counter(device for group in groups for device in group)
     return [_share(settings, group, max(users[device] for device in group)) for group in groups]
 
 
 def _cpu_share(allocation: CpuAllocation, size: int, core_turns: str) -> _MachineShare:
-    """`size`: processes that share the seat."""
+    """Return the options for an allocation of cores that `size` processes (tensor-parallel ranks) share."""
     threads = max(1, allocation.threads // size)
     values: dict[str, Value] = {"engine_nice": allocation.nice} if allocation.nice else {}
     if allocation.shares_cores:
         values["core_turns"] = core_turns
     if allocation.cpus:
         values["omp_threads_bind"] = ",".join(map(str, allocation.cpus))
+    # Without this option an instance takes one thread for each core that it is bound to, which is right for one rank.
     if not allocation.cpus or size > 1:
         values["threads"] = threads
     return _MachineShare(values, {"OMP_NUM_THREADS": str(threads)})
 
 
 def _device_groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
-    """In turns; from the first device again where too few are left."""
+    """Give each instance the next `size` devices; start again at the first device when too few are left.
+
+    Raises `ConfigurationError` if an instance needs more devices than there are.
+    """
     groups: list[Sequence[int]] = []
     at = 0
     for size in sizes:
         if size > len(devices):
             raise ConfigurationError(
-                f"--tensor-parallel-size {size} needs {size} devices for an instance, but this machine shows"
-                f" {len(devices)}: lower it"
+                f"--tensor-parallel-size {size} needs {size} devices for each instance, but this machine has"
+                f" {len(devices)}: use --tensor-parallel-size {len(devices)} or less"
             )
         if at + size > len(devices):
             at = 0
@@ -132,11 +161,13 @@ def _device_groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequenc
 
 
 def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _MachineShare:
+    """Return the options of an instance on `devices`. At most `sharers` instances use each of them."""
     values: dict[str, Value] = {}
     variables: dict[str, str] = {}
     if len(devices) == 1:
         values["device_index"] = devices[0]
     else:
+        # Ranks number their devices from 0, so the instance must see its own devices alone.
         mask = ",".join(map(str, devices))
         variables = {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}
     if settings.threads:
@@ -149,13 +180,14 @@ def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _Ma
 def _process(
     name: str, role: str, own: Mapping[str, object], given: GivenOptions, options: Sequence[Option]
 ) -> Process:
-    """What was given wins over a share of the machine, and a role's section over what was given for all."""
+    """Return a process with its flags. Options of the user override `own`, and a role's section overrides both."""
     known = {option.name: option for option in options}
     values = dict(own)
     values |= {key: value for key, value in given.values.items() if key in known}
     values |= given.sections.get(role, {})
     secrets = {key for key in values if key in known and known[key].is_secret}
     variables = {f"BATON__{role.upper()}__{key.upper()}": _text(values.pop(key)) for key in sorted(secrets)}
+    # OpenMP's runtime reads its number of threads from the environment when it starts.
     threads = values.get("threads")
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)

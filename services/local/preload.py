@@ -1,6 +1,7 @@
-"""Imported once by the fork server (launches.py), for all instances of a cluster on CPUs: what takes them seconds each.
+"""Imported once by the fork server of `launches`, so that instances on CPUs need not import torch themselves.
 
-Nothing may start a thread meanwhile, for a fork would have it no more: numpy's products are told to stay in one.
+These imports must not start threads: a fork copies only the thread that forks, and locks that others hold stay locked.
+Therefore OpenBLAS, which numpy uses, is limited to one thread.
 """
 
 import gc
@@ -12,7 +13,8 @@ from tqdm import tqdm
 
 from baton_serve.services.instance.settings import short_waits
 
-gc.disable()  # imports make few cycles, and looking for them takes a tenth of the time; forks enable it again
+# Imports create few cycles, and the collector would take a tenth of their time. Each fork enables it again.
+gc.disable()
 os.environ.update(short_waits(os.environ) | {"OPENBLAS_NUM_THREADS": "1"})
 
 import baton_serve.services.instance.process  # noqa: E402
@@ -21,9 +23,10 @@ __all__ = ["baton_serve", "is_fit_to_fork"]
 
 
 def is_fit_to_fork() -> bool:
-    """Nothing but the main thread runs here."""
+    """Return whether this process has one thread only. Forking it with several could leave locks held for ever."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
-# Else each fork makes a semaphore among processes for its progress bars, which one that is killed leaves behind.
+# Without a lock of its own, tqdm would create a semaphore between processes in each fork, and a fork that is killed
+# would leave it behind.
 tqdm.set_lock(threading.RLock())

@@ -1,4 +1,4 @@
-"""Settings of `baton serve` itself. All options of the router and of instances are taken too, and forwarded."""
+"""Settings of `baton serve` itself. It also accepts the options of the router and of instances and passes them on."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,19 +13,30 @@ Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, the pools and the address of a local cluster."""
+
     model: Annotated[
         str,
         Meta(
-            description="folder of a Hugging Face model (default: the bundled demo model)",
+            description="folder of a Hugging Face model, GGUF file, or ORG/NAME of a model that `hf download` has"
+            " fetched (default: the bundled demo model)",
             extra={"group": "cluster", "positional": True},
         ),
     ] = ""
-    prefill: Annotated[Count, Meta(description="instances that read prompts")] = 1
-    decode: Annotated[Count, Meta(description="instances that write answers (none for a model without any)")] = 1
-    unified: Annotated[Count, Meta(description="instances that do both")] = 0
+    prefill: Annotated[
+        Count, Meta(description="number of prefill workers, which compute prompts and hand off their KV blocks")
+    ] = 1
+    decode: Annotated[
+        Count,
+        Meta(description="number of decode workers, which generate tokens (0 for embedding and reranking models)"),
+    ] = 1
+    unified: Annotated[Count, Meta(description="number of workers that do both, without a handoff")] = 0
     host: Annotated[str, Meta(description="address that the router listens on", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="port that the router listens on; 0 takes a free one", ge=0, le=65535)] = 8000
     threads: Annotated[
-        int | None, Meta(description="CPU threads of each instance (default: the cores, divided among them)", ge=1)
+        int | None,
+        Meta(description="CPU threads of each instance (default: the cores are divided among the instances)", ge=1),
     ] = None
-    start_timeout_s: Annotated[float, Meta(description="longest time until all instances are ready", gt=0)] = 1800.0
+    start_timeout_s: Annotated[
+        float, Meta(description="longest time until all instances are ready; then baton serve stops", gt=0)
+    ] = 1800.0

@@ -1,4 +1,4 @@
-"""`baton unpack FILE FOLDER`: a GGUF file that stands alone becomes a folder that every process can be given."""
+"""`baton unpack FILE FOLDER`: turns a single GGUF file into a model folder that `baton` commands accept as MODEL."""
 
 import argparse
 import importlib.util
@@ -10,17 +10,19 @@ PROGRAM = "baton unpack"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Unpack the file and print the MODEL to serve. Return 0, or 1 if it failed."""
     parser = argparse.ArgumentParser(
         PROGRAM,
-        description="Writes the config, tokenizer and chat template within a GGUF file into FOLDER, with a link to the"
-        " file, and prints the MODEL to serve.",
+        description="Write the config, the tokenizer and the chat template of a GGUF file into FOLDER, with a link to"
+        " the file, and print the MODEL to serve.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if it is not there")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the GGUF file to unpack")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write; created if it does not exist")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("gguf") is None:
-        sys.stderr.write(f"{PROGRAM}: needs the Python package gguf: pip install 'baton-serve[gguf]'\n")
+        sys.stderr.write(f"{PROGRAM}: the Python package gguf is not installed: pip install 'baton-serve[gguf]'\n")
         return 1
+    # These imports load transformers, which takes seconds; `--help` and a missing package must not wait for them.
     from baton_serve.engine.errors import ModelError
     from baton_serve.engine.loading.gguf_folder import unpack
 

@@ -118,7 +118,7 @@ def test_a_killed_instance_is_reported_and_started_again() -> None:
         await stage.until(lambda: stage.pid("prefill-0") != before)
 
     output = run(lambda: Stage(["ready"]), body)
-    assert "serve     | prefill-0 has died (SIGKILL); it starts again in 0.5 s\n" in output
+    assert "serve     | prefill-0 has died (SIGKILL) and is restarted in 0.5 s\n" in output
 
 
 def test_a_process_that_cannot_start_ends_it_at_once_with_its_reason() -> None:
@@ -152,7 +152,7 @@ def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
 
     # This router answers to nobody, so that the cluster is not taken for one that serves.
     output = run(lambda: Stage(["unless", str(fuse), "boom"], router=["ready"]), body)
-    assert "prefill-0 keeps failing (status 1) and is given up. Its last lines:\n" in output
+    assert "prefill-0 keeps failing (status 1) and is not restarted any more. Its last lines:\n" in output
     assert "serve     |   boom\n" in output
 
 
@@ -172,7 +172,7 @@ def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_numbe
         await stage.supervisor.wait_ready(20)
 
     output = run(lambda: Stage(["ready"]), body)
-    assert "given up" not in output
+    assert "not restarted any more" not in output
 
 
 def test_what_never_becomes_ready_is_named() -> None:
@@ -190,7 +190,7 @@ def test_what_ignores_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
     async def body(stage: Stage) -> None:
         await stage.until(lambda: stage.is_ready("prefill-0"))
 
-    assert "prefill-0 has not ended in time and is killed" in run(lambda: Stage(["deaf"]), body)
+    assert "prefill-0 did not exit in time and is killed" in run(lambda: Stage(["deaf"]), body)
 
 
 def test_a_server_that_cannot_be_forked_is_done_without(monkeypatch: pytest.MonkeyPatch, way: str) -> None:

@@ -34,7 +34,7 @@ def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> No
     for part in (
         "970 tokens, 16 of them cached",
         "410.0 ms over usm",
-        "60 blocks, 4.0 MB; 1 were",
+        "60 KV blocks, 4.0 MB; 1 more were",
         "10.0 ms of",
         "50 tok/s",
     ):
@@ -43,4 +43,4 @@ def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> No
 
 def test_without_a_handoff_it_says_why() -> None:
     text = time_split_text(TimeSplit(decision="decode_only", ttft_s=0.1), DemoUsage(9, 1))
-    assert "handoff      none: so short a prompt" in text and "exposed" not in text
+    assert "handoff      none: the prompt is short" in text and "exposed" not in text

@@ -14,7 +14,7 @@ def test_a_model_that_answers_with_vectors_gets_no_decode_instances() -> None:
 
 
 def test_pools_that_could_not_serve_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="write an answer"):
+    with pytest.raises(ConfigurationError, match="generate tokens"):
         with_pools(ServeSettings(decode=0), "generate")
-    with pytest.raises(ConfigurationError, match="compute a vector"):
+    with pytest.raises(ConfigurationError, match="compute its vectors"):
         with_pools(ServeSettings(prefill=0), "embed")
