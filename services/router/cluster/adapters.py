@@ -1,4 +1,4 @@
-"""Which adapters the instances of a model have, and which an instance that joins lacks."""
+"""Decides which LoRA adapters the router offers, and which ones an instance that joins must load. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,19 +7,26 @@ from baton_serve.contracts.instance import AdapterRecord, InstanceRecord
 
 
 def most_common_adapters(of_instances: Iterable[Sequence[AdapterRecord]]) -> dict[str, AdapterRecord]:
-    """By name. While an adapter is replaced instances disagree about it: the one that most of them have counts."""
+    """Return the adapters of several instances by name.
+
+    While an adapter is being replaced, instances have different versions of it: the most common version is returned.
+    """
     held: dict[str, Counter[str]] = {}
     records: dict[tuple[str, str], AdapterRecord] = {}
     for adapters in of_instances:
         for adapter in adapters:
             held.setdefault(adapter.name, Counter())[adapter.fingerprint] += 1
             records[adapter.name, adapter.fingerprint] = adapter
+    # Sorting the fingerprints first makes `max` deterministic when two versions are equally common.
     chosen = {name: max(sorted(counts), key=counts.__getitem__) for name, counts in held.items()}
     return {name: records[name, fingerprint] for name, fingerprint in sorted(chosen.items())}
 
 
 def missing_adapters(newcomer: InstanceRecord, others: Iterable[InstanceRecord]) -> list[AdapterRecord]:
-    """What others of its model were told to load while they ran, and it has not, not even by another folder."""
+    """Return the adapters that other instances of the model have loaded over HTTP and that `newcomer` lacks.
+
+    An adapter of the same name counts as present, even if it was loaded from another folder.
+    """
     if newcomer.pooling is not None:
         return []
     names = {newcomer.model, *newcomer.model_aliases}

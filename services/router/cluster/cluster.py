@@ -1,8 +1,8 @@
-"""The instances of the cluster: connects to each that the registry names, keeps the index of their blocks, and hands
-their answers to whoever placed the request.
+"""The cluster as this router sees it: connects to every instance in the registry, and keeps the index of their blocks.
 
-An instance counts as ready from its first load report until its link is lost. What is done about a lost one is for the
-assignments to decide; the link is tried again for as long as the registry knows the generation.
+It passes the answers of instances to the handlers of their requests. An instance is ready from its first load report
+until its connection is lost. Then its handlers decide what to do about their requests, and the cluster tries to connect
+again for as long as the registry has the instance's generation.
 """
 
 import asyncio
@@ -46,96 +46,124 @@ from baton_serve.services.router.placement.policy import ClusterView
 logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 1.0
+"""Seconds between two attempts to connect to an instance."""
 
 
 class InstanceRegistry(Protocol):
-    """`services.common.registry.RegistryView`."""
+    """The instances that have registered: `services.common.registry.RegistryView`."""
 
-    async def start(self, on_change: Callable[[], None]) -> None: ...
+    async def start(self, on_change: Callable[[], None]) -> None:
+        """Read the records, and call `on_change` on the event loop whenever one comes, changes or goes."""
+
     def records(self) -> list[InstanceRecord]: ...
-    def is_connected(self) -> bool: ...
+    def is_connected(self) -> bool:
+        """Return whether the registry's backend can be reached. Without it the last records stay valid."""
+        ...
+
     async def close(self) -> None: ...
 
 
 class Subscriber(Protocol):
-    """`services.common.zmq.block_events.EventSubscriber`."""
+    """Receives the cache events of one instance: `services.common.zmq.block_events.EventSubscriber`."""
 
     async def start(self) -> None: ...
-    def rebase(self, sequence: int) -> None: ...
+    def rebase(self, sequence: int) -> None:
+        """Expect batch `sequence` + 1 next: a snapshot contains everything before it."""
+
     async def close(self) -> None: ...
 
 
 class Connector(Protocol):
-    """Makes the connections to an instance."""
+    """Makes the connections to instances: `connections.ZeromqConnector`, or fakes in tests and simulation."""
 
     def link(
         self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
-    ) -> WorkerLink: ...
+    ) -> WorkerLink:
+        """Return a connection for requests and answers that is not started yet. `on_lost` gets the reason, once."""
+        ...
 
     def subscriber(
         self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
-    ) -> Subscriber: ...
+    ) -> Subscriber:
+        """Return a subscription to cache events that is not started yet. `on_gap` means that a batch was lost."""
+        ...
 
 
 class Cluster:
+    """Keeps all workers of this router process, for as long as it runs. It is used on the event loop only."""
+
     def __init__(
-        self, view: InstanceRegistry, connector: Connector, *, clock: Callable[[], float], first_turn: int = 0
+        self, registry: InstanceRegistry, connector: Connector, *, clock: Callable[[], float], first_turn: int = 0
     ) -> None:
-        """`first_turn`: where policies that take turns begin; routers of one cluster should not begin alike."""
-        self._view = view
+        """Create a cluster without workers; `start` connects to the instances in `registry`.
+
+        `first_turn` is where the policies `round_robin` and `random` begin. It should differ between the routers of a
+        cluster, or all of them send their first requests to the same instance.
+        """
+        self._registry = registry
         self._turn = first_turn
         self._connector = connector
         self._clock = clock
         self._workers: dict[InstanceId, WorkerState] = {}
         self._routable_workers: RoutableWorkers | None = None
-        """None: they may have changed."""
+        """Cached result of `routable_workers`; None after anything has changed that it depends on."""
         self._layouts: dict[KVLayout, KVLayout] = {}
-        """Equal ones as one object: comparing them costs nothing."""
+        """One object for all equal layouts, so that comparing them for each placement costs nothing."""
         self._subscribers: dict[InstanceId, Subscriber] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: set[Callable[[], None]] = set()
         self._expecting_since = -math.inf
+        """When this router started or last removed an instance: from then on another one may be expected."""
         self.index = BlockIndex()
         self.is_closed = False
         self.on_adapter_changed: Callable[[WorkerState, AdapterChanged], None] = _log_adapter_refusal
-        """Who gets the answers to `LoadAdapter` and `UnloadAdapter`."""
+        """Handles the answers to `LoadAdapter` and `UnloadAdapter`; `AdapterRollout` replaces it."""
         self.version = 0
-        """Grows when instances come, go or change other than in load."""
+        """Number that grows when instances come, go, or change other than in load. For caches of what depends on them.
+        """
 
     async def start(self) -> None:
+        """Read the registry and start connecting to its instances. It does not wait until they are ready."""
         self._expecting_since = self._clock()
-        await self._view.start(self._refresh)
+        await self._registry.start(self._refresh)
         self._refresh()
 
     async def close(self) -> None:
+        """Close all connections and the registry's view. Requests that still run are notified of the loss."""
         self.is_closed = True
         for worker in list(self._workers.values()):
-            self._remove(worker, "the router stops")
+            self._remove(worker, "the router is shutting down")
+        # A task that ends may have started another one, so gather until none is left.
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._view.close()
+        await self._registry.close()
 
     def workers(self) -> list[WorkerState]:
+        """Return all workers in the order of their ids, including those without a connection."""
         return [self._workers[instance] for instance in sorted(self._workers)]
 
     def worker(self, instance: InstanceId) -> WorkerState | None:
+        """Return the worker of an instance, or None if it is not in the registry any more."""
         return self._workers.get(instance)
 
     def is_registry_connected(self) -> bool:
-        return self._view.is_connected()
+        return self._registry.is_connected()
 
     def expects_instances(self, *, within_s: float) -> bool:
-        """Whether an instance that does not take work now may soon do so: again, as its successor, or for the first
-        time, where this router has just started.
+        """Return whether an instance that accepts no requests now may soon do so.
 
-        One that left, or never came, is waited for only so long: it may have been taken away for good.
+        That is the case while a known instance is connecting, lost or draining, and for `within_s` seconds after this
+        router started or an instance was removed. Later the instance was probably removed for good.
         """
         if any(not worker.takes_work for worker in self._workers.values()):
             return True
         return self._clock() - self._expecting_since < within_s
 
     async def wait_until(self, fact: Callable[[], bool], *, within_s: float) -> bool:
-        """Whether `fact` holds, now or within that time of waiting for instances; at once where none is awaited."""
+        """Wait until `fact` holds, and return False if it does not within `within_s` seconds.
+
+        It is checked now and whenever the cluster changes. If no instance is expected, return at once.
+        """
         if fact():
             return True
         if not self.expects_instances(within_s=within_s):
@@ -154,56 +182,64 @@ class Cluster:
             remove_listener()
 
     def routable_workers(self) -> RoutableWorkers:
-        """As they are now."""
+        """Return the workers that accept new requests now."""
         if self._routable_workers is None:
             self._routable_workers = RoutableWorkers(self._workers.values())
         return self._routable_workers
 
     def add_listener(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        """`on_change` is called whenever an instance becomes ready or is lost; an exception of it is logged. Returns
-        what ends that."""
+        """Call `on_change` whenever an instance becomes ready or is lost, until the returned function is called.
+
+        An exception of `on_change` is logged.
+        """
         self._listeners.add(on_change)
         return lambda: self._listeners.discard(on_change)
 
     def view(
         self,
-        names: Callable[[KVLayout], Sequence[BlockHash]],
+        block_hashes: Callable[[KVLayout], Sequence[BlockHash]],
         model: frozenset[str] | None = None,
         lora: str = "",
         *,
         has_images: bool = False,
     ) -> ClusterView:
-        """All that write text and take work, with their cached prefix of the prompt that `names` names. The rest is
-        said to `RoutableWorkers.serving`."""
+        """Return the workers that can serve a request now, each with its cached prefix of the prompt.
+
+        `block_hashes` returns the prompt's block hashes for a KV layout. See `RoutableWorkers.serving` for the others.
+        Each call advances the turn of the policies `round_robin` and `random`.
+        """
         now = self._clock()
         self.index.expire(now)
         self._turn += 1
         routable_workers = self.routable_workers().serving(model, lora, has_images=has_images).with_allowed_traffic(now)
-        return ClusterView(routable_workers.candidates(names, self.index, now), self._turn)
+        return ClusterView(routable_workers.candidates(block_hashes, self.index, now), self._turn)
 
     def _refresh(self) -> None:
+        """Add and remove workers as the registry's records have changed."""
         if self.is_closed:
             return
-        records = {record.instance: record for record in self._view.records()}
+        records = {record.instance: record for record in self._registry.records()}
         for worker in list(self._workers.values()):
             record = records.get(worker.record.instance)
             if record is None:
                 self._remove_when_idle(worker)
             elif record.generation != worker.record.generation:
-                self._remove(worker, "another process has taken its name")
+                self._remove(worker, "a new process has registered with the same id")
             else:
                 worker.renew(record)
         new = [record for instance, record in records.items() if instance not in self._workers]
-        call_each("an instance's record", [partial(self._add, record) for record in new])
+        call_each("handling an instance's record", [partial(self._add, record) for record in new])
         self._notify()
 
     def _add(self, record: InstanceRecord) -> None:
+        """Add a worker for a new instance, and connect to it."""
         layout = self._layouts.setdefault(record.layout, record.layout)
         worker = WorkerState(msgspec.structs.replace(record, layout=layout))
         self._workers[record.instance] = worker
         self._connect(worker)
 
     def _connect(self, worker: WorkerState) -> None:
+        """Start to connect to an instance. It becomes ready with its first load report."""
         worker.state = "connecting"
         worker.link = self._connector.link(
             worker.record,
@@ -213,29 +249,34 @@ class Cluster:
         self._spawn(worker.link.start())
 
     def _remove_when_idle(self, worker: WorkerState) -> None:
-        """It has left or its record has run out. What still runs there may end."""
+        """Remove a worker whose record is gone, or let it drain while requests of this router run there.
+
+        The record of a healthy instance may also expire, for example if the instance cannot reach the registry.
+        """
         worker.draining = True
         if not worker.load_estimates:
-            self._remove(worker, "it has left")
+            self._remove(worker, "its record is not in the registry any more")
 
     def _remove(self, worker: WorkerState, reason: str) -> None:
+        """Forget a worker and disconnect from it."""
         if self._workers.get(worker.record.instance) is worker:
             del self._workers[worker.record.instance]
             if not self.is_closed:
-                logger.info("instance %s is gone: %s", worker.record.instance, reason)
+                logger.info("removed instance %s: %s", worker.record.instance, reason)
             self._expecting_since = self._clock()
             self.version += 1
         self._disconnect(worker, reason)
 
     def _on_lost(self, worker: WorkerState, reason: str) -> None:
+        """Handle a lost or failed connection: log it once, disconnect, and try again later."""
         if self._workers.get(worker.record.instance) is not worker or worker.state == "lost":
             return
         if worker.state == "ready":
             worker.circuit_breaker.failed(self._clock())
-            logger.warning("instance %s is lost: %s", worker.record.instance, reason)
+            logger.warning("lost the connection to instance %s: %s", worker.record.instance, reason)
         elif not worker.is_loss_logged:
             record = worker.record
-            hint = "is it there, and has it this cluster's key?"
+            hint = "is it running, and does it use the same --cluster-key-file?"
             logger.warning(
                 "instance %s cannot be reached at %s: %s (%s)", record.instance, record.rpc_address, reason, hint
             )
@@ -244,15 +285,17 @@ class Cluster:
         asyncio.get_running_loop().call_later(_RECONNECT_S, self._reconnect, worker)
 
     def _reconnect(self, worker: WorkerState) -> None:
-        known = {(record.instance, record.generation) for record in self._view.records()}
+        """Connect again to a worker whose connection was lost, unless its record is gone meanwhile."""
+        known = {(record.instance, record.generation) for record in self._registry.records()}
         if self.is_closed or self._workers.get(worker.record.instance) is not worker:
             return
         if (worker.record.instance, worker.record.generation) in known:
             self._connect(worker)
         else:
-            self._remove(worker, "it has left")
+            self._remove(worker, "its record is not in the registry any more")
 
     def _disconnect(self, worker: WorkerState, reason: str) -> None:
+        """Close the connection to a worker, forget its blocks, and notify the handlers of its requests."""
         was_ready = worker.state == "ready"
         worker.state = "lost"
         self._routable_workers = None
@@ -262,15 +305,20 @@ class Cluster:
         if worker.link is not None:
             self._spawn(worker.link.close())
             worker.link = None
-        # Those told may place again at once: this instance no longer takes work.
+        # Last, because a handler may place its request again at once: by now this worker accepts no requests. The list
+        # is a copy because handlers release their leases.
         load_estimates = list(worker.load_estimates.values())
-        call_each("a request", [partial(estimate.handler.on_lost, worker, reason) for estimate in load_estimates])
+        call_each(
+            "handling the loss of an instance",
+            [partial(estimate.handler.on_lost, worker, reason) for estimate in load_estimates],
+        )
         if was_ready:
             self._notify()
 
     def _on_message(self, worker: WorkerState, message: ToRouter) -> None:
+        """Handle one message of an instance."""
         if worker.link is None:
-            return
+            return  # it was received before the connection was given up
         match message:
             case Batch(messages=answers):
                 self._deliver(worker, answers)
@@ -286,18 +334,21 @@ class Cluster:
                 self.on_adapter_changed(worker, message)
 
     def _deliver(self, worker: WorkerState, answers: Sequence[Answer]) -> None:
+        """Pass answers to the handlers of their requests. Answers to requests that have ended are dropped."""
         now, load_estimates = self._clock(), worker.load_estimates
         for answer in answers:
             if (estimate := load_estimates.get(answer.request_id)) is not None:
                 try:
                     estimate.handler.on_answer(worker, answer, now)
-                except Exception:  # the other answers are other requests'
-                    logger.exception("an answer of %s could not be handled", worker.record.instance)
+                except Exception:  # the other answers belong to other requests
+                    logger.exception("failed to handle an answer of instance %s", worker.record.instance)
 
     def _on_load(self, worker: WorkerState, report: LoadReport) -> None:
+        """Take over a load report. With the first one after connecting the instance is ready."""
         record = worker.record
+        # After a restart the address may belong to another process, whose load must not count as this instance's.
         if (report.instance, report.generation) != (record.instance, record.generation):
-            logger.warning("another process answers at the address of %s", record.instance)
+            logger.warning("another process answers at the address of instance %s", record.instance)
             self._on_lost(worker, "another process answers at its address")
             return
         has_other_adapters = report.adapters != record.adapters
@@ -312,28 +363,32 @@ class Cluster:
             self._notify()
         elif has_other_adapters:
             self._notify()
-        if not worker.load_estimates and record.instance not in {r.instance for r in self._view.records()}:
-            self._remove(worker, "it has left")
+        # The end of the last request of an instance without a record calls nothing here, so each report checks it.
+        if not worker.load_estimates and record.instance not in {r.instance for r in self._registry.records()}:
+            self._remove(worker, "its record is not in the registry any more")
 
     def _warn_of_incompatible(self, worker: WorkerState) -> None:
-        """Says with which instances it can exchange no blocks, though their roles and models ask for it."""
+        """Log with which instances a new one cannot exchange KV blocks, although their roles and models suggest it."""
         here = worker.record
         for there in (other.record for other in self._workers.values() if other.state == "ready"):
             if {here.role, there.role} == {"prefill", "decode"} and serves_model(there, frozenset({here.model})):
                 source, sink = (here, there) if here.role == "prefill" else (there, here)
                 if (reason := obstacle(source.layout, sink.layout)) is not None:
-                    ends = f"{source.instance} {source.layout}, {sink.instance} {sink.layout}"
-                    logger.warning("these never hand blocks over, %s: %s", reason, ends)
+                    ends = f"{source.instance} ({source.layout}) to {sink.instance} ({sink.layout})"
+                    logger.warning("no KV handoff is possible, %s: %s", reason, ends)
 
     def _load_missing_adapters(self, worker: WorkerState) -> None:
-        """With the adapters that others of its model were told to load."""
+        """Send `LoadAdapter` for each adapter that other instances of its model have loaded over HTTP."""
         others = [other.record for other in self._workers.values() if other is not worker and other.state == "ready"]
         for adapter in missing_adapters(worker.record, others):
             request_id = RequestId(f"join-{worker.record.instance}-{adapter.name}")
             worker.send(LoadAdapter(request_id=request_id, name=adapter.name, path=adapter.path))
 
     def _subscribe(self, worker: WorkerState) -> None:
+        """Subscribe to the cache events of a worker, and request a snapshot of its blocks."""
         record = worker.record
+        # The subscription starts in a task, so the snapshot may be older than the first batch. Batches that are missing
+        # between the two show as a gap in the numbers, and `_on_gap` requests another snapshot.
         self.index.add(record.instance, record.generation)
         subscriber = self._connector.subscriber(
             record, lambda batch: self._on_batch(worker, batch), lambda: self._on_gap(worker)
@@ -343,6 +398,7 @@ class Cluster:
         worker.send(SnapshotRequest())
 
     def _on_batch(self, worker: WorkerState, batch: EventBatch) -> None:
+        # While a snapshot is awaited `apply` keeps the batches and returns True, so each gap causes one request.
         if not self.index.apply(batch):
             worker.send(SnapshotRequest())
 
@@ -355,38 +411,47 @@ class Cluster:
         applied = self.index.load(snapshot)
         if applied is None:
             return
+        # Otherwise the subscriber would report a gap for batches that the snapshot contains.
         if subscriber := self._subscribers.get(worker.record.instance):
             subscriber.rebase(applied)
         if self.index.is_waiting(worker.record.instance):
             worker.send(SnapshotRequest())
 
     def _on_hot_blocks(self, worker: WorkerState, hot: HotBlocks) -> None:
-        """It leaves: another instance of its pool is told to fetch them."""
+        """Ask another instance of its pool to fetch the most used blocks of a draining one (drain migration)."""
         if hot.generation != worker.record.generation:
             return
         found = pick_target(worker, hot, self.workers())
         if found is not None:
             target, adopt = found
-            logger.info("%s takes over %d blocks of %s", target.record.instance, len(adopt.names), hot.instance)
+            logger.info(
+                "drain migration: %s fetches %d KV blocks from %s",
+                target.record.instance,
+                len(adopt.names),
+                hot.instance,
+            )
             target.send(adopt)
+        # An answer without tickets lets the draining instance stop at once instead of waiting for a fetch.
         worker.send(Heirs([found[1].ticket.ticket] if found is not None else []))
 
     def _notify(self) -> None:
+        """Call all listeners: instances have come, gone, or changed other than in load."""
         self.version += 1
         self._routable_workers = None
-        call_each("a listener of the cluster", list(self._listeners))
+        call_each("a listener of cluster changes", list(self._listeners))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` in a task that `close` waits for. The set keeps the task alive: asyncio itself does not."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._on_task_done)
 
-    def _finished(self, task: "asyncio.Task[None]") -> None:
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a connection failed", exc_info=error)
+            logger.error("opening or closing a connection to an instance failed", exc_info=error)
 
 
 def _log_adapter_refusal(worker: WorkerState, changed: AdapterChanged) -> None:
     if changed.refusal is not None:
-        logger.warning("instance %s lacks an adapter: %s", worker.record.instance, changed.message)
+        logger.warning("instance %s cannot load or unload an adapter: %s", worker.record.instance, changed.message)

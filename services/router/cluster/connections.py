@@ -1,4 +1,4 @@
-"""The real connections to instances, as `cluster` asks for them."""
+"""Opens the ZeroMQ connections to instances; implements `cluster.Connector`."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,11 +13,15 @@ from baton_serve.services.common.zmq.block_events import EventSubscriber
 from baton_serve.services.common.zmq.rpc import InstanceLink
 
 MAX_ZMQ_SOCKETS = 65_535
-"""ZeroMQ's own limit of 1,023 would do for 340 instances."""
+"""Sockets of one context. The default of ZeroMQ, 1,023, is enough for only about 340 instances."""
 
 
 class ZeromqConnector:
-    """All connections share one context: its thread wakes once for what several of them send or get at a time."""
+    """Makes the connections of one router process. `main` owns it and closes it last.
+
+    All connections share one ZeroMQ context, and so one I/O thread: it wakes up once for the messages of several
+    connections, and not once for each.
+    """
 
     def __init__(self, *, instance_timeout_s: float, key: ClusterKey | None = None) -> None:
         self._key = key
@@ -26,12 +30,14 @@ class ZeromqConnector:
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
 
     async def close(self) -> None:
-        """After every link and subscriber."""
+        """Close the context. Call it after every link and subscriber was closed."""
+        # `term` blocks until the last socket is closed, which must not happen on the event loop.
         await asyncio.to_thread(self._context.term)
 
     def link(
         self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
     ) -> InstanceLink:
+        """Return a connection for requests and answers, which the caller starts and closes."""
         return InstanceLink(
             record.rpc_address,
             on_message=on_message,
@@ -44,6 +50,7 @@ class ZeromqConnector:
     def subscriber(
         self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
     ) -> EventSubscriber:
+        """Return a subscription to the events of the instance's KV cache, which the caller starts and closes."""
         return EventSubscriber(
             record.events_address,
             generation=record.generation,

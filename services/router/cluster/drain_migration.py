@@ -1,7 +1,7 @@
-"""Who takes over the hottest blocks of an instance that leaves. Pure.
+"""Drain migration: chooses the instance that takes over the most used KV blocks of a draining one. Pure.
 
-One instance of its pool gets all of them: a prefix is of use only where all of it is. What it has already it does not
-fetch; others may fetch from it later.
+One instance of the same pool fetches all of them, because a prefix is useful only where all of its blocks are. It does
+not fetch the blocks that it has already, and other instances may fetch prefixes from it later.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,17 @@ from baton_serve.contracts.messages import Adopt, HotBlocks, Ticket
 from baton_serve.services.router.cluster.worker_state import WorkerState
 
 MAX_MIGRATION_RATIO = 0.5
-"""Of the heir's free blocks: its own cache is worth something too."""
+"""Largest fraction of the target's free blocks that is filled; the rest keeps room for its own requests and cache."""
 
 
 def pick_target(
     leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]
 ) -> tuple[WorkerState, Adopt] | None:
-    """The heir and what to tell it; None: there is nobody."""
+    """Choose the instance that takes over the blocks `hot` of `leaving`.
+
+    It has the same role and KV layout and the most free blocks. Return it with the `Adopt` message for it, or None if
+    no instance qualifies.
+    """
     record = leaving.record
     qualified = [
         m
@@ -27,6 +31,7 @@ def pick_target(
     target = max(qualified, key=lambda m: (m.record.load.free_blocks, m.record.instance), default=None)
     if target is None:
         return None
+    # The hottest blocks come first and parents before children, so the first ones form complete prefixes.
     names = hot.names[: int(target.record.load.free_blocks * MAX_MIGRATION_RATIO)]
     if not names:
         return None

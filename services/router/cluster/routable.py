@@ -1,4 +1,4 @@
-"""The instances that take new work, sorted out once for each change among them, and how a request sees them. Pure."""
+"""The workers that accept new requests, grouped once per change of the cluster, as candidates for placement. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,23 +13,31 @@ _NO_MATCH = Match()
 
 
 class RoutableWorkers:
-    """Those of `workers` that write text and take work."""
+    """The workers that generate text and accept new requests at one moment.
+
+    `Cluster` makes a new one when its workers change: the groups below cost too much to build for every request.
+    """
 
     def __init__(self, workers: Iterable[WorkerState]) -> None:
         self._workers = [m for m in workers if m.takes_work and m.record.pooling is None]
         self._by_layout: dict[KVLayout, list[WorkerState]] = {}
         for worker in self._workers:
             self._by_layout.setdefault(worker.record.layout, []).append(worker)
+        # Without any prefill or unified instance the decode instances compute the prompts.
         prefillers = [m for m in self._workers if m.record.role != "decode"] or self._workers
         self.prefill_tokens_per_s = (
             sum(m.record.load.prefill_tokens_per_s for m in prefillers) or UNMEASURED_TOKENS_PER_S
         )
-        """Of all that read prompts."""
+        """Prefill rate in tokens per second of all instances that compute prompts together."""
         self._assumed_rates = {layout: _highest_prefill_rate(found) for layout, found in self._by_layout.items()}
 
     def serving(self, model: frozenset[str] | None, lora: str, *, has_images: bool = False) -> "RoutableWorkers":
-        """With `model`, the names of one, its instances alone; with `lora`, those that have loaded this adapter; with
-        images, those that read them or only write after what others have read."""
+        """Return the workers that can serve a request.
+
+        `model` is the set of names of one model, or None if the router serves only one. `lora` is the fingerprint of an
+        adapter that must be loaded, or empty. With `has_images` a worker needs a vision tower, unless it is a decode
+        instance, which gets the KV of the images from a prefill instance.
+        """
         if model is None and not lora and not has_images:
             return self
         workers: Iterable[WorkerState] = self._workers
@@ -42,7 +50,11 @@ class RoutableWorkers:
         return RoutableWorkers(workers)
 
     def with_allowed_traffic(self, now: float) -> "RoutableWorkers":
-        """An instance whose circuit is open is better than none: the others of its role decide."""
+        """Return the workers whose circuit breaker allows requests; for a role without any, all of its workers.
+
+        An instance whose circuit is open may still work, and is better than none.
+        """
+        # In nearly every call no instance has failed, and the result is `self` without any new object.
         if not any([m.circuit_breaker.failures for m in self._workers]):
             return self
         roles = {m.record.role for m in self._workers if m.circuit_breaker.allows(now)}
@@ -51,11 +63,15 @@ class RoutableWorkers:
     def candidates(
         self, block_hashes: Callable[[KVLayout], Sequence[BlockHash]], index: BlockIndex, now: float
     ) -> list[Candidate]:
-        """With their cached prefix of the prompt that `block_hashes` names."""
+        """Return all workers as candidates, each with its cached prefix of one prompt.
+
+        `block_hashes` returns the prompt's block hashes for a KV layout: they depend on block size and dtype.
+        """
         found: list[Candidate] = []
         for layout, workers in self._by_layout.items():
             wanted = block_hashes(layout)
             matches = index.match(wanted)
+            # The second walk over the prompt is needed only to find a prefix that one instance can fetch from another.
             held = index.held(wanted) if _prefixes_differ(matches, workers) else {}
             assumed_rate = self._assumed_rates[layout]
             for worker in workers:
@@ -66,17 +82,20 @@ class RoutableWorkers:
 
 
 def _highest_prefill_rate(workers: Iterable[WorkerState]) -> float:
-    """Of those that read prompts, in tokens per second: an instance that has computed none may be as fast."""
+    """Return the highest prefill rate in tokens per second of prefill and unified instances, 0 without any.
+
+    An instance that has not computed a prompt yet is assumed to be equally fast.
+    """
     return max([m.record.load.prefill_tokens_per_s for m in workers if m.record.role != "decode"], default=0.0)
 
 
 def _prefixes_differ(matches: Mapping[InstanceId, Match], workers: Sequence[WorkerState]) -> bool:
-    """Whether instances could fetch something from each other: not where all have the same."""
+    """Return whether the cached prefixes of `workers` differ in length, so that one could fetch from another."""
     if not matches:
         return False
     return len({matches.get(worker.record.instance, _NO_MATCH).total for worker in workers}) > 1
 
 
-def serves_model(record: InstanceRecord, block_hashes: frozenset[str]) -> bool:
-    """Whether an instance's model is known under one of the names."""
-    return record.model in block_hashes or not block_hashes.isdisjoint(record.model_aliases)
+def serves_model(record: InstanceRecord, names: frozenset[str]) -> bool:
+    """Return whether an instance serves a model that is known under one of the names."""
+    return record.model in names or not names.isdisjoint(record.model_aliases)

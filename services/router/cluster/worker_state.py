@@ -1,6 +1,7 @@
-"""One generation of an instance as this router knows it: its load, and what was placed on it and not reported yet.
+"""The state of one worker as this router knows it: its record, its load, and this router's requests there.
 
-Pure bookkeeping. Another router's work shows in the instance's reports, this router's own is known exactly and at once.
+Bookkeeping only, without I/O of its own. Requests of this router are counted exactly and at once; those of other
+routers are seen in the load reports of the instance.
 """
 
 import logging
@@ -23,48 +24,59 @@ from baton_serve.services.router.placement.policy import Candidate
 logger = logging.getLogger(__name__)
 
 RECENT_LOAD_DECAY_S = 600.0
+"""Seconds after which a prompt counts by a factor e less in the turnover of an instance's cache."""
 UNCERTAINTY_DOUBLING_S = 120.0
-"""An instance that computes no prompts for so long may be twice as fast as its last ones say: other processes may have
-slowed them down by any factor, and nobody who is taken to be slow gets the chance to show more."""
+"""Seconds without prompts after which an instance is assumed to be possibly twice as fast as measured.
+
+Its last prompts may have been slowed down by other processes. Without this assumption an instance that is believed to
+be slow would get no prompts, and so could never show that it is fast.
+"""
 MAX_UNCERTAINTY_DOUBLINGS = 10.0
+"""Upper bound of these doublings, which keeps the factor finite."""
 ConnectionState = Literal["connecting", "ready", "lost"]
 Sending = Callable[[], None]
-"""Sends a message that has been encoded. Call it once."""
+"""Sends a message that was encoded before. Call it once."""
 
 
 class WorkerLink(Protocol):
-    """`services.common.zmq.rpc.InstanceLink`."""
+    """The connection to an instance: `services.common.zmq.rpc.InstanceLink`, or a fake in tests and simulation."""
 
     async def start(self) -> None: ...
     def prepare(self, message: ToInstance) -> Sending:
-        """Encode `message`. Raises `contracts.wire.WireError`."""
+        """Encode `message` and return a function that sends it. Raises `contracts.wire.WireError` if it is too long."""
         ...
 
     async def close(self) -> None: ...
 
 
 class AnswerHandler(Protocol):
-    """Who gets the answers to one request id."""
+    """Receives the answers of an instance to one request id: an `Attempt` or a call for pooling."""
 
     def on_answer(self, worker: "WorkerState", answer: Answer, now: float) -> None:
-        """`now` is when it came, by the router's monotonic clock."""
+        """Handle one answer. `now` is the moment when its message arrived, of the router's monotonic clock."""
 
-    def on_lost(self, worker: "WorkerState", reason: str) -> None: ...
+    def on_lost(self, worker: "WorkerState", reason: str) -> None:
+        """Handle the loss of the connection to the worker: no more answers will come."""
 
 
 class LoadEstimate(msgspec.Struct):
-    """What one placed request is expected to use of an instance. `is_reported`: a load report already counts it."""
+    """The part of an instance's load that one placed request is expected to cause."""
 
     handler: AnswerHandler
     prefill_tokens: int
+    """Prompt tokens that the instance has to compute; 0 once it has done so."""
     sequences: int
     blocks: int
+    """KV blocks that the request needs beyond the cached ones."""
     is_reported: bool = False
+    """The last load report counts these blocks already."""
 
 
 class Lease:
-    """What one request occupies of one instance. The holder calls `release` when the request has ended there, or uses
-    the lease as a context manager; later calls do nothing."""
+    """Counts the load of one request on one instance until it is released.
+
+    The holder calls `release` when the request has ended there, or uses the lease as a context manager.
+    """
 
     __slots__ = ("_is_released", "request_id", "worker")
 
@@ -74,6 +86,7 @@ class Lease:
         self._is_released = False
 
     def release(self) -> None:
+        """Stop counting the load. Further calls do nothing."""
         if not self._is_released:
             self._is_released = True
             self.worker.release(self.request_id)
@@ -90,56 +103,71 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
+    """One generation of an instance, in this router process. `Cluster` owns it; it is used on the event loop only."""
+
     record: InstanceRecord
+    """The last record from the registry, with load and adapters of the last load report."""
     state: ConnectionState = "connecting"
     link: WorkerLink | None = None
+    """The connection to the instance; None while it is lost."""
     links: list[LinkStatus] = field(default_factory=list)
+    """Links over which the instance has fetched blocks from others."""
     link_speeds: dict[InstanceId, float] = field(default_factory=dict)
+    """Measured speeds of these links in bytes per second, by source instance."""
     draining: bool = False
     is_loss_logged: bool = False
-    """The log says that it cannot be reached."""
+    """The log says already that the connection is lost; it is tried again each second and would fill the log."""
     load_estimates: dict[RequestId, LoadEstimate] = field(default_factory=dict)
+    """Load of this router's running requests on the instance; the sums below are over these."""
     reported_at: float = 0.0
+    """When the last load report arrived. This and the next moments are those of the router's monotonic clock."""
     rate_changed_at: float = inf
-    """When its rate was last seen to change, as it does with each prompt; inf: never."""
+    """When a report last had another prefill rate, which changes with every prompt; inf before the first report."""
     last_step_at: float = inf
-    """When sequences were last seen to run there, or it was first seen; inf: never."""
+    """When a report last had running sequences; at first the moment of the first report, and inf before it."""
     own_tokens: int = 0
+    """Prompt tokens of this router's requests that still have to be computed."""
     own_sequences: int = 0
     unreported_blocks: int = 0
+    """Blocks of requests that were placed after the last load report, which therefore counts them as free."""
     foreign_tokens: int = 0
-    """Queued there by other routers, as of the last report."""
+    """Prompt tokens that other routers have queued there, according to the last report."""
     foreign_sequences: int = 0
     recent_tokens: float = 0.0
-    """Placed here to be computed; fades with `RECENT_LOAD_DECAY_S`."""
+    """Prompt tokens placed there, decaying exponentially with `RECENT_LOAD_DECAY_S`."""
     recent_at: float = 0.0
+    """When `recent_tokens` was last made smaller."""
     step_time_fit: StepTimeFit = field(default_factory=StepTimeFit)
     first_gap_quantile: FirstGapQuantile = field(default_factory=FirstGapQuantile)
     circuit_breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
 
     @property
     def takes_work(self) -> bool:
+        """Whether new requests may be placed there: it is connected and not draining."""
         return self.state == "ready" and not self.draining and not self.record.draining
 
     def prepare(self, message: ToInstance) -> Sending:
-        """Encode `message` before anything is counted for it. Raises `contracts.wire.WireError`."""
+        """Encode `message` and return a function that sends it.
+
+        Callers encode before they count load: if that raises `contracts.wire.WireError`, nothing has to be undone.
+        """
         return self.link.prepare(message) if self.link is not None else _send_nothing
 
     def send(self, message: ToInstance) -> None:
-        """Send a message that belongs to no request that could fail by it: an error is logged."""
+        """Send a message whose loss fails no request, such as `Cancel`. An error is logged and not raised."""
         try:
             self.prepare(message)()
         except Exception:
             logger.exception("%s could not be sent to %s", type(message).__name__, self.record.instance)
 
     def first_gap_s(self) -> float:
-        """From the first token of a sequence that is handed to it to the second, as is to be expected."""
+        """Return the expected time between the first two tokens of a sequence handed off to this instance."""
         return self.first_gap_quantile.expected_s(
             self.step_time_fit.predict(self.own_sequences + self.foreign_sequences)
         )
 
     def assign(self, request_id: RequestId, estimate: LoadEstimate) -> Lease:
-        """Count `estimate` until the returned lease is released, by its holder."""
+        """Count `estimate` as load until the caller releases the returned lease."""
         self.load_estimates[request_id] = estimate
         self.own_tokens += estimate.prefill_tokens
         self.recent_tokens += estimate.prefill_tokens
@@ -148,12 +176,13 @@ class WorkerState:
         return Lease(self, request_id)
 
     def on_prefill_done(self, request_id: RequestId) -> None:
-        """Its prompt has been computed."""
+        """Stop counting the prompt tokens of a request: they have been computed."""
         if estimate := self.load_estimates.get(request_id):
             self.own_tokens -= estimate.prefill_tokens
             estimate.prefill_tokens = 0
 
     def release(self, request_id: RequestId) -> None:
+        """Stop counting the load of a request. Callers use `Lease.release`."""
         if estimate := self.load_estimates.pop(request_id, None):
             self.own_tokens -= estimate.prefill_tokens
             self.own_sequences -= estimate.sequences
@@ -161,6 +190,7 @@ class WorkerState:
                 self.unreported_blocks -= estimate.blocks
 
     def report(self, report: LoadReport, now: float) -> None:
+        """Take over a load report that arrived at `now`."""
         load = report.load
         if self.rate_changed_at == inf or load.prefill_tokens_per_s != self.record.load.prefill_tokens_per_s:
             self.rate_changed_at = now
@@ -172,6 +202,7 @@ class WorkerState:
         self.draining = report.draining
         self.reported_at = now
         self.step_time_fit.observe(load.running, load.decode_step_s)
+        # A report may be older than this router's last request or token, so the difference may even be negative.
         self.foreign_tokens = max(0, load.queued_tokens - self.own_tokens)
         self.foreign_sequences = max(0, load.running + load.waiting - self.own_sequences)
         self.unreported_blocks = 0
@@ -179,13 +210,20 @@ class WorkerState:
             estimate.is_reported = True
 
     def renew(self, record: InstanceRecord) -> None:
-        """What the registry says of this generation now. Load and adapters it tells itself, and sooner."""
+        """Take over a new registry record of this generation.
+
+        Only `draining` is used: load and adapters come earlier, in the load reports of the instance.
+        """
         if record.draining != self.record.draining:
             self.draining = record.draining
 
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0, assumed_rate: float = 0.0) -> Candidate:
-        """`held_blocks`: of the same prompt, as far as they are known to be there. `assumed_rate`: what it is taken to
-        compute at least as long as it has shown nothing, or nothing of late, lest it never get the chance."""
+        """Return this instance as a candidate for a prompt, with its load at `now`.
+
+        `match` is the prompt's cached prefix on this instance, and `held_blocks` the part of it that was reported and
+        is not just expected. `assumed_rate` is the prefill rate in tokens per second that the instance is assumed to
+        have until it measures its own. Later it is approached again while the instance computes no prompts.
+        """
         record, load = self.record, self.record.load
         rate = load.prefill_tokens_per_s
         rate_uncertainty = _uncertainty(now - self.rate_changed_at)
@@ -198,8 +236,10 @@ class WorkerState:
         active_sequences = self.own_sequences + self.foreign_sequences
         queued_tokens: float = self.own_tokens
         if self.foreign_tokens:
+            # Other routers' prompts are only known from the report, and the instance has computed some of them since.
             done = rate * max(0.0, now - self.reported_at)
             queued_tokens += max(0.0, self.foreign_tokens - done)
+        # The decay is applied when it is needed, instead of by a timer.
         if self.recent_tokens:
             self.recent_tokens *= exp((self.recent_at - now) / RECENT_LOAD_DECAY_S)
         self.recent_at = now
@@ -218,13 +258,16 @@ class WorkerState:
             machine=record.host,
             held_tokens=held_blocks * block_tokens,
             link_speeds=self.link_speeds,
+            # The headroom was measured with `rate`; if the instance is believed to be faster, it is larger too.
             spare_tokens_per_s=load.spare_tokens_per_s * believed / rate if rate else load.spare_tokens_per_s,
             next_step_s=self.step_time_fit.predict(active_sequences + 1),
             rate_uncertainty=rate_uncertainty,
+            # While sequences run there, every report has a current step time.
             step_uncertainty=1.0 if active_sequences else _uncertainty(now - self.last_step_at),
         )
 
     def check_invariants(self) -> None:
+        """Assert that the sums agree with the estimates. For tests."""
         assert self.own_tokens == sum(estimate.prefill_tokens for estimate in self.load_estimates.values())
         assert self.own_sequences == sum(estimate.sequences for estimate in self.load_estimates.values())
         unreported = (estimate.blocks for estimate in self.load_estimates.values() if not estimate.is_reported)
@@ -232,9 +275,12 @@ class WorkerState:
 
 
 def _send_nothing() -> None:
-    """There is no link: the instance is lost, and whoever waits for its answers has been notified."""
+    """Drop a message to an instance whose connection is lost. The handlers of its requests have been notified."""
 
 
 def _uncertainty(quiet_s: float) -> float:
-    """How many times as fast one may be that has shown nothing for so long; -inf: it was never asked."""
+    """Return by which factor an instance may be faster than measured, after `quiet_s` seconds without a measurement.
+
+    It is 1 if `quiet_s` is -inf, that is, before the first load report.
+    """
     return exp2(min(quiet_s / UNCERTAINTY_DOUBLING_S, MAX_UNCERTAINTY_DOUBLINGS)) if quiet_s > 0 else 1.0
