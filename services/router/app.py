@@ -1,4 +1,7 @@
-"""The HTTP application: FastAPI for routing, the OpenAPI document and /docs, around endpoints that are plain ASGI."""
+"""Assemble the HTTP application of the router from its endpoints.
+
+The endpoints on a request's path are plain ASGI applications. FastAPI serves the rest, the OpenAPI document and /docs.
+"""
 
 from typing import Any
 
@@ -47,18 +50,20 @@ from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
 
 POOLING_DOCUMENTED: dict[str, tuple[str, type[BaseModel]]] = {
-    "/v1/embeddings": ("A vector for each input", EmbeddingRequest),
-    "/pooling": ("What the model makes of each input, or of each of its tokens", PoolingRequest),
-    "/classify": ("Scores of classes for each input", ClassificationRequest),
-    "/score": ("How well pairs of texts match", ScoreRequest),
-    "/v1/score": ("How well pairs of texts match", ScoreRequest),
-    "/rerank": ("Documents by how well they answer a query", RerankRequest),
-    "/v1/rerank": ("Documents by how well they answer a query", RerankRequest),
-    "/v2/rerank": ("Documents by how well they answer a query", RerankRequest),
+    "/v1/embeddings": ("Compute an embedding of each input", EmbeddingRequest),
+    "/pooling": ("Compute the pooled output of each input, or the output of each of its tokens", PoolingRequest),
+    "/classify": ("Compute the scores of all classes for each input", ClassificationRequest),
+    "/score": ("Score how well pairs of texts match", ScoreRequest),
+    "/v1/score": ("Score how well pairs of texts match", ScoreRequest),
+    "/rerank": ("Sort documents by how well they answer a query", RerankRequest),
+    "/v1/rerank": ("Sort documents by how well they answer a query", RerankRequest),
+    "/v2/rerank": ("Sort documents by how well they answer a query", RerankRequest),
 }
+"""Summary and request schema of each endpoint of pooling models, for the OpenAPI document."""
 
 
 def pooling_endpoints(service: ModelService) -> dict[str, Asgi]:
+    """Return the endpoints of pooling models by path. Paths that vLLM serves under two names share one endpoint."""
     score = PoolingEndpoint(service, ScoreRequest, scores, prefix="score")
     rerank = PoolingEndpoint(service, RerankRequest, ranks, prefix="rerank")
     return {
@@ -79,7 +84,14 @@ _SCHEMAS = "#/components/schemas/{model}"
 def create_app(
     service: ModelService, *, api_keys: ApiKeys, audit: AuditLog | None = None, sibling_rpc: SiblingRpc | None = None
 ) -> Gateway:
-    """`sibling_rpc`: the other processes behind this port."""
+    """Return the router's ASGI application: all endpoints behind the `Gateway`.
+
+    `service` is that of the default model. `sibling_rpc` connects to the other processes behind this port and is None
+    if there are none; without `audit` no audit log is written.
+    """
+    # The gateway calls these endpoints itself by path. FastAPI's routing and parsing would cost more than all of the
+    # router's own work for a short request. They are also added as routes below, so that a wrong method gets status 405
+    # instead of 404.
     direct: dict[str, Asgi] = {
         "/v1/chat/completions": ChatEndpoint(service),
         "/v1/completions": CompletionEndpoint(service),
@@ -91,6 +103,7 @@ def create_app(
         "/v1/messages/count_tokens": CountTokensEndpoint(service),
         **pooling_endpoints(service),
     }
+    # A copy made here: `/invocations` must reach neither itself nor the endpoints that change adapters.
     invocable = dict(direct)
     direct |= adapter_endpoints(service)
     direct["/invocations"] = InvocationsEndpoint(service, invocable)
@@ -113,7 +126,7 @@ def create_app(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in OpenAI's shape too."""
+    """Answer requests for unknown paths and methods in the shape of OpenAI's errors, as all other errors."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
     body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
@@ -126,23 +139,24 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class _Documented(FastAPI):
-    """Adds the endpoints that FastAPI does not parse to its OpenAPI document."""
+    """Adds the plain ASGI endpoints, whose schemas FastAPI does not know, to its OpenAPI document."""
 
     def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document. It is built at the first call: most routers are never asked for it."""
         if self.openapi_schema is None:
             document = super().openapi()
             documented: dict[str, tuple[str, type[BaseModel]]] = {
                 "/v1/chat/completions": ("Answer a chat, streamed or whole", ChatCompletionRequest),
-                "/v1/completions": ("Continue prompts, streamed or whole", CompletionRequest),
-                "/tokenize": ("Token ids of a prompt or a chat", TokenizeRequest),
-                "/detokenize": ("Text of token ids", DetokenizeRequest),
-                "/v1/responses": ("Answer a conversation, as OpenAI's Responses API", ResponsesRequest),
-                "/v1/responses/input_tokens": ("Tokens of a conversation, as OpenAI's API", InputTokensRequest),
-                "/v1/messages": ("Answer a conversation, as Anthropic's Messages API", MessagesRequest),
-                "/v1/messages/count_tokens": ("Tokens of a conversation, as Anthropic's API", CountTokensRequest),
-                "/invocations": ("Any of the other requests", ChatCompletionRequest),
-                "/v1/load_lora_adapter": ("Load an adapter on all instances of a model", LoadAdapterRequest),
-                "/v1/unload_lora_adapter": ("Unload an adapter", UnloadAdapterRequest),
+                "/v1/completions": ("Complete prompts, streamed or whole", CompletionRequest),
+                "/tokenize": ("Convert a prompt or a chat to token ids", TokenizeRequest),
+                "/detokenize": ("Convert token ids to text", DetokenizeRequest),
+                "/v1/responses": ("Answer a conversation (OpenAI's Responses API)", ResponsesRequest),
+                "/v1/responses/input_tokens": ("Count input tokens (OpenAI's Responses API)", InputTokensRequest),
+                "/v1/messages": ("Answer a conversation (Anthropic's Messages API)", MessagesRequest),
+                "/v1/messages/count_tokens": ("Count input tokens (Anthropic's Messages API)", CountTokensRequest),
+                "/invocations": ("Serve any other request, chosen by its body (SageMaker)", ChatCompletionRequest),
+                "/v1/load_lora_adapter": ("Load a LoRA adapter on all instances of a model", LoadAdapterRequest),
+                "/v1/unload_lora_adapter": ("Unload a LoRA adapter from all instances", UnloadAdapterRequest),
                 **POOLING_DOCUMENTED,
             }
             _, schemas = models_json_schema(
@@ -160,17 +174,17 @@ def _operation(summary: str, model: type[BaseModel]) -> dict[str, Any]:
     reference = {"$ref": _SCHEMAS.format(model=model.__name__)}
     statuses = {
         "200": "The answer",
-        "400": "What is wrong with the request",
-        "401": "No valid API key",
-        "403": "The Host is not allowed, or the key may not have that priority",
-        "404": "No such model",
-        "408": "The body did not arrive in time",
-        "413": "The body is too long",
-        "415": "The Content-Type is not JSON",
-        "429": "Too much at once; Retry-After says when",
-        "500": "An internal error",
-        "503": "No instance can serve it now",
-        "504": "The request's time is over",
+        "400": "The request is not valid; the message says why",
+        "401": "The API key is missing or not valid",
+        "403": "The Host header is not allowed, or the API key may not ask for this priority",
+        "404": "The model does not exist",
+        "408": "The request body did not arrive in time",
+        "413": "The request body is too large",
+        "415": "The Content-Type of the request body is not JSON",
+        "429": "A limit or an SLO does not allow the request now; Retry-After says when to try again",
+        "500": "An internal error occurred and was logged",
+        "503": "No instance can serve the request now",
+        "504": "The request was not finished within its time limit",
     }
     return {
         "summary": summary,

@@ -1,4 +1,7 @@
-"""`baton router`: the whole wiring of the process, top to bottom."""
+"""Entry point of `baton router`: read the settings, construct every part of the router process, and serve.
+
+`processes.process` calls `start` too, for each process of a router with `--workers`.
+"""
 
 import gc
 import logging
@@ -51,17 +54,21 @@ logger = logging.getLogger(__name__)
 PROGRAM = "baton router"
 
 GC_THRESHOLD = 20_000
-"""Requests make hundreds of objects each and few cycles: Python's 700 looks for them twice a request."""
+"""Number of new objects after which Python's garbage collector runs.
+
+A request makes hundreds of objects and hardly any reference cycle. With Python's default of 700 the collector would run
+about twice per request and find nothing.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM or Ctrl-C. Returns the exit status."""
+    """Serve until SIGTERM or Ctrl-C, then return the exit status of the process."""
     settings = load_settings(
         RouterSettings,
         argv,
         prefix="BATON__ROUTER__",
         program=PROGRAM,
-        description="Speaks the OpenAI API and places each request on the instances that answer it soonest.",
+        description="Serves the OpenAI API and sends each request to the instances that are predicted to answer first.",
     )
     prepare(settings)
     warn_of_removed(settings)
@@ -70,16 +77,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(settings: RouterSettings) -> None:
-    """What concerns the process."""
-    # A pool of threads for the tokenizer would only be woken: it gets one text at a time.
+    """Set up what exists once per process, before anything is constructed: its environment and its logs."""
+    # The tokenizer gets one text at a time, so waking a pool of threads for it would cost time and gain nothing.
+    # `putenv` is enough: only the tokenizers library, which is written in Rust, has to see the variable.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     configure_logs(level=settings.log_level, format=settings.log_format)
 
 
 async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterProcess | None = None) -> None:
-    """Returns when requests are accepted; `worker` where others share the port. Raises `ModelFolderError` or
-    `ConfigurationError`."""
-    settings_of_models(settings)  # before anything is loaded
+    """Construct the router and return as soon as it accepts requests; `lifecycle` ends it later.
+
+    `worker` identifies this process if several share the port (`--workers`), and is None otherwise. Raises
+    `ModelFolderError` if a model's folder cannot be used, and `ConfigurationError` for other wrong settings.
+    """
+    # Check the settings of all models before loading the first tokenizer, so that a typo fails at once.
+    settings_of_models(settings)
     keys = api_keys(settings)
     tracing = make_tracing(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
     lifecycle.on_stop("traces", tracing.close)
@@ -87,6 +99,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     secret = read_cluster_key(settings.cluster_key_file)
     connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
     view = registry_view(settings.registry, secret)
+    # Routers that start together must not choose the same instance first: each starts its rotation at a random place.
     cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))
     admission = admission_control(settings)
     models = Models(
@@ -101,6 +114,8 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     sibling_rpc = sibling_rpc_of(worker, models.model_services[0], admission.ledger)
     lifecycle.on_stop("compilers of grammars", models.end_compilers)
     app = create_app(models.model_services[0], api_keys=keys, audit=audit, sibling_rpc=sibling_rpc)
+    # The check of the host is the outermost layer: neither CORS nor a middleware of the operator may answer a request
+    # that a foreign web page sent through DNS rebinding.
     server = HttpServer(
         with_allowed_hosts(
             with_middleware(with_cors(app, settings), settings.middleware),
@@ -114,6 +129,8 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         root_path=settings.root_path,
         limits=http_limits(settings),
     )
+    # The parts stop in reverse order of registration: the HTTP server first, so that its running requests still have
+    # the connections to the instances, and ZeroMQ after everything that uses it.
     try:
         await cluster.start()
     except zmq.ZMQError as exc:
@@ -122,7 +139,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     lifecycle.on_stop("connections to instances", cluster.close)
     if sibling_rpc is not None:
         await sibling_rpc.start()
-        lifecycle.on_stop("answers to other workers", sibling_rpc.close)
+        lifecycle.on_stop("queries of other router processes", sibling_rpc.close)
     if (exchange := usage_exchange(settings, admission.ledger, sibling_rpc)) is not None:
         exchange.start()
         lifecycle.on_stop("usage of keys", exchange.close)
@@ -130,12 +147,16 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
 
     async def stop_serving() -> None:
         await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=models.end_requests)
+        # The server calls it only if requests still run after the grace time. The dispatchers must be closed in any
+        # case: they own timers, and lines of the request log that are not written yet.
         models.end_requests()
 
+    # The deadline is longer than the grace time, so that answers of requests that were ended then can still be sent.
     lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
     models.start_compilers()
     gc.collect()
-    gc.freeze()  # what was loaded stays: no collection needs to look at it again
+    # Tokenizers and modules live as long as the process. Frozen objects are skipped by every later collection.
+    gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     logger.info(
         "serving %s on http://%s:%d",
@@ -146,6 +167,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
 
 
 def http_limits(settings: RouterSettings) -> HttpLimits:
+    """Return the limits of the HTTP server: sizes, times and connections."""
     return HttpLimits(
         max_head_bytes=settings.max_header_bytes,
         head_timeout_s=settings.header_timeout_s,
@@ -160,15 +182,16 @@ def http_limits(settings: RouterSettings) -> HttpLimits:
 
 
 def warn_of_removed(settings: RouterSettings) -> None:
-    """Log a line for each setting that is still accepted but has no effect any more."""
+    """Log a warning for each setting that is given and still accepted, but has no effect any more."""
     if settings.joint_prefill_min_tokens is not None:
         logger.warning(
-            "--joint-prefill-min-tokens has no effect any more and will be refused by the next version: leave it out; "
+            "--joint-prefill-min-tokens has no effect any more and will be rejected by the next version: leave it out; "
             "each prompt is computed by one prefill instance"
         )
 
 
 def request_policy(settings: RouterSettings) -> RequestPolicy:
+    """Return the rules of a single request: its placement, its time limits and its replays."""
     return RequestPolicy(
         policy=PlacementPolicy(
             disaggregation_min_tokens=settings.disaggregation_min_tokens,
@@ -185,6 +208,7 @@ def request_policy(settings: RouterSettings) -> RequestPolicy:
 
 
 def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
+    """Return `app` inside a layer that answers browsers' CORS requests, or `app` itself without `--allowed-origins`."""
     if not settings.allowed_origins:
         return app
     return CORSMiddleware(
@@ -197,6 +221,7 @@ def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
 
 
 def admission_control(settings: RouterSettings) -> AdmissionControl:
+    """Return the limits on all requests together. All models of the router share the returned object."""
     return AdmissionControl(
         AdmissionRules(
             max_queued_tokens=settings.max_queued_tokens,
@@ -208,7 +233,10 @@ def admission_control(settings: RouterSettings) -> AdmissionControl:
 
 
 def api_keys(settings: RouterSettings) -> ApiKeys:
-    """Raises `ConfigurationError` for a file that cannot be read, or that holds no key."""
+    """Return the accepted API keys with their limits.
+
+    Raises `ConfigurationError` if `--api-key-file` cannot be read or holds no key.
+    """
     defaults = Caller(
         requests_per_minute=settings.requests_per_minute,
         tokens_per_minute=settings.tokens_per_minute,
@@ -221,18 +249,22 @@ def api_keys(settings: RouterSettings) -> ApiKeys:
 def usage_exchange(
     settings: RouterSettings, ledger: UsageLedger, sibling_rpc: SiblingRpc | None
 ) -> UsageExchange | None:
-    """None where no other router can share this registry."""
+    """Return the exchange of key usage with other routers, or None if no other router can share this registry.
+
+    With Redis as the registry, Redis stores the usage too. With a `memory:` registry the only other routers are the
+    sibling processes of this one.
+    """
     store: UsageStore | None = sibling_rpc
     if not settings.registry.startswith("memory:"):
-        from baton_serve.services.router.quota.usage_redis import (
-            RedisUsageStore,  # a tenth of a second that only Redis should cost
-        )
+        # Importing the Redis client takes 0.1 s. A router without Redis should not pay for it at its start.
+        from baton_serve.services.router.quota.usage_redis import RedisUsageStore
 
         store = RedisUsageStore(settings.registry)
     return None if store is None else UsageExchange(ledger, store, wall_clock=time.time)
 
 
 def sibling_rpc_of(worker: RouterProcess | None, service: ModelService, ledger: UsageLedger) -> SiblingRpc | None:
+    """Return the connection to the sibling processes (`--workers`), or None if this process has the port alone."""
     if worker is None:
         return None
     return SiblingRpc(

@@ -1,5 +1,7 @@
-"""Several models behind one router: each has settings, a tokenizer, a queue and metrics of its own; instances, keys and
-the registry are shared.
+"""Construct the services of all models behind one router.
+
+Each model has its own settings, tokenizer, queue and metrics. The models share the cluster's connections, the API keys
+and the limits on all requests.
 """
 
 import time
@@ -21,7 +23,10 @@ from baton_serve.services.router.text.served_model import ServedModel
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an entry of `--models` may say of its model; the rest is as for `--model`."""
+    """Holds one entry of `--models`: the settings that a further model may have for itself.
+
+    All other settings are those of the router. The names and types are those of `RouterSettings`.
+    """
 
     model: str
     tokenizer: str | None = None
@@ -39,13 +44,19 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
-    """The one of `--model` first. Raises `ConfigurationError`."""
+    """Return the settings of each model of the router; those of `--model` come first.
+
+    Raises `ConfigurationError` for an entry of `--models` that is not valid, and for `--enable-auto-tool-choice`
+    without `--tool-call-parser`.
+    """
     found = [settings]
     for name, entry in settings.models.items():
         try:
             given = msgspec.convert(entry, ModelSettings)
         except msgspec.ValidationError as exc:
             raise ConfigurationError(f"--models {name}: {exc}") from exc
+        # A field that an entry leaves out gets the default of `ModelSettings`, not the value given for `--model`: the
+        # chat template or the parser of one model would be wrong for another.
         values: Mapping[str, object] = {
             field: getattr(given, field) for field in given.__struct_fields__ if field != "served_model_name"
         }
@@ -58,7 +69,10 @@ def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
 
 
 class Models:
-    """`model_services` has the default model first."""
+    """Owns one `ModelService` per model, from the start of the process to its end.
+
+    The first entry of `model_services` is the default model (`--model`), which serves requests that name no model.
+    """
 
     def __init__(
         self,
@@ -70,7 +84,11 @@ class Models:
         metrics: RouterMetrics,
         tracing: Tracing,
     ) -> None:
-        """Raises `ModelFolderError` or `ConfigurationError`."""
+        """Load the tokenizer of every model.
+
+        Raises `ModelFolderError` if a model's folder cannot be used, and `ConfigurationError` for settings that do not
+        fit together.
+        """
         self.model_services: list[ModelService] = []
         for number, own in enumerate(settings_of_models(settings)):
             for_model = metrics if number == 0 else metrics.for_model(own.served_model_name[0])
@@ -99,19 +117,22 @@ class Models:
                     clock=time.monotonic,
                 )
             )
+        # Only now do all services exist: each must be able to pass a request on to the model that the client names.
         for service in self.model_services:
             service.siblings = self.model_services
 
     def start_compilers(self) -> None:
-        """Start the processes that compile grammars; the first requests need not wait for them then."""
+        """Start the processes that compile grammars now, so that the first request with a grammar need not wait."""
         for service in self.model_services:
             service.model.start_compiler()
 
     async def end_compilers(self) -> None:
+        """End the processes that compile grammars."""
         for service in self.model_services:
             service.model.compiling.close()
 
     def end_requests(self) -> None:
+        """Fail all running requests of all models, because the router stops."""
         for service in self.model_services:
             service.dispatcher.close()
             service.pooling.close()
