@@ -1,4 +1,7 @@
-"""`POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter`, as vLLM's, with `--allow-runtime-lora-updating` alone."""
+"""Serve `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with vLLM's bodies and answers.
+
+Both are refused unless the router runs with `--allow-runtime-lora-updating`.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -22,19 +25,25 @@ R = TypeVar("R", bound=AdapterRequest)
 
 
 def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
-    changes = AdapterRollout(service.cluster)
+    """Return the two endpoints by path. `service` is that of the default model; a request may name another one."""
+    rollout = AdapterRollout(service.cluster)
 
-    async def load(asked: ModelService, request: LoadAdapterRequest) -> str:
+    async def load(target: ModelService, request: LoadAdapterRequest) -> str:
         name = request.lora_name
-        if any(name in sibling.names() or name in sibling.adapters() for sibling in asked.siblings):
-            raise BadRequestError(f"the name {name!r} is in use", param="lora_name", code="name_in_use")
-        await changes.load(_workers(asked), name, request.lora_path)
+        # Clients name models and adapters in the same field, so a name must be unique over all models of the router.
+        if any(name in sibling.names() or name in sibling.adapters() for sibling in target.siblings):
+            raise BadRequestError(
+                f"a model or an adapter is already named {name!r}: choose another lora_name or unload it first",
+                param="lora_name",
+                code="name_in_use",
+            )
+        await rollout.load(_workers(target), name, request.lora_path)
         return "added"
 
-    async def unload(asked: ModelService, request: UnloadAdapterRequest) -> str:
-        if request.lora_name not in asked.adapters():
+    async def unload(target: ModelService, request: UnloadAdapterRequest) -> str:
+        if request.lora_name not in target.adapters():
             raise NotFoundError(f"no adapter is named {request.lora_name!r}", param="lora_name")
-        await changes.unload(_workers(asked), request.lora_name)
+        await rollout.unload(_workers(target), request.lora_name)
         return "removed"
 
     return {
@@ -44,7 +53,11 @@ def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
 
 
 class _Endpoint(Generic[R]):
-    """`change` returns what has become of the adapter."""
+    """An ASGI application that applies one kind of change to the adapters of a model.
+
+    `change` gets the service of the model that the request names. It returns the verb of the success message: "added"
+    or "removed".
+    """
 
     def __init__(
         self, service: ModelService, request: type[R], change: Callable[[ModelService, R], Awaitable[str]]
@@ -55,20 +68,26 @@ class _Endpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._service.settings.allow_runtime_lora_updating:
-            raise NotFoundError("adapters change only where the router runs with --allow-runtime-lora-updating")
+            raise NotFoundError(
+                "this router does not change adapters at run time: start it with --allow-runtime-lora-updating"
+            )
         request = await parsed(await read_body(scope, receive), self._request)
-        what = await self._change(self._service.of(request.model), request)
+        verb = await self._change(self._service.of(request.model), request)
         caller = RequestContext.of(scope).caller.name
-        logger.info("adapter %s: %s on request of %s", request.lora_name, what, caller)
-        text = f"Success: LoRA adapter '{request.lora_name}' {what} successfully.".encode()
+        logger.info("LoRA adapter %s was %s on request of the API key %s", request.lora_name, verb, caller)
+        # vLLM answers with this text, not with JSON; clients compare it.
+        text = f"Success: LoRA adapter '{request.lora_name}' {verb} successfully.".encode()
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": text})
 
 
 def _workers(service: ModelService) -> list[WorkerState]:
-    """Raises `UnavailableError` when there is none."""
-    workers = [m for m in service.workers() if m.state == "ready" and m.record.pooling is None]
+    """Return the connected instances of a model that generate text: pooling models have no adapters.
+
+    Raises `UnavailableError` if there is none.
+    """
+    workers = [worker for worker in service.workers() if worker.state == "ready" and worker.record.pooling is None]
     if not workers:
-        raise UnavailableError("no instance is ready that writes text", retry_after_s=1.0)
+        raise UnavailableError("no instance that generates text is ready: retry later", retry_after_s=1.0)
     return workers

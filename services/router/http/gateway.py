@@ -1,4 +1,8 @@
-"""The outermost layer: request ids, API keys, the way to the endpoints, and errors in OpenAI's shape. Plain ASGI."""
+"""The gateway in front of all endpoints: it assigns request ids, checks API keys and SLO headers, calls the endpoint,
+and answers errors in the shape of the API (OpenAI's or Anthropic's).
+
+It is plain ASGI, because it handles every request. `main` wraps it in CORS, middleware and the check of the host.
+"""
 
 import importlib
 import inspect
@@ -41,8 +45,12 @@ from baton_serve.services.router.requests.metrics import RouterMetrics
 
 
 def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
-    """The last one is the outermost. A class is called with the application, a coroutine function for each request with
-    Starlette's request and what calls the next one. Raises `ConfigurationError`."""
+    """Return `app` inside the middleware of `--middleware`; the last path of `paths` is the outermost layer.
+
+    A class is constructed with the application that it wraps. A coroutine function is called for each request with
+    Starlette's request and the function that calls the next layer, as in vLLM. Raises `ConfigurationError` if a path
+    cannot be imported or names neither of both.
+    """
     if not paths:
         return app
     wrapped: AsgiApp = _Plain(app)
@@ -58,7 +66,10 @@ def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
 
 
 class _Plain:
-    """All of an answer goes through `send`, so that a middleware sees it."""
+    """Hides the server's direct write (`EXTENSION`) from the application inside.
+
+    Without it, all parts of an answer go through ASGI's `send`, so that a middleware sees and can change them.
+    """
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
@@ -69,9 +80,10 @@ class _Plain:
 
 
 def _imported(path: str) -> Any:
+    """Return the object at an import path. Raises `ConfigurationError` if there is none."""
     module, _, name = path.rpartition(".")
     if not module:
-        raise ConfigurationError(f"--middleware {path}: an import path is wanted, package.module.Name")
+        raise ConfigurationError(f"--middleware {path} is not an import path: give it as package.module.Name")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as exc:
@@ -81,22 +93,26 @@ def _imported(path: str) -> Any:
 logger = logging.getLogger(__name__)
 
 _random = random.Random()
-"""Ids must differ, not be secret: the system's generator costs a system call each."""
+"""Generates request ids. They must differ but need not be secret, and `secrets` would cost a system call for each."""
 
-
+# The keys protect the model, not the monitoring: probes and scrapers have no key, and the page asks the user for one.
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 )
 _MAX_REQUEST_ID_CHARS = 200
-_LEAST_MS, _MOST_MS = 1e-6, 1e9
-"""Of a promised time: what is divided by it, or multiplied with it, stays finite."""
+_MIN_SLO_MS, _MAX_SLO_MS = 1e-6, 1e9
+"""Bounds of an SLO header in milliseconds. Placement divides by an SLO and multiplies it: results must stay finite."""
 
 Headers = Mapping[bytes, bytes]
 NO_TRACE: Mapping[str, str] = {}
 
 
 class Gateway:
-    """`direct` endpoints are called without the framework's routing; everything else goes to `app`."""
+    """The ASGI application behind which all endpoints of the router lie.
+
+    POST requests to a path of `direct` go straight to that endpoint, without the routing of FastAPI, which would cost
+    more than the endpoint's own work. All other requests go to `app`.
+    """
 
     def __init__(
         self,
@@ -109,6 +125,7 @@ class Gateway:
         clock: Callable[[], float],
         audit: AuditLog | None = None,
     ) -> None:
+        """Create the gateway; `clock` is the router's monotonic clock, and `audit` is None without `--audit-log`."""
         self._audit = audit
         self._app = app
         self._direct = direct
@@ -129,6 +146,7 @@ class Gateway:
         with request_logs(request_id):
             await self._answer(scope, receive, response, headers, path, arrived_at)
         if self._audit is not None and path not in _OPEN_PATHS:
+            # The context is missing if the key or a header was refused: then the caller is not known.
             caller = RequestContext.of(scope).caller.name if RequestContext.is_attached(scope) else None
             self._audit.request(
                 request_id=request_id,
@@ -154,18 +172,25 @@ class Gateway:
                 exchange=exchange_of(scope),
             )
             context.attach(scope)
+            # A wrong method goes to FastAPI, which answers it with status 405.
             endpoint = self._direct.get(path) if scope["method"] == "POST" else None
             await (endpoint or self._app)(scope, receive, response.send)
         except ClientGoneError:
+            # The connection is closed: an answer would reach nobody, and the router made no error to count.
             return
         except ApiError as exc:
-            await self._refuse(exc, path, response)
+            await self._send_error(exc, path, response)
         except Exception:
-            logger.exception("request failed")
-            await self._refuse(InternalError("an internal error has been logged"), path, response)
+            # A request ends here whatever happened, so a bug fails one request and not the process. Its text may hold
+            # parts of a prompt: it goes to the log and not to the client.
+            logger.exception("request failed with an internal error")
+            await self._send_error(InternalError("an internal error occurred and was logged"), path, response)
 
     def _caller(self, path: str, headers: Headers) -> Caller:
-        """Raises `AuthenticationError`."""
+        """Return the owner of the request's API key, or an anonymous caller for a path that needs no key.
+
+        Raises `AuthenticationError` if the key is missing or unknown.
+        """
         if path in _OPEN_PATHS:
             return ANONYMOUS
         caller = self.keys.caller(_authorization(headers))
@@ -173,15 +198,19 @@ class Gateway:
             raise AuthenticationError("a valid API key is required: send it as 'Authorization: Bearer KEY'")
         return caller
 
-    async def _refuse(self, error: ApiError, path: str, response: "_Response") -> None:
+    async def _send_error(self, error: ApiError, path: str, response: "_Response") -> None:
         self._metrics.error(error.status)
+        # After the head of a response no other status can be sent. A stream reports its error as an event instead.
         if not response.is_started:
             body = error_answer(error) if path in MESSAGES_PATHS else None
             await send_error(response.send, error, body)
 
 
 class _Response:
-    """Adds the request id to the head of the response."""
+    """Wraps the `send` of one request: it adds the request id to the response's head and remembers the status.
+
+    `status` stays 0 if the client left before a response began.
+    """
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -198,7 +227,10 @@ class _Response:
 
 
 def _path(scope: Scope) -> str:
-    """Without the prefix that a proxy in front strips: the server has put it back (`--root-path`)."""
+    """Return the request's path without `--root-path`.
+
+    A reverse proxy strips that prefix, and the server puts it back, because ASGI wants the full path in the scope.
+    """
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
@@ -214,20 +246,23 @@ def _trace_headers(headers: Headers) -> Mapping[str, str]:
 
 
 def _authorization(headers: Headers) -> str | None:
-    """Anthropic's clients send the bare key in a header of their own."""
+    """Return the value of the Authorization header, or None if the request carries no key."""
+    # Anthropic's clients send the bare key in a header of their own.
     key = _text(headers.get(b"x-api-key"))
     return _text(headers.get(b"authorization")) if key is None else f"Bearer {key}"
 
 
 def _request_id(value: bytes | None) -> str:
+    """Return the id that the client chose (x-request-id), or a random one."""
     given = _text(value)
+    # The id goes into logs and response headers: control characters could forge log lines or headers there.
     if given and len(given) <= _MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return f"{_random.getrandbits(128):032x}"
 
 
 def _slo(headers: Headers) -> Slo:
-    """Raises `BadRequestError`."""
+    """Return the SLO that the request's headers ask for. Raises `BadRequestError` if one is not a valid number."""
     ttft, itl = headers.get(b"x-baton-ttft-ms"), headers.get(b"x-baton-itl-ms")
     if ttft is None and itl is None:
         return NO_SLO
@@ -235,14 +270,16 @@ def _slo(headers: Headers) -> Slo:
 
 
 def _seconds(value: bytes | None, name: str) -> float | None:
+    """Convert a header in milliseconds to seconds. Raises `BadRequestError`; `name` is the header's, for the error."""
     if value is None:
         return None
     try:
         milliseconds = float(value)
     except ValueError:
         milliseconds = math.nan
-    if not _LEAST_MS <= milliseconds <= _MOST_MS:
+    # One comparison also refuses NaN, infinity and negative values, all of which `float` accepts.
+    if not _MIN_SLO_MS <= milliseconds <= _MAX_SLO_MS:
         raise BadRequestError(
-            f"{name}: a number of milliseconds from {_LEAST_MS:g} to {_MOST_MS:g} is wanted", param=name
+            f"the header {name} must be a number of milliseconds from {_MIN_SLO_MS:g} to {_MAX_SLO_MS:g}", param=name
         )
     return milliseconds / 1e3

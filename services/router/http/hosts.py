@@ -1,5 +1,9 @@
-"""Which names a request may call this server by. A web page may let its own name lead to this machine (DNS rebinding):
-to the browser its requests are then no foreign ones, and only their `Host` says where they come from."""
+"""Check the `Host` header of requests, as a protection against DNS rebinding.
+
+A web page can let its own domain name resolve to this machine. The browser then takes the page's requests to this
+server for requests to the page's own origin, so CORS does not apply. Only their `Host` header still shows the foreign
+name.
+"""
 
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -9,53 +13,59 @@ from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, head
 from baton_serve.services.router.protocol.errors import HostNotAllowedError
 
 ANY = "*"
+# Browsers resolve these names to the machine itself, never by DNS, so no page can take one of them over.
 _LOCAL = ("localhost", "*.localhost")
 
 
 def with_allowed_hosts(app: AsgiApp, allowed: Sequence[str], *, bound_to: str) -> AsgiApp:
-    """`allowed` are names, `*.example.com` for all below one, `*` for any. None: where the server listens on a loopback
-    address only names of this machine, else any."""
+    """Return `app` behind a check of the `Host` header, or `app` itself if every name is allowed.
+
+    `allowed` holds host names; `*.example.com` stands for all subdomains, `*` for every name. If it is empty, a server
+    on a loopback address (`bound_to`) accepts only names of this machine, and any other server accepts every name.
+    """
     names = tuple(name.lower() for name in allowed) or (() if _is_loopback(bound_to) else (ANY,))
     return app if ANY in names else _HostCheck(app, (*names, *_LOCAL, bound_to.lower()))
 
 
 class _HostCheck:
-    """A plain ASGI application."""
+    """A plain ASGI application that answers requests with a foreign `Host` itself and passes all others on."""
 
     def __init__(self, app: AsgiApp, names: Sequence[str]) -> None:
         self._app = app
         self._names = names
-        self._known: str | None = None
-        """What was allowed last: mostly all clients send the same."""
+        self._last_allowed: str | None = None
+        """The header that was allowed last. Most clients send the same one, which then needs no further check."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = header(scope, b"host")
-        if given is not None and given != self._known:
+        # A request without the header (HTTP/1.0) does not come from a browser.
+        if given is not None and given != self._last_allowed:
             if not is_allowed(given, self._names):
                 await send_error(
                     send,
                     HostNotAllowedError(
-                        f"the host {given[:100]!r} is not allowed: ask by IP address, or start the router with"
-                        " --allowed-hosts and this name"
+                        f"the host {given[:100]!r} is not allowed: use the server's IP address, or start the router"
+                        " with --allowed-hosts and this name"
                     ),
                 )
                 return
-            self._known = given
+            self._last_allowed = given
         await self._app(scope, receive, send)
 
 
 def is_allowed(host: str, names: Sequence[str]) -> bool:
-    """`host` is a `Host` header, with or without a port. An IP address is always allowed: no page can have one of this
-    machine as its name."""
+    """Return whether a `Host` header, with or without a port, names this server. An IP address is always allowed."""
     name = _without_port(host)
+    # DNS rebinding needs a name that resolves to this machine. A page cannot have the machine's address as its origin.
     if _is_address(name):
         return True
+    # A trailing dot marks a fully qualified name; it is the same name.
     name = name.lower().removesuffix(".")
     return any(name == known or (known.startswith("*.") and name.endswith(known[1:])) for known in names)
 
 
 def _without_port(host: str) -> str:
-    if host.startswith("["):
+    if host.startswith("["):  # an IPv6 address with a port: [::1]:8000
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
 

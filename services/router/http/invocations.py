@@ -1,4 +1,7 @@
-"""`POST /invocations`, as SageMaker asks: any of the other requests, told apart by what it has."""
+"""Serve `POST /invocations`, the only path that SageMaker calls: it takes the body of any other endpoint.
+
+The fields of the body decide which endpoint serves the request, as in vLLM.
+"""
 
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any
@@ -14,6 +17,7 @@ from baton_serve.services.router.protocol.sizes import MAX_NAME_CHARS
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 
+# In this order: a score or rerank request may hold further fields, and a chat may not be taken for one of them.
 _MARKS = (
     ("text_1", "/score"),
     ("documents", "/rerank"),
@@ -23,7 +27,7 @@ _MARKS = (
 
 
 class InvocationsEndpoint:
-    """A plain ASGI application. `direct` are the endpoints that it may hand a request to."""
+    """A plain ASGI application that passes a request on to one of the endpoints in `direct`, which are by path."""
 
     def __init__(self, service: ModelService, direct: Mapping[str, Asgi]) -> None:
         self._service = service
@@ -31,52 +35,63 @@ class InvocationsEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive)
-        await self._service.serving(None)  # what the model does, an instance says
+        # Only an instance's record says whether the model generates text or vectors, so one must be known.
+        await self._service.serving(None)
         endpoint = self._direct[path_for(await beside_loop(body, marks_of), self._tasks)]
         is_read = False
 
-        async def again() -> MutableMapping[str, Any]:
+        # The body has been consumed here. The endpoint gets it once more, and after it the connection's own messages,
+        # which it needs to notice that the client has left.
+        async def replay_body() -> MutableMapping[str, Any]:
             nonlocal is_read
             if is_read:
                 return await receive()
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await endpoint(scope, again, send)
+        await endpoint(scope, replay_body, send)
 
     def _tasks(self, model: str | None) -> list[str]:
+        """Return the pooling tasks of a model; the list is empty for one that generates text."""
         profiles = [worker.record.pooling for worker in self._service.of(model).workers()]
         return [task for profile in profiles if profile is not None for task in profile.tasks]
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """What a body says of which request it is."""
+    """Holds the parts of a body that decide which endpoint serves it: the names of its fields, and the model."""
 
     keys: Container[str]
     model: str | None
 
 
 def path_of(body: bytes, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
-    """The endpoint that a request is for. Raises `ApiError`."""
+    """Return the path of the endpoint that serves a request with this body. Raises `ApiError`."""
     return path_for(marks_of(body), tasks_of)
 
 
 def marks_of(body: bytes) -> Marks:
-    """Raises `BadRequestError`."""
+    """Read the field names and the model from a body. Raises `BadRequestError` if it is not a JSON object."""
     check_counts(body)
     try:
+        # The values stay unparsed: the endpoint parses the body by its own schema later.
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(keys["model"], type=Name | None) if "model" in keys else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadRequestError(f"the body is no JSON object with a model's name: {exc}", code="invalid_json") from exc
+        raise BadRequestError(
+            f"the body must be a JSON object, and its model a string: {exc}", code="invalid_json"
+        ) from exc
     return Marks(frozenset(keys), model)
 
 
 def path_for(marks: Marks, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
-    """`tasks_of` a model are those of one that answers with vectors; none for one that writes text. Raises
-    `ApiError`."""
+    """Return the path of the endpoint that serves a request with these fields.
+
+    `tasks_of` returns the pooling tasks of a model, and an empty list for a model that generates text. Raises
+    `ApiError` if no endpoint fits or the model does not exist.
+    """
     keys = marks.keys
     tasks = tasks_of(marks.model)
+    # `input` and `messages` fit both kinds of models, so the model decides.
     if tasks and ("input" in keys or "messages" in keys):
         if "task" in keys:
             return "/pooling"
@@ -86,4 +101,6 @@ def path_for(marks: Marks, tasks_of: Callable[[str | None], Sequence[str]]) -> s
             return path
     if "input" in keys:
         return "/v1/embeddings"
-    raise BadRequestError("the body has none of messages, prompt, input, text_1 and documents: which request is it?")
+    raise BadRequestError(
+        "the body has none of the fields messages, prompt, input, text_1 and documents, which decide how it is served"
+    )

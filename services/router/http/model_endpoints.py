@@ -1,4 +1,4 @@
-"""What clients may ask for by name: models, their aliases, and adapters."""
+"""Serve the lists of models, their aliases and their adapters, and the tokenizer's configuration."""
 
 from typing import Any
 
@@ -14,10 +14,14 @@ from baton_serve.services.router.text.tokenization import read_json
 
 
 def tokenizer_routes(service: ModelService) -> APIRouter:
-    """Raises `ModelFolderError`."""
+    """Return the route `GET /tokenizer_info`, or no route without `--enable-tokenizer-info-endpoint`.
+
+    Raises `ModelFolderError` if the tokenizer's files cannot be read.
+    """
     router = APIRouter()
     if not service.settings.enable_tokenizer_info_endpoint:
         return router
+    # Encoded once: neither the folder nor the template changes while the router runs.
     body = msgspec.json.encode(tokenizer_info(service))
 
     @router.get("/tokenizer_info", summary="The tokenizer's configuration and chat template")
@@ -28,7 +32,10 @@ def tokenizer_routes(service: ModelService) -> APIRouter:
 
 
 def tokenizer_info(service: ModelService) -> dict[str, Any]:
-    """The folder's tokenizer_config.json with tokens as their texts, and the chat template that is in force."""
+    """Return the content of tokenizer_config.json, with special tokens as plain texts, and the chat template in use.
+
+    The chat template is that of `--chat-template` if it is given.
+    """
     settings = service.settings
     folder = model_folder(settings.tokenizer or settings.model)
     stated = read_json(folder / "tokenizer_config.json", dict[str, Any]) or {}
@@ -41,7 +48,7 @@ def tokenizer_info(service: ModelService) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Any:
-    """Tokens, which have a `content` beside how they are cut, as that text."""
+    """Replace each token object by its `content`; its other fields only control how text is split."""
     if isinstance(value, list):
         return [_texts(one) for one in value]
     if not isinstance(value, dict):
@@ -52,13 +59,19 @@ def _texts(value: Any) -> Any:
 
 
 def model_routes(service: ModelService) -> APIRouter:
+    """Return the routes that list the models and adapters, all of them or one by its name."""
     router = APIRouter()
 
-    @router.get("/v1/models", summary="Names under which models and adapters are served")
+    @router.get("/v1/models", summary="List the names under which models and adapters are served")
     async def models() -> Response:
         return _json(ModelList(data=_cards(service)))
 
-    @router.get("/v1/models/{name:path}", summary="One of them", responses={404: {"description": "No such model"}})
+    # `:path`, because names often contain a slash: Qwen/Qwen3-8B.
+    @router.get(
+        "/v1/models/{name:path}",
+        summary="Describe one model or adapter",
+        responses={404: {"description": "The model does not exist"}},
+    )
     async def model(name: str) -> Response:
         for card in _cards(service):
             if card.id == name:
@@ -70,7 +83,7 @@ def model_routes(service: ModelService) -> APIRouter:
 
 
 def _cards(service: ModelService) -> list[ModelCard]:
-    """Models first, then their adapters."""
+    """Return the entries of /v1/models: all models under each of their names, then their adapters."""
     cards = [
         ModelCard(id=name, created=sibling.started_at, root=sibling.model.path, max_model_len=sibling.max_model_len())
         for sibling in service.siblings
@@ -86,6 +99,7 @@ def _cards(service: ModelService) -> list[ModelCard]:
         )
         for sibling in service.siblings
         for adapter in sibling.adapters().values()
+        # A request by such a name reaches the model itself (`ModelService.model_name`), so it must not appear twice.
         if adapter.name not in sibling.names()
     ]
 

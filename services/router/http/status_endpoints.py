@@ -1,4 +1,7 @@
-"""Endpoints that need no model to run: what is served, how the cluster is, tokens and text."""
+"""Serve the state of the cluster (/health, /ping, /metrics, /recent, the page), /tokenize and /detokenize.
+
+None of these endpoints sends work to an instance.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +25,8 @@ from baton_serve.services.router.text.multimodal.image_tokens import expand_plac
 from baton_serve.services.router.text.tokenization import beside_loop
 
 _PAGE = Path(__file__).parent / "page" / "index.html"
+# The page shows texts that models generate and instances report. The policy keeps injected markup from loading anything
+# from elsewhere or sending data there.
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -30,16 +35,21 @@ _PAGE_HEADERS = {
 
 
 class LinkHealth(msgspec.Struct, frozen=True):
+    """Describes one KV transfer link of an instance in /health."""
+
     peer: str
     transport: str
     gigabytes_per_second: float
     choice: str
-    """`rule`, `proved` by a probe, `forced`, or `fallback`: what comes first was demoted or could not be had."""
+    """The reason for this transport: `rule`, `proved` (by a probe), `forced` (by a setting), or `fallback`, if a better
+    transport was demoted or is not available."""
     reason: str
-    """What became of each transport that was tried, best first."""
+    """The result of each transport that was tried, best first."""
 
 
 class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes one connected instance in /health, from its record and its last load report."""
+
     instance: str
     generation: int
     role: str
@@ -57,33 +67,40 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnreachableInstance(msgspec.Struct, frozen=True):
+    """Describes an instance in /health that is registered but not connected to this router."""
+
     instance: str
     role: str
     http_address: str
 
 
 class RouterHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /health."""
+
     status: str
     reason: str | None
+    """Why no request can be served; None if requests can be served."""
     pools: dict[str, int]
+    """Number of instances of each role that accept requests."""
     registry_connected: bool
     requests_in_flight: int
     generated_tokens: int
-    """Since this router was started."""
+    """Number of tokens generated since the start of the router's processes."""
     instances: list[InstanceHealth]
     unreached: list[UnreachableInstance]
-    """Registered, but not connected: just started, just lost, or out of reach."""
+    """Instances that are registered but not connected: just started, just lost, or not reachable from here."""
 
 
 def own_metrics(service: ModelService) -> str:
-    """As Prometheus reads them, of this process."""
+    """Return the metrics of this process in Prometheus' text format."""
+    # The request log counts in batches. Flush it, so that the metrics contain the requests that have just ended.
     for sibling in service.siblings:
         sibling.dispatcher.request_log.flush()
     return generate_latest(service.metrics.registry).decode()
 
 
 def own_stats(service: ModelService) -> ProcessStats:
-    """Of this process."""
+    """Return the counters and the recent requests of this process, over all its models."""
     recent = [request for sibling in service.siblings for request in sibling.dispatcher.request_log.recent()]
     return ProcessStats(
         requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings),
@@ -93,20 +110,24 @@ def own_stats(service: ModelService) -> ProcessStats:
 
 
 def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> RouterHealth:
-    """`reason` is set when no request could be served. `others` share the port."""
+    """Return the state of the cluster as this process sees it.
+
+    `others` are the counters of the sibling processes behind this port; their sum with this process's is returned.
+    """
     cluster = service.cluster
     ready = [worker for worker in cluster.workers() if worker.state == "ready"]
     unreached = [worker.record for worker in cluster.workers() if worker.state != "ready"]
     pools = {
         role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
     }
+    # A prompt needs a decode or a unified instance in the end: prefill instances alone can answer nothing.
     reason = None
     computes_vectors = any(m.takes_work and m.record.pooling is not None for m in ready)
     if not pools["decode"] and not pools["unified"] and not computes_vectors:
         empty = [name for name, size in pools.items() if not size]
-        reason = f"no instance can write an answer: empty pools are {', '.join(empty)}"
+        reason = f"no instance can generate an answer: empty pools are {', '.join(empty)}"
         if unreached:
-            reason += f"; registered, but not reached: {', '.join(record.instance for record in unreached)}"
+            reason += f"; registered, but not connected: {', '.join(record.instance for record in unreached)}"
         if not cluster.is_registry_connected():
             reason += "; the registry does not answer"
     return RouterHealth(
@@ -147,37 +168,42 @@ def _instance_health(worker: WorkerState) -> InstanceHealth:
 
 
 def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
+    """Return the routes that show the state of the router and its cluster.
+
+    Counters, metrics and recent requests include those of the sibling processes if `sibling_rpc` is given.
+    """
     router = APIRouter()
 
     async def siblings() -> list[ProcessStats]:
         return [] if sibling_rpc is None else await sibling_rpc.siblings()
 
-    @router.get("/health", summary="200 when requests can be served, with pools, instances and links; else 503")
+    @router.get("/health", summary="Report pools, instances and links; status 503 if no request can be served")
     async def get_health() -> Response:
         found = health(service, await siblings())
         return _json(found, status=200 if found.reason is None else 503)
 
-    ping_summary = "The status of /health without its body"
+    # Load balancers call /ping often: it does not query the sibling processes, whose counters do not change the status.
+    ping_summary = "Return the status of /health without its body"
 
     @router.post("/ping", summary=ping_summary, operation_id="post_ping", response_class=Response)
     @router.get("/ping", summary=ping_summary, operation_id="get_ping", response_class=Response)
     async def ping() -> Response:
         return Response(status_code=200 if health(service).reason is None else 503)
 
-    @router.get("/version", summary="Baton's version")
+    @router.get("/version", summary="Return Baton's version")
     async def get_version() -> Response:
         return _json({"version": VERSION})
 
-    @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+    @router.get("/metrics", summary="Return the metrics in Prometheus' format", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text = own_metrics(service) if sibling_rpc is None else join_metrics(await sibling_rpc.metrics())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/", summary="A page that shows the cluster and chats with it", include_in_schema=False)
+    @router.get("/", summary="Serve a page that shows the cluster and offers a chat", include_in_schema=False)
     async def page() -> Response:
         return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
 
-    @router.get("/recent", summary="Where the time of the last requests went, newest first")
+    @router.get("/recent", summary="Report how long each phase of the last requests took, newest first")
     async def recent() -> Response:
         return _json(newest_requests([own_stats(service), *await siblings()]))
 
@@ -185,6 +211,8 @@ def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) 
 
 
 class TokenizeEndpoint:
+    """Serves `POST /tokenize`, as in vLLM: the token ids of a prompt or of a rendered chat."""
+
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
@@ -193,11 +221,12 @@ class TokenizeEndpoint:
         body = await read_body(scope, receive)
         request = await parsed(body, TokenizeRequest)
         service = service.of(request.model)
-        service.model_name(request.model)
+        service.model_name(request.model)  # called for its error, if the model does not exist
         if (request.prompt is None) == (request.messages is None):
             raise BadRequestError("give either prompt or messages", param="prompt")
         if request.prompt is None:
             text = await service.model.render_chat(request, shows_images=True, is_long=is_long(body))
+            # Chat templates write the special tokens themselves, so the default differs from that of a prompt.
             add_special_tokens = bool(request.add_special_tokens)
         else:
             text, add_special_tokens = request.prompt, request.add_special_tokens is not False
@@ -218,6 +247,8 @@ class TokenizeEndpoint:
 
 
 class DetokenizeEndpoint:
+    """Serves `POST /detokenize`, as in vLLM: the text of token ids, special tokens included."""
+
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
@@ -227,9 +258,9 @@ class DetokenizeEndpoint:
         service.model_name(request.model)
         model = service.model
         if request.tokens and max(request.tokens) >= model.vocab_size:
-            raise BadRequestError(f"tokens: ids must lie in 0..{model.vocab_size - 1}", param="tokens")
-        if len(request.tokens) > (most := service.max_tokenised()):
-            raise BadRequestError(f"tokens: {len(request.tokens)} were given, the limit is {most}", param="tokens")
+            raise BadRequestError(f"tokens: ids must be from 0 to {model.vocab_size - 1}", param="tokens")
+        if len(request.tokens) > (limit := service.max_tokenised()):
+            raise BadRequestError(f"tokens: {len(request.tokens)} ids exceed the limit of {limit}", param="tokens")
         text = partial(model.detokenizer.text, request.tokens, skip_special_tokens=False)
         await send_json(send, DetokenizeAnswer(prompt=await beside_loop(len(request.tokens), text)))
 

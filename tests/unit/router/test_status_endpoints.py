@@ -39,8 +39,8 @@ def test_health_follows_the_cluster(serve: Serve) -> None:
         decode.report()
         answer = await router.http.get("/health")
         assert answer.status_code == 503
-        why = "no instance can write an answer: empty pools are prefill, decode, unified"
-        assert answer.json()["reason"] == why + "; registered, but not reached: prefill-0"
+        why = "no instance can generate an answer: empty pools are prefill, decode, unified"
+        assert answer.json()["reason"] == why + "; registered, but not connected: prefill-0"
         unreached = {"instance": "prefill-0", "role": "prefill", "http_address": "prefill-0:80"}
         assert answer.json()["unreached"] == [unreached]
         router.fakes.registry_answers = False
