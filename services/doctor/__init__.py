@@ -1,1 +1,4 @@
-"""`baton doctor`: what of this machine helps or hinders serving, each finding with a remedy. Changes nothing."""
+"""`baton doctor` checks whether this machine can serve models, and prints a remedy for each problem.
+
+It changes nothing on the machine.
+"""

@@ -1,4 +1,4 @@
-"""Intel cards as the kernel shows them: driver, memory window, permissions. Reads files under `root` alone."""
+"""Checks Intel cards by the kernel's files: driver, memory window, permissions. All paths are relative to `root`."""
 
 import os
 import re
@@ -10,37 +10,47 @@ from baton_serve.services.doctor.findings import Finding, note, ok, problem, war
 
 INTEL_VENDOR_ID = "0x8086"
 MIN_DISCRETE_BAR_BYTES = 2**30
-"""An integrated GPU has no local memory, and so no large window on its bus."""
+"""Smallest memory window on the bus that identifies a discrete card: an integrated GPU has no local memory to map."""
 SMALL_BAR_BYTES = 256 * 2**20
+"""Size of the memory window of a discrete card without Resizable BAR."""
 HOST_MIRROR_VERSION = (26, 9)
+"""First compute-runtime that keeps a copy of device memory in host memory when a process uses several cards."""
 RUNTIME_PACKAGES = ("libze-intel-gpu1", "intel-level-zero-gpu", "intel-opencl-icd")
+"""Debian packages whose version is that of the compute runtime, the newest name first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCard:
+    """An Intel GPU that the kernel knows."""
+
     node: str
-    """`renderD128`."""
+    """Name of its render node, such as `renderD128`."""
     driver: str
+    """Name of its kernel module, such as `xe`; empty if no driver is bound to it."""
     bar_bytes: int
-    """The largest window of the device on its bus; with ReBAR it is as large as the card's memory."""
+    """Largest memory window of the device on its bus. With Resizable BAR it is as large as the card's memory."""
     is_discrete: bool
 
 
 def intel_cards(root: Path) -> list[GpuCard]:
+    """Return the discrete Intel cards."""
     found = []
     for render in sorted((root / "sys/class/drm").glob("renderD*")):
         device = render / "device"
+        # Render nodes exist for GPUs of all vendors.
         if _text(device / "vendor") != INTEL_VENDOR_ID:
             continue
         driver = _link_name(device / "driver")
         bar = max(_bar_sizes(_text(device / "resource")), default=0)
-        # A discrete card without ReBAR shows a window of 256 MiB; an integrated one is always device 02 of bus 00.
+        # The window alone cannot decide: without Resizable BAR a discrete card has one of 256 MiB, like an integrated
+        # GPU. An integrated one is always device 02 on bus 00.
         is_discrete = bar >= MIN_DISCRETE_BAR_BYTES or not device.resolve().name.startswith("0000:00:02")
         found.append(GpuCard(render.name, driver, bar, is_discrete))
     return [card for card in found if card.is_discrete]
 
 
 def check_cards(root: Path) -> Iterator[Finding]:
+    """Check the driver, the memory window and the permissions of each discrete Intel card."""
     cards = intel_cards(root)
     if not cards:
         yield from _no_cards(root)
@@ -58,74 +68,90 @@ def _no_cards(root: Path) -> Iterator[Finding]:
     if loaded:
         yield warning(
             "cards",
-            f"kernel module {', '.join(loaded)} is loaded, but there is no discrete Intel card",
+            f"kernel module {', '.join(loaded)} is loaded, but no discrete Intel card was found",
             "check `lspci -nn | grep -i vga`, the card's power cables and `dmesg | grep -E 'xe|i915'`; in a container "
-            "pass /dev/dri through",
+            "pass /dev/dri through (docker --device /dev/dri)",
         )
     else:
         yield note(
-            "cards", "no Intel card and no module xe or i915", "on Arc: kernel 6.12 or newer loads xe for Battlemage"
+            "cards",
+            "no discrete Intel card was found, and neither kernel module xe nor i915 is loaded",
+            "only for Arc cards: Battlemage needs kernel 6.12 or newer, which has the module xe",
         )
 
 
 def _driver(card: GpuCard) -> Finding:
     if card.driver in ("xe", "i915"):
-        return ok("driver", f"{card.node} is driven by {card.driver}")
+        return ok("driver", f"{card.node} uses the driver {card.driver}")
     return problem(
         "driver",
-        f"{card.node} is driven by {card.driver or 'nothing'}",
+        f"{card.node} uses {f'the driver {card.driver}' if card.driver else 'no driver'} instead of xe or i915",
         "install a kernel with the module xe (Battlemage: 6.12+) or i915 (Alchemist: 6.2+), and linux-firmware",
     )
 
 
 def _rebar(card: GpuCard) -> Finding:
     if card.bar_bytes > SMALL_BAR_BYTES:
-        return ok("rebar", f"{card.node} shows {card.bar_bytes / 2**30:.0f} GiB of its memory at once")
+        return ok("rebar", f"Resizable BAR is on: {card.node} has a memory window of {card.bar_bytes / 2**30:.0f} GiB")
     return problem(
         "rebar",
-        f"{card.node} shows {card.bar_bytes / 2**20:.0f} MiB of its memory: Resizable BAR is off",
-        "turn on 'Above 4G decoding' and 'Resizable BAR' in the firmware; without them Arc loses most of its speed",
+        f"Resizable BAR is off: {card.node} has a memory window of only {card.bar_bytes / 2**20:.0f} MiB",
+        "turn on 'Above 4G decoding' and 'Resizable BAR' in the BIOS/UEFI setup; without them Arc loses most of its "
+        "speed",
     )
 
 
 def _permission(card: GpuCard, root: Path) -> Finding:
     path = root / "dev/dri" / card.node
     if not path.exists():
-        return problem("permissions", f"/dev/dri/{card.node} is missing here", "pass /dev/dri into the container")
+        # The kernel knows the card, but this file system does not: this is a container without the device.
+        return problem(
+            "permissions",
+            f"/dev/dri/{card.node} is missing in this container",
+            "pass it through: docker --device /dev/dri",
+        )
     if os.access(path, os.R_OK | os.W_OK):
-        return ok("permissions", f"/dev/dri/{card.node} can be opened")
+        return ok("permissions", f"this user may open /dev/dri/{card.node}")
     group = path.stat().st_gid
     return problem(
         "permissions",
-        f"/dev/dri/{card.node} cannot be opened: it belongs to group {group}",
-        f"join that group: usermod -aG render $USER; docker --group-add {group}; Helm gpu.renderGroup={group}",
+        f"this user may not open /dev/dri/{card.node}, which belongs to group {group}",
+        f"add the user to that group: usermod -aG render $USER (then log in again); docker --group-add {group}; "
+        f"Helm gpu.renderGroup={group}",
     )
 
 
 def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Two visible cards in one process: compute-runtime 26.09 and newer keeps a copy of all device memory in host
-    memory (https://github.com/intel/compute-runtime/issues/953)."""
+    """Warn if one process sees several Intel cards and the compute runtime would mirror their memory.
+
+    With two visible cards, compute-runtime 26.09 and newer keeps a copy of all device memory in host memory
+    (https://github.com/intel/compute-runtime/issues/953).
+    """
     mask = environ.get("ZE_AFFINITY_MASK")
     if mask is not None:
-        yield ok("visible cards", f"ZE_AFFINITY_MASK={mask}")
+        yield ok("visible cards", f"limited by ZE_AFFINITY_MASK={mask}")
+    # An empty mask is treated like an unset one.
     visible = len(mask.split(",")) if mask else len(intel_cards(root))
     if visible < 2:
         return
     version = runtime_version(root)
     if version is not None and version < HOST_MIRROR_VERSION:
-        yield ok("host mirror", f"compute-runtime {version[0]}.{version[1]:02d} keeps no copy of device memory")
+        yield ok(
+            "host mirror", f"compute-runtime {version[0]}.{version[1]:02d} does not copy device memory to host memory"
+        )
         return
-    known = "of unknown version" if version is None else f"{version[0]}.{version[1]:02d}"
+    known = "unknown" if version is None else f"{version[0]}.{version[1]:02d}"
     yield warning(
         "host mirror",
-        f"{visible} cards are visible to one process; compute-runtime ({known}) from 26.09 on then copies all device "
-        "memory into host memory, 1:1",
-        "show each process one card: `baton serve` does, else --device-index or ZE_AFFINITY_MASK",
+        f"one process sees {visible} cards; then compute-runtime 26.09 and newer (version here: {known}) keeps a copy "
+        "of all device memory in host memory",
+        "make one card visible to each process: use `baton serve`, --device-index or ZE_AFFINITY_MASK",
     )
 
 
 def runtime_version(root: Path) -> tuple[int, int] | None:
-    """Of the compute runtime, as the package manager knows it."""
+    """Return the version of the compute runtime by dpkg's database, or None if no package of it is installed."""
+    # The middle group skips the lines of one entry: it stops at the empty line that ends the entry.
     for package in RUNTIME_PACKAGES:
         found = re.search(
             rf"^Package: {package}$(?:\n(?!\n).*)*?\nVersion: (\d+)\.(\d+)",
@@ -138,6 +164,7 @@ def runtime_version(root: Path) -> tuple[int, int] | None:
 
 
 def _bar_sizes(text: str) -> Iterator[int]:
+    """Iterate over the sizes in a device's file `resource`: each line is first address, last address, flags."""
     for line in text.splitlines():
         start, end, *_ = (int(word, 16) for word in line.split())
         if end:

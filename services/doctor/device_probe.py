@@ -1,6 +1,7 @@
-"""Runs alone in a process that may hang or die: loads torch, tries the accelerators, prints one JSON object.
+"""Loads torch, tries the accelerators and prints the result as one JSON object.
 
-Peer copies are believed only when the bytes that arrived are those that were sent.
+`devices` runs this module in a child process with a deadline, because a broken driver may hang or crash it. A copy
+between devices counts only if exactly the bytes that were sent have arrived: some platforms corrupt them silently.
 """
 
 import sys
@@ -10,36 +11,50 @@ from typing import Any
 import msgspec
 
 COPY_BYTES = 64 << 20
+"""Size of each measured copy."""
 REPEATS = 5
+"""Number of times that each copy is measured."""
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
+    """One accelerator, with its copy rates from and to pinned host memory."""
+
     index: int
     name: str
     memory_bytes: int
     pinned_to_device: float
-    """Bytes per second, as the next one."""
+    """Rate in bytes per second."""
     device_to_pinned: float
+    """Rate in bytes per second."""
 
 
 class PeerFacts(msgspec.Struct, frozen=True):
+    """A copy between two accelerators of this machine."""
+
     source: int
     target: int
     can_access: bool | None
+    """True if the driver offers direct access; None if torch has no function to ask for it."""
     is_intact: bool
+    """True if the bytes that arrived equal the bytes that were sent."""
     bytes_per_second: float
 
 
 class ProbeFacts(msgspec.Struct, frozen=True):
+    """Everything that the probe has found."""
+
     torch: str
+    """The version string of torch."""
     kind: str
-    """`xpu`, `cuda` or `cpu`."""
+    """Kind of the devices: `xpu`, `cuda` or `cpu`."""
     features: dict[str, bool]
     devices: list[DeviceFacts]
     peers: list[PeerFacts]
 
 
 def probe() -> ProbeFacts:
+    """Try all accelerators of the kind that instances would use, and all ordered pairs of them."""
+    # Imported here, because `devices` imports this module for its Structs and must not load torch.
     import torch
 
     from baton_serve.engine.device import select_device
@@ -50,6 +65,7 @@ def probe() -> ProbeFacts:
     if kind == "cpu":
         return ProbeFacts(str(torch.__version__), kind, features, [], [])
     module: Any = torch.get_device_module(kind)
+    # torch.cuda.graph exists for long; XPU graphs came later, under another name.
     features["graphs"] = hasattr(module, "graph") or hasattr(module, "XPUGraph")
     count = module.device_count()
     devices = [_device(torch, module, kind, index) for index in range(count)]
@@ -62,22 +78,24 @@ def probe() -> ProbeFacts:
 def _device(torch: Any, module: Any, kind: str, index: int) -> DeviceFacts:
     device = torch.device(kind, index)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     properties = module.get_device_properties(device)
     return DeviceFacts(
         index=index,
         name=str(properties.name),
         memory_bytes=int(properties.total_memory),
-        pinned_to_device=_speed(lambda: there.copy_(host, non_blocking=True), lambda: module.synchronize(device)),
-        device_to_pinned=_speed(lambda: host.copy_(there, non_blocking=True), lambda: module.synchronize(device)),
+        pinned_to_device=_speed(lambda: on_device.copy_(host, non_blocking=True), lambda: module.synchronize(device)),
+        device_to_pinned=_speed(lambda: host.copy_(on_device, non_blocking=True), lambda: module.synchronize(device)),
     )
 
 
 def _peer(torch: Any, module: Any, kind: str, source: int, target: int) -> PeerFacts:
-    ask = getattr(module, "can_device_access_peer", None)
+    can_access_peer = getattr(module, "can_device_access_peer", None)
+    # Random bytes: a copy that was never made, or was made twice, must not look right by chance.
     sent = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8).to(torch.device(kind, source))
     received = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=torch.device(kind, target))
 
+    # A copy between devices is complete only when the queues of both are.
     def synchronize() -> None:
         module.synchronize(torch.device(kind, source))
         module.synchronize(torch.device(kind, target))
@@ -86,14 +104,14 @@ def _peer(torch: Any, module: Any, kind: str, source: int, target: int) -> PeerF
     return PeerFacts(
         source=source,
         target=target,
-        can_access=bool(ask(source, target)) if ask is not None else None,
+        can_access=bool(can_access_peer(source, target)) if can_access_peer is not None else None,
         is_intact=bool(torch.equal(sent.cpu(), received.cpu())),
         bytes_per_second=speed,
     )
 
 
 def _speed(copy: Any, synchronize: Any) -> float:
-    """Best of some: a busy machine makes copies slower, never faster."""
+    """Return the rate of the fastest of several copies: a busy machine makes copies slower, never faster."""
     best = float("inf")
     for _ in range(REPEATS):
         synchronize()
@@ -111,6 +129,7 @@ def _has_module(name: str) -> bool:
 
 
 def main() -> None:
+    """Print the findings. The JSON object is the last line: drivers may print to standard output before it."""
     sys.stdout.buffer.write(msgspec.json.encode(probe()) + b"\n")
 
 

@@ -1,4 +1,7 @@
-"""Asks `device_probe` in a throw-away process, with a deadline, and judges what it says."""
+"""Checks torch, the accelerators and the transports, and turns the results into findings.
+
+`device_probe` and the transports' probes run in child processes with a deadline, because a broken driver may hang.
+"""
 
 import importlib
 import subprocess
@@ -14,11 +17,12 @@ from baton_serve.services.doctor.findings import Finding, note, ok, problem, war
 
 
 async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncIterator[Finding]:
-    """Between the first two devices, or one and itself; without any, between host memories."""
+    """Try every transport between the first two devices, from one device to itself, or between host memories."""
+    # kvtransfer needs packages of instances, which a machine that only runs a router may lack.
     try:
         kvtransfer = importlib.import_module("kvtransfer")
     except ImportError as exc:
-        yield note("transports", f"cannot be tried here: {exc}", "instances need: pip install .[worker]")
+        yield note("transports", f"not checked: {exc}", "only for instances: pip install 'baton-serve[worker]'")
         return
     source, target = probe_ends(facts)
     for verdict in await kvtransfer.probe_here(source, target, timeout_s):
@@ -26,6 +30,7 @@ async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncI
 
 
 def probe_ends(facts: ProbeFacts | None) -> tuple[str, str]:
+    """Return the two devices between which transports are tried; two empty texts mean host memory."""
     if facts is None or not facts.devices:
         return "", ""
     names = [f"{facts.kind}:{device.index}" for device in facts.devices]
@@ -33,26 +38,38 @@ def probe_ends(facts: ProbeFacts | None) -> tuple[str, str]:
 
 
 def transport_finding(verdict: Any, pair: str) -> Finding:
-    """Of a `kvtransfer.Verdict`. What fails is never used by `--kv-transport auto`; wrong bytes are worth a repair."""
+    """Turn a `kvtransfer.Verdict` into a finding.
+
+    A transport that fails is harmless, because `--kv-transport auto` never uses it. Only wrong bytes are a problem:
+    they show a fault of the machine.
+    """
     check, why = f"transport {verdict.rung}", f"{verdict.outcome}{verdict.reason and f', {verdict.reason}'}"
     match verdict.outcome:
         case "proved":
-            return ok(check, f"{pair} {verdict.bytes_per_second / 1e9:.1f} GB/s, every byte right")
+            return ok(check, f"{pair} {verdict.bytes_per_second / 1e9:.1f} GB/s, every byte correct")
         case "wrong bytes":
             return problem(
-                check, f"{pair} {why}", "set CCL_TOPO_P2P_ACCESS=0; keep --kv-transport auto, which avoids it"
+                check,
+                f"{pair} {why}",
+                "set CCL_TOPO_P2P_ACCESS=0, and keep --kv-transport auto, which does not use this transport",
             )
         case "deadline" | "crashed":
-            return warning(check, f"{pair} {why}", "keep --kv-transport auto, which avoids it; see the driver's log")
+            return warning(
+                check,
+                f"{pair} {why}",
+                "keep --kv-transport auto, which does not use this transport; see `dmesg` for the driver's messages",
+            )
         case _:
             return note(check, f"{pair} {why}")
 
 
 SLOW_COPY_BYTES_PER_S = 4e9
+"""Copies between pinned host memory and a device that are slower than this point to a fault."""
 PROBE = module_command("baton_serve.services.doctor.device_probe")
 
 
 def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
+    """Probe the accelerators for at most `timeout_s` and yield the findings."""
     facts = probe_devices(timeout_s, command)
     if isinstance(facts, Finding):
         yield facts
@@ -61,32 +78,39 @@ def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[
 
 
 def probe_devices(timeout_s: float, command: Sequence[str] = PROBE) -> ProbeFacts | Finding:
-    """What torch says, or why it says nothing."""
+    """Run `device_probe` and return its facts, or a finding that says why there are none."""
     if _version("torch") is None:
-        return note("torch", "not installed: this machine can run a router", "instances need: pip install .[worker]")
+        return note(
+            "torch",
+            "torch is not installed: this machine can run a router, but no instances",
+            "only for instances: pip install 'baton-serve[worker]'",
+        )
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return problem(
             "devices",
             f"the driver did not answer within {timeout_s:g} s",
-            "reboot or reload the kernel module; see `dmesg`; show one card alone with ZE_AFFINITY_MASK=0",
+            "see `dmesg`, reload the kernel module or reboot; to find the card, make one visible: ZE_AFFINITY_MASK=0",
         )
     if done.returncode != 0:
+        # The last line of a traceback is the error itself.
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return problem(
             "devices",
             f"torch cannot use this machine: {last}",
-            "see `python -m baton_serve.services.doctor.device_probe`",
+            "run `python -m baton_serve.services.doctor.device_probe` to see the whole error",
         )
+    # Drivers may print lines of their own before the JSON object.
     return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=ProbeFacts)
 
 
 def device_findings(facts: ProbeFacts) -> Iterator[Finding]:
+    """Judge the facts of the probe."""
     features = ", ".join(name for name, is_there in facts.features.items() if is_there) or "none"
-    yield ok("torch", f"{facts.torch} with device {facts.kind}; features: {features}")
+    yield ok("torch", f"torch {facts.torch} uses the device {facts.kind}; features: {features}")
     if facts.kind == "cpu":
-        yield note("devices", "torch sees no accelerator: instances run on the CPU", _cpu_remedy(facts.torch))
+        yield note("devices", "torch finds no accelerator: instances run on the CPU", _cpu_remedy(facts.torch))
         return
     for device in facts.devices:
         yield ok("devices", f"{facts.kind}:{device.index} {device.name}, {device.memory_bytes / 2**30:.1f} GiB")
@@ -96,15 +120,16 @@ def device_findings(facts: ProbeFacts) -> Iterator[Finding]:
 
 
 def _copy_speed(kind: str, device: DeviceFacts) -> Finding:
+    # A handoff copies out of one device and into another, so the slower direction limits it.
     slower = min(device.pinned_to_device, device.device_to_pinned)
     text = (
-        f"{kind}:{device.index} {device.pinned_to_device / 1e9:.1f} GB/s in, "
-        f"{device.device_to_pinned / 1e9:.1f} GB/s out, pinned"
+        f"{kind}:{device.index} copies {device.pinned_to_device / 1e9:.1f} GB/s in, "
+        f"{device.device_to_pinned / 1e9:.1f} GB/s out, from and to pinned host memory"
     )
     if slower >= SLOW_COPY_BYTES_PER_S:
         return ok("copies", text)
     return warning(
-        "copies", text, "check the slot's width (lspci -vv: LnkSta), ReBAR, and that memory really is pinned"
+        "copies", text, "check the width of the card's slot (lspci -vv: LnkSta) and that Resizable BAR is on"
     )
 
 
@@ -113,8 +138,8 @@ def _peer(kind: str, peer: PeerFacts) -> Finding:
     if not peer.is_intact:
         return problem(
             "peer copies",
-            f"{pair} arrived with other bytes than were sent",
-            "set CCL_TOPO_P2P_ACCESS=0 and keep --kv-transport at auto, usm or zeromq: they go through host memory",
+            f"{pair} delivers wrong bytes",
+            "set CCL_TOPO_P2P_ACCESS=0, and use --kv-transport auto, usm or zeromq, which copy through host memory",
         )
     said = {True: "direct", False: "through host memory", None: "path unknown"}[peer.can_access]
     return ok("peer copies", f"{pair} {peer.bytes_per_second / 1e9:.1f} GB/s, verified ({said})")
@@ -123,9 +148,10 @@ def _peer(kind: str, peer: PeerFacts) -> Finding:
 def _cpu_remedy(version: str) -> str:
     if version.endswith("+cpu"):
         return (
-            "this is torch's CPU build; on Arc install the XPU wheels: make setup TORCH_INDEX=<index of the XPU wheels>"
+            "this is a CPU build of torch; for Arc install the XPU wheels: make setup TORCH_INDEX=<index of the XPU "
+            "wheels>"
         )
-    return "on Arc: install the compute runtime (libze1, libze-intel-gpu1) and the XPU wheels of torch"
+    return "for Arc install the compute runtime (libze1, libze-intel-gpu1) and the XPU wheels of torch"
 
 
 def _version(package: str) -> str | None:

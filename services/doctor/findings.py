@@ -1,4 +1,4 @@
-"""What a check found. Values alone."""
+"""The results of the checks of `baton doctor`, as printed with `--json`."""
 
 from typing import Literal
 
@@ -8,7 +8,11 @@ Status = Literal["ok", "note", "warning", "problem"]
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`note`: nothing to mend, but worth knowing. A `problem` keeps instances from serving, or from serving well."""
+    """One result of one check.
+
+    A `problem` prevents instances from serving, or makes them slow or wrong. A `warning` may do so under load or with
+    larger models. A `note` needs no repair on a machine that does not use the thing.
+    """
 
     check: str
     status: Status
@@ -17,22 +21,28 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
+    """The output of `baton doctor --json`. `healthy` means that no finding is a problem."""
+
     version: str
     healthy: bool
     findings: list[Finding]
 
 
 def ok(check: str, message: str) -> Finding:
+    """Return a finding of a check that passed."""
     return Finding(check, "ok", message)
 
 
 def note(check: str, message: str, remedy: str = "") -> Finding:
+    """Return a finding that is information, with an optional remedy."""
     return Finding(check, "note", message, remedy)
 
 
 def warning(check: str, message: str, remedy: str) -> Finding:
+    """Return a finding of something that may fail or be slow."""
     return Finding(check, "warning", message, remedy)
 
 
 def problem(check: str, message: str, remedy: str) -> Finding:
+    """Return a finding that makes the exit status 1."""
     return Finding(check, "problem", message, remedy)

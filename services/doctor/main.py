@@ -1,4 +1,4 @@
-"""`baton doctor`: runs all checks and prints what they found. Status 0 without problems, 1 with one."""
+"""Entry point of `baton doctor`: runs all checks and prints their findings."""
 
 import asyncio
 import sys
@@ -21,12 +21,13 @@ STATUS_MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "probl
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the checks and return the exit status: 0 without problems, 1 with at least one problem."""
     settings = load_settings(
         DoctorSettings,
         argv,
         prefix="BATON__DOCTOR__",
         program="baton doctor",
-        description="Checks this machine: driver, cards, torch, memory, limits, registry and peers.",
+        description="Check whether this machine can serve models: driver, cards, torch, memory, limits, network.",
     )
     findings = asyncio.run(run_checks(settings, Path("/")))
     report = DoctorReport(VERSION, all(finding.status != "problem" for finding in findings), findings)
@@ -35,9 +36,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
+    """Run the checks that `settings` ask for and return their findings in a fixed order."""
     findings = [*check_cards(root), *check_visible(root, environment()), *check_limits(root)]
     facts: ProbeFacts | Finding | None = None
     if settings.device:
+        # The probe waits for a child process, so it must not run on the event loop.
         facts = await asyncio.to_thread(probe_devices, settings.probe_timeout_s)
         findings += [facts] if isinstance(facts, Finding) else device_findings(facts)
     if settings.probe:
@@ -48,6 +51,7 @@ async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
 
 
 def as_text(report: DoctorReport) -> str:
+    """Return the report for a terminal: one line per finding, its remedy below it, and the number of problems."""
     lines = []
     for finding in report.findings:
         lines.append(f"{STATUS_MARKS[finding.status]}  {finding.check}: {finding.message}")

@@ -7,13 +7,20 @@ from msgspec import Meta
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    json: Annotated[bool, Meta(description="print one JSON object", extra={"group": "checks"})] = False
-    registry: Annotated[str, Meta(description="registry to reach: redis://…, rediss://… or unix:///…")] = ""
-    peer: Annotated[list[str], Meta(description="HOST:PORT of routers and instances to reach")] = []
-    device: Annotated[bool, Meta(description="load torch and try the accelerators, in a process of its own")] = True
+    """Which checks run, and how the result is printed."""
+
+    json: Annotated[bool, Meta(description="print the findings as one JSON object", extra={"group": "checks"})] = False
+    registry: Annotated[
+        str, Meta(description="check this registry: redis://…, rediss://…, unix:///… or memory://HOST:PORT")
+    ] = ""
+    peer: Annotated[
+        list[str], Meta(description="check that these routers and instances accept connections, each as HOST:PORT")
+    ] = []
+    device: Annotated[bool, Meta(description="test the accelerators (in a child process that loads torch)")] = True
     probe: Annotated[
-        bool, Meta(description="send known bytes over every transport, between two processes of this machine")
+        bool,
+        Meta(description="test every KV transport: send known bytes between two child processes and compare them"),
     ] = False
     probe_timeout_s: Annotated[
-        float, Meta(description="longest time for the accelerators' answer, and for each end of a probe", gt=0)
+        float, Meta(description="longest time of the accelerator test, and of each transport's test", gt=0)
     ] = 120.0

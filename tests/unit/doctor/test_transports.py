@@ -11,7 +11,7 @@ from baton_serve.services.doctor.devices import probe_ends, transport_finding
 @pytest.mark.parametrize(
     ("outcome", "status", "said"),
     [
-        ("proved", "ok", "host → host 12.3 GB/s, every byte right"),
+        ("proved", "ok", "host → host 12.3 GB/s, every byte correct"),
         ("wrong bytes", "problem", "host → host wrong bytes, so it went"),
         ("deadline", "warning", "host → host deadline, so it went"),
         ("crashed", "warning", "host → host crashed, so it went"),

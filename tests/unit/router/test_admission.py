@@ -250,7 +250,9 @@ def test_the_queue_is_bounded_in_tokens(serve: Serve) -> None:
         tasks = [asyncio.create_task(ask(router)) for _ in range(3)]
         await settle()
         refused = await ask(router)
-        assert refused.status_code == 429 and "40 of at most 45 prompt tokens wait" in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 429 and "40 of at most 45 prompt tokens wait" in refused.json()["error"]["message"]
+        )
         router.fakes["prefill-0"].resume()
         assert [a.status_code for a in await asyncio.gather(*tasks)] == [200] * 3
 
