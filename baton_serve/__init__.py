@@ -1,6 +1,6 @@
 """Baton: disaggregated prefill/decode serving of large language models, for Intel Arc GPUs, CUDA GPUs and CPUs.
 
-Users import from here: `from baton_serve import LLM, SamplingParams`. Names are loaded at their first use, since the
+Users import from here: `from baton_serve import LLM, SamplingParams`. Each name is loaded at its first use, because the
 engine needs torch and transformers, which take seconds to import.
 """
 
@@ -44,11 +44,13 @@ __all__ = [
 ]
 
 
+# Python calls this only for names that the module does not have (PEP 562).
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"baton_serve.engine.offline.{_MODULES[name]}"), name)
 
 
+# Names that have not been loaded yet should also appear in completion and in `help`.
 def __dir__() -> list[str]:
     return sorted([*globals(), *_MODULES])

@@ -1,4 +1,4 @@
-"""`python -m baton_serve COMMAND …` is the same as `baton COMMAND …`."""
+"""Makes `python -m baton_serve COMMAND …` the same as `baton COMMAND …`."""
 
 from baton_serve.services.cli import main
 

@@ -1,4 +1,4 @@
-"""How Baton starts its own modules as child processes."""
+"""Builds the command lines with which Baton starts its own modules as child processes."""
 
 import sys
 

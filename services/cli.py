@@ -1,6 +1,7 @@
-"""`baton serve | router | prefill | …`: finds the process asked for and imports nothing else.
+"""The command `baton`: runs the subcommand and imports only the modules that it needs.
 
-Above all layers: it hands `serve` the options of the other processes, which `services.local` must not import.
+This module is above all layers: it passes the options of the router and of instances to `serve`, because
+`services.local` must not import them.
 """
 
 import sys
@@ -11,21 +12,26 @@ from baton_serve.services.common.settings.configuration import nearest
 from baton_serve.services.common.version import VERSION
 
 COMMANDS = {
-    "serve": "a whole cluster on this machine: a router and instances, supervised, in one terminal",
-    "router": "the router: OpenAI API, placement, streams",
-    "prefill": "an instance that reads prompts and hands their KV blocks on",
-    "decode": "an instance that takes over the blocks and writes the answers",
-    "unified": "an instance that does both",
-    "unpack": "a GGUF file that stands alone becomes a folder that can be served",
-    "doctor": "what of this machine helps or hinders serving, with remedies",
-    "drain": "takes one instance out of service: no new work, what runs ends or is handed over",
-    "rotate": "restarts the instances of a pool one by one, without a failed request",
+    "serve": "run a whole cluster on this machine: a router and instances, in one terminal",
+    "router": "run the router: the HTTP API, and the placement of requests on instances",
+    "prefill": "run a prefill worker: it computes prompts and hands off their KV blocks",
+    "decode": "run a decode worker: it receives KV blocks and generates tokens",
+    "unified": "run a worker that does both, without a handoff",
+    "unpack": "turn a single GGUF file into a model folder",
+    "doctor": "check whether this machine can serve models, with remedies",
+    "drain": "take one instance out of service after its running requests",
+    "rotate": "restart the instances of a pool one by one, without failed requests",
 }
+"""The subcommands, with their lines in `baton --help`."""
 MODULES = {"drain": "baton_serve.services.rotate.drain", "unpack": "baton_serve.services.local.unpack"}
-"""Of commands that are not `services.COMMAND.main`."""
+"""Modules of the subcommands that are not in `services.COMMAND.main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run a subcommand with `argv`, by default the process's arguments, and exit with its status.
+
+    An unknown subcommand exits with status 2.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
     if command in ("--help", "-h", "help"):
@@ -35,15 +41,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command not in COMMANDS:
         hint = nearest(command, list(COMMANDS)) or f" (known: {', '.join(COMMANDS)})"
         sys.stderr.write(f"baton: unknown command {command}{hint}\n")
+        # The status of wrong usage, as argparse and `stop` have it.
         sys.exit(2)
     else:
         sys.exit(_run(command, words))
 
 
 def _run(command: str, argv: list[str]) -> int | None:
-    """The status of the process; mains that exit by themselves return nothing."""
+    """Run a subcommand and return its exit status, or None if its `main` returns none, which counts as 0."""
     if command == "serve":
-        # Only settings are imported here, and neither of the two modules loads torch.
+        # Of the router and instances only the settings are imported: `baton serve --help` must not load torch.
         from baton_serve.services.common.settings.options import options_of
         from baton_serve.services.instance.settings import InstanceSettings
         from baton_serve.services.local.main import main as serve
@@ -66,7 +73,7 @@ def _help() -> str:
         "",
         "  baton serve /path/to/hf-model --prefill 1 --decode 1 --port 8000",
         "",
-        "baton COMMAND --help tells the options of one command; baton --version the version.",
+        "baton COMMAND --help shows the options of a command; baton --version shows the version.",
         "",
     ]
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def probe() -> ProbeFacts:
     if kind == "cpu":
         return ProbeFacts(str(torch.__version__), kind, features, [], [])
     module: Any = torch.get_device_module(kind)
-    # torch.cuda.graph exists for long; XPU graphs came later, under another name.
+    # The classes for graphs have different names on CUDA and XPU.
     features["graphs"] = hasattr(module, "graph") or hasattr(module, "XPUGraph")
     count = module.device_count()
     devices = [_device(torch, module, kind, index) for index in range(count)]

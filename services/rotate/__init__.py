@@ -1,1 +1,1 @@
-"""`baton drain` and `baton rotate`: instances taken out of service and restarted without a failed request."""
+"""`baton drain` takes one instance out of service; `baton rotate` restarts all instances, without failed requests."""

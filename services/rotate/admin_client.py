@@ -1,4 +1,7 @@
-"""Whom to ask which instances there are, and how an instance is asked to drain. HTTP and the registry, no policy."""
+"""Lists the instances of a cluster, from a router or from the registry, and sends drain requests to instances.
+
+`drain` and `rotation` decide what to do with them.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -14,14 +17,15 @@ from baton_serve.services.common.registry import RegistryView
 T = TypeVar("T")
 
 TIMEOUT_S = 10.0
+"""Longest time for one HTTP request to a router or an instance."""
 
 
 class AdminRequestError(RemoteError):
-    """A router or an instance did not answer, or refused."""
+    """A router, an instance or the registry did not answer, or refused the request."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance that the cluster knows now."""
+    """One instance as the router or the registry lists it. `generation` changes with each restart of its process."""
 
     instance: str
     generation: int
@@ -31,7 +35,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an instance's own /health."""
+    """The part of an instance's own /health that is needed here: `routers` and `requests` are numbers."""
 
     status: str
     generation: int
@@ -40,16 +44,20 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceSource(Protocol):
+    """Lists the instances of the cluster: `RouterSource` or `RegistrySource`."""
+
     async def instances(self) -> list[InstanceInfo]:
-        """Raises `AdminRequestError`."""
+        """Return all instances of the cluster. Raises `AdminRequestError` if the source does not answer."""
 
 
 class _RouterHealth(msgspec.Struct, frozen=True):
+    """The part of the router's /health that lists instances."""
+
     instances: list[InstanceInfo]
 
 
 class RouterSource:
-    """A router's /health names the instances that are ready, and those that drain."""
+    """Reads the instances from a router's /health, which lists ready and draining ones."""
 
     def __init__(self, client: httpx.AsyncClient, url: str) -> None:
         self._client = client
@@ -61,14 +69,15 @@ class RouterSource:
 
 
 class RegistrySource:
-    """The records of a registry outside the routers; `view` has been started."""
+    """Reads the instances from a registry. The caller starts and closes `view`."""
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
 
     async def instances(self) -> list[InstanceInfo]:
+        # Without a connection the view still has its last records, which may be long out of date.
         if not self._view.is_connected():
-            raise AdminRequestError("the registry does not answer")
+            raise AdminRequestError("the registry (--registry) does not answer")
         return [
             InstanceInfo(
                 instance=record.instance,
@@ -82,21 +91,29 @@ class RegistrySource:
 
 
 class InstanceAdmin:
-    """Speaks to instances themselves."""
+    """Sends HTTP requests to the instances themselves. Instances on other machines require the cluster key."""
 
     def __init__(self, client: httpx.AsyncClient, key: ClusterKey | None) -> None:
         self._client = client
         self._headers = {"authorization": f"Bearer {key.admin_token}"} if key is not None else {}
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None:
-        """Returns when it refuses new work. Raises `AdminRequestError`."""
+        """Start draining an instance. When this returns, the instance refuses new requests, but old ones may run on.
+
+        With `exit_afterwards` its process exits once nothing runs any more. Raises `AdminRequestError` if the instance
+        does not answer or refuses.
+        """
         url = f"http://{address}/admin/drain?exit={int(exit_afterwards)}"
         answer = await _request(self._client, "POST", url, headers=self._headers)
         if answer.status_code != 202:
-            raise AdminRequestError(f"{address} refuses to drain: {answer.status_code} {answer.text}")
+            raise AdminRequestError(f"{address} refuses to drain: status {answer.status_code}: {answer.text}")
 
     async def state(self, address: str) -> InstanceState | None:
-        """None when nobody answers there."""
+        """Return the state of an instance, or None if no connection to it is possible.
+
+        Raises `AdminRequestError` if another program answers at the address.
+        """
+        # A lost connection is not an error here: callers wait for the process to end.
         try:
             answer = await self._client.get(f"http://{address}/health")
         except httpx.TransportError:
@@ -105,7 +122,7 @@ class InstanceAdmin:
 
 
 def active_instances(seen: Sequence[InstanceInfo], role: Role) -> list[InstanceInfo]:
-    """Those of a role that take work."""
+    """Return the instances of a role that are not draining."""
     return [one for one in seen if one.role == role and not one.draining]
 
 
@@ -122,4 +139,4 @@ def _decoded(answer: httpx.Response, expected: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=expected)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise AdminRequestError(f"{answer.url} is no Baton process: {exc}") from exc
+        raise AdminRequestError(f"{answer.url} is not the /health of a Baton process: {exc}") from exc

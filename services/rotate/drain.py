@@ -1,4 +1,7 @@
-"""`baton drain`: one instance, and waits until nothing runs there. What Kubernetes calls before it ends a pod."""
+"""Entry point of `baton drain`: drains one instance and waits until no request runs there.
+
+Kubernetes runs it as preStop hook before it ends a pod.
+"""
 
 import asyncio
 import sys
@@ -15,16 +18,18 @@ from baton_serve.services.rotate.settings import DrainSettings
 
 PROGRAM = "baton drain"
 _POLL_S = 0.2
+"""Time between two looks at the instance's /health."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when it is drained (or gone), 1 when it did not answer, refused or took too long."""
+    """Drain and return the exit status: 0 if the instance is drained or gone, 1 if it refused or took too long."""
     settings = load_settings(
         DrainSettings,
         argv,
         prefix="BATON__DRAIN__",
         program=PROGRAM,
-        description="Takes an instance out of service: no new work, what runs ends or is handed over.",
+        description="Take one instance out of service: it refuses new requests, and running requests finish there or "
+        "are continued by other instances.",
     )
     try:
         asyncio.run(drain(settings))
@@ -37,12 +42,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def drain(settings: DrainSettings) -> None:
-    """Raises `AdminRequestError`."""
+    """Drain one instance and wait until no request runs there.
+
+    Raises `AdminRequestError` if it does not answer, refuses, or has not finished after `timeout_s`.
+    """
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        # Without a key the instance accepts only requests of its own user and root on the same machine.
         instances = InstanceAdmin(client, read_cluster_key(settings.cluster_key_file))
         deadline = time.monotonic() + settings.timeout_s
         await instances.drain(settings.address, exit_afterwards=settings.exit)
+        # With `exit` the process may be gone before this sees it idle; None ends the loop as well.
         while (state := await instances.state(settings.address)) is not None and state.status == "draining":
             if time.monotonic() > deadline:
-                raise AdminRequestError(f"{state.requests} requests still run there after {settings.timeout_s:g} s")
+                raise AdminRequestError(
+                    f"{state.requests} requests still run on {settings.address} after {settings.timeout_s:g} s "
+                    "(--timeout-s); it goes on draining"
+                )
             await asyncio.sleep(_POLL_S)

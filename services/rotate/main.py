@@ -1,4 +1,4 @@
-"""`baton rotate`: the whole wiring."""
+"""Entry point of `baton rotate`: restarts the instances of a pool one after the other."""
 
 import asyncio
 import sys
@@ -27,13 +27,14 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when all are replaced, 1 when one was not."""
+    """Restart the instances and return the exit status: 0 if all were replaced, 1 if one was not."""
     settings = load_settings(
         RotateSettings,
         argv,
         prefix="BATON__ROTATE__",
         program=PROGRAM,
-        description="Restarts the instances of a pool one by one, without a failed request.",
+        description="Restart the instances of a pool one by one, without failed requests. Each instance is drained and "
+        "exits; `baton serve`, Kubernetes or systemd must start it again.",
     )
     try:
         count = asyncio.run(rotate(settings))
@@ -42,19 +43,22 @@ def main(argv: Sequence[str]) -> int:
     except RemoteError as exc:
         sys.stderr.write(f"{PROGRAM}: {exc}\n")
         return 1
-    say(f"{count} instances have been replaced")
+    say(f"{count} instances were replaced")
     return 0
 
 
 def say(text: str) -> None:
+    """Print one line at once: a rotation takes minutes, and its output may go to a pipe."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 async def rotate(settings: RotateSettings) -> int:
+    """Restart the instances and return how many were replaced. Raises `RemoteError` at the first one that was not."""
     roles = ROLES if settings.pool == "all" else (settings.pool,)
     key = read_cluster_key(settings.cluster_key_file)
     async with AsyncExitStack() as stack:
+        # The certificate is not checked: --url is often an address that it does not name. No secret goes to the router.
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=TIMEOUT_S, verify=False))
         source = await _source(settings, client, stack)
         rotation = Rotation(source, InstanceAdmin(client, key), timeout_s=settings.timeout_s, say=say)
@@ -65,8 +69,9 @@ async def _source(settings: RotateSettings, client: httpx.AsyncClient, stack: As
     if not settings.registry:
         return RouterSource(client, settings.url)
     if settings.registry.startswith("memory:"):
-        raise ConfigurationError("--registry memory://… lives inside a router: ask that with --url")
+        raise ConfigurationError("--registry memory://… is part of a router: leave it out and give the router as --url")
     view = registry_view(settings.registry)
+    # `Rotation` polls the records, so the callback for changes does nothing.
     await view.start(lambda: None)
     stack.push_async_callback(view.close)
     return RegistrySource(view)

@@ -48,7 +48,7 @@ def test_rotating_all_pools_fails_no_request(llama: Path, tmp_path: Path) -> Non
             for thread in threads:
                 thread.join(60)
         assert rotated.returncode == 0, rotated.stderr
-        assert "4 instances have been replaced" in rotated.stdout
+        assert "4 instances were replaced" in rotated.stdout
         after = {i["instance"]: i["generation"] for i in cluster.instances()}
         assert after.keys() == before.keys()
         assert not set(after.values()) & set(before.values())
@@ -91,7 +91,7 @@ def test_only_an_instance_can_be_drained_and_errors_are_one_line(llama: Path) ->
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1 and "does not answer" in refused.stderr
     wrong = run_baton("rotate", "decode", "--registry", "memory://127.0.0.1:1")
-    assert wrong.returncode == 2 and "ask that with --url" in wrong.stderr
+    assert wrong.returncode == 2 and "give the router as --url" in wrong.stderr
 
 
 def test_an_instance_that_leaves_hands_its_hot_blocks_on(llama: Path) -> None:
