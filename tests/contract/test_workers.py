@@ -148,7 +148,7 @@ def test_what_keeps_workers_from_starting_is_said_and_ends_the_router() -> None:
         status, said = asyncio.run(run(folder))
     assert status == 2
     assert said.count("tokenizer.json") == 1
-    assert said.endswith("baton router: no worker can start; what keeps it is said above\n")
+    assert said.endswith("baton router: the router's processes cannot start; see the error above\n")
 
 
 def test_every_worker_is_told_what_the_common_registry_is() -> None:

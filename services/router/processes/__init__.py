@@ -1,1 +1,5 @@
-"""Several processes behind one port (`--workers`): each is a whole router, as N replicas are; one more keeps them."""
+"""Several router processes behind one port (`--workers`).
+
+Each of them is a complete router, like one of N replicas. A further process, the supervisor, starts and restarts them
+(ADR 0009).
+"""

@@ -1,4 +1,8 @@
-"""One worker: reads its assignment, serves, and says on standard output when it does."""
+"""Entry point of one of several router processes: read the assignment from standard input, serve, and report readiness
+on standard output.
+
+The supervisor starts it as a child process. It is not meant to be started by hand.
+"""
 
 import sys
 
@@ -12,12 +16,15 @@ from baton_serve.services.router.settings import RouterSettings
 
 
 def main() -> int:
+    """Serve until SIGTERM and return the exit status of the process."""
+    # Not by flags: settings contain secrets such as API keys, and other users can see the command lines of processes.
     assignment = msgspec.json.decode(sys.stdin.buffer.read(), type=ProcessAssignment)
     settings = RouterSettings(**assignment.settings)  # type: ignore[arg-type]
     prepare(settings)
 
     async def serve(lifecycle: Lifecycle) -> None:
         await start(settings, lifecycle, assignment.worker)
+        # Only now: the supervisor counts a process as started once it can serve requests.
         sys.stdout.buffer.write(READY)
         sys.stdout.buffer.flush()
 

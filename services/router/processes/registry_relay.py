@@ -1,5 +1,7 @@
-"""One registry for instances, hosted by the process that keeps the workers, and one in each worker that is told the
-same: a worker sees what a router alone would see.
+"""Copy the registry that the supervisor hosts to a registry in each router process.
+
+Instances register at one address (`memory://…`), which only one process can host. Each router process hosts a further
+registry, and the relay forwards every message to it, so that a process sees what a single router would see.
 """
 
 import asyncio
@@ -16,26 +18,31 @@ logger = logging.getLogger(__name__)
 
 
 class RegistryRelay:
-    """`url` as instances are given it, `workers` as the workers host theirs."""
+    """Hosts the registry of a router with several processes and forwards its messages to each of them.
+
+    The supervisor owns it, from its start to its end; it runs on the event loop of the supervisor.
+    """
 
     def __init__(self, url: str, workers: list[str], *, key: ClusterKey | None = None) -> None:
+        """Create the relay. `url` is where instances connect; `workers` are the registries of the router processes."""
         self._view = hosted_registry(url, self._on_message, key)
         self._forwarders = [_Forwarder(registry_client(worker, key)) for worker in workers]
         self._known: dict[InstanceId, Register] = {}
 
     async def start(self) -> None:
-        """Raises `zmq.ZMQError` when the address is in use."""
+        """Start to host the registry and to forward. Raises `zmq.ZMQError` if the address is already in use."""
         await self._view.start(lambda: None)
         for sender in self._forwarders:
             sender.start()
 
     async def close(self) -> None:
+        """Stop forwarding and close the registry. Messages that are not forwarded yet are dropped."""
         for sender in self._forwarders:
             await sender.close()
         await self._view.close()
 
     def send_all_records(self, index: int) -> None:
-        """A worker has just started."""
+        """Forward all current records to a router process that has just started and knows none of them."""
         for record in self._view.records():
             self._forwarders[index].put(self._known[record.instance])
 
@@ -49,7 +56,10 @@ class RegistryRelay:
 
 
 class _Forwarder:
-    """To one worker, in order."""
+    """Forwards messages to one router process, in the order of `put`.
+
+    Each process has its own queue, so that one that hangs does not delay the others.
+    """
 
     def __init__(self, client: RegistryClient) -> None:
         self._client = client
@@ -71,7 +81,8 @@ class _Forwarder:
     async def _run(self) -> None:
         while True:
             message = await self._queue.get()
-            # A worker that does not answer is being started again, and told all then.
+            # A process that does not answer is about to be restarted. After its restart `send_all_records` brings it up
+            # to date, so the message may be dropped. `Superseded` is raised for a record that is already out of date.
             with contextlib.suppress(RegistryUnavailable, Superseded):
                 if isinstance(message, Register):
                     await self._client.register(message.record, message.ttl_s)

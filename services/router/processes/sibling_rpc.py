@@ -1,6 +1,8 @@
-"""A worker's way to its siblings: it answers what they ask and asks them, over sockets in a folder of their own.
+"""Queries between the processes of one router (`--workers`), over Unix sockets.
 
-Never on a request's path. A sibling that does not answer in time is left out.
+With them each process can answer for the whole router: /health, /metrics, /recent and the limits of API keys add up
+the numbers of all processes. Only requests for these three endpoints wait for a query. A process that does not answer
+in time is left out of the sum.
 """
 
 import asyncio
@@ -18,20 +20,29 @@ from baton_serve.services.router.quota.usage import UsageWindow, WindowUsage
 
 
 class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds the counters and the recent requests of one router process."""
+
     requests_in_flight: int
     generated_tokens: int
     recent: list[tuple[float, msgspec.Raw]]
-    """The last requests as JSON, each with the moment of its end on the machine's monotonic clock."""
+    """The last requests as JSON, each with the time of its end in seconds. The monotonic clock is the machine's, so
+    that times of different processes can be compared."""
 
 
 def newest_requests(stats: Iterable[ProcessStats]) -> list[msgspec.Raw]:
+    """Return the recent requests of all processes as JSON, the one that ended last first."""
     ended = [one for found in stats for one in found.recent]
     return [request for _, request in sorted(ended, key=lambda one: -one[0])]
 
 
 def join_metrics(texts: Mapping[int, str]) -> str:
-    """`texts` of each worker are as Prometheus reads them. Every sample gets the label `worker`: the counters of a
-    process that was started again begin again by themselves, and no sum steps back."""
+    """Join the metrics of all processes to one text; `texts` holds Prometheus' text format by index of the process.
+
+    Every sample gets the label `worker`. Sums over processes are left to Prometheus: if one process restarts, a sum
+    would drop, and Prometheus would take that for a reset of the counters of all processes.
+    """
+    # Prometheus wants all samples of a metric in one group under a single HELP and TYPE line, so texts cannot simply be
+    # appended to each other.
     families: dict[str, list[str]] = {}
     for worker, text in texts.items():
         family: list[str] = []
@@ -56,32 +67,43 @@ def _labelled(sample: str, worker: int) -> str:
 logger = logging.getLogger(__name__)
 
 QUERY_TIMEOUT_S = 0.5
+"""Longest time to wait for the answer of a process to any other query."""
 METRICS_TIMEOUT_S = 2.0
-"""Without a worker the sums of all shrink, and whoever scrapes them takes that for a restart."""
+"""Longest time to wait for the metrics of a process. It is longer than for other queries: if the samples of a process
+were missing in one scrape, sums over all processes would drop, and Prometheus would take that for a restart."""
 
 SiblingQuery = Literal["figures", "metrics", "usage"]
 
 
 class RouterProcess(msgspec.Struct, frozen=True):
-    """`index` of `count`. Only this user can open `folder`."""
+    """Identifies one process of a router with several, and the files over which they talk to each other."""
 
     index: int
+    """Number of this process, from 0."""
     count: int
+    """Number of router processes."""
     folder: str
+    """Folder of their sockets. Only the user who runs the router can open it; the supervisor removes it."""
 
     def socket(self, index: int) -> str:
+        """Return the path of the socket at which process `index` answers queries."""
         return str(Path(self.folder) / f"worker-{index}")
 
     def registry(self) -> str:
-        """Where this worker hosts a registry of its own, which is told all that the common one is."""
+        """Return the URL of the registry that this process hosts for itself, filled by `RegistryRelay`."""
         return f"memory://{self.folder}/registry-{self.index}"
 
     def siblings(self) -> list[int]:
+        """Return the numbers of all other processes."""
         return [index for index in range(self.count) if index != self.index]
 
 
 class SiblingRpc:
-    """Answers from `start` to `close` with what the functions give. Also a `UsageStore`."""
+    """Connects the processes of one router over Unix sockets.
+
+    Between `start` and `close` it serves this process's counters, metrics and key usage, and it queries those of the
+    other processes. Implements `UsageStore`. Runs on the event loop.
+    """
 
     def __init__(
         self,
@@ -91,6 +113,7 @@ class SiblingRpc:
         metrics: Callable[[], str],
         usage: Callable[[], list[WindowUsage]],
     ) -> None:
+        """Create it. The three functions return the values of this process; each is called for every query."""
         self._worker = worker
         self._log = LimitedLog(logger)
         self._answers: dict[str, Callable[[], object]] = {"figures": stats, "metrics": metrics, "usage": usage}
@@ -98,26 +121,28 @@ class SiblingRpc:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
+        """Start to answer the queries of other processes."""
         self._server = await asyncio.start_unix_server(self._answer, self._worker.socket(self._worker.index))
 
     async def close(self) -> None:
+        """Stop answering. Queries to other processes stay possible."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def siblings(self) -> list[ProcessStats]:
-        """Of all other workers that answer."""
+        """Return the counters of all other processes that answer in time."""
         answers = await self._query("figures")
         return [msgspec.json.decode(answer, type=ProcessStats) for answer in answers.values()]
 
     async def metrics(self) -> dict[int, str]:
-        """By worker, this one included."""
+        """Return the metrics of all processes that answer in time and of this one, by index of the process."""
         answers = await self._query("metrics", METRICS_TIMEOUT_S)
         found = {index: msgspec.json.decode(answer, type=str) for index, answer in answers.items()}
         return dict(sorted((found | {self._worker.index: self._metrics()}).items()))
 
     async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
-        """What the others used in the windows of `own`."""
+        """Return the usage that all other processes counted, for each window of `own` and in the same order."""
         requests: dict[UsageWindow, int] = {}
         tokens: dict[UsageWindow, int] = {}
         for answer in (await self._query("usage")).values():
@@ -133,9 +158,11 @@ class SiblingRpc:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if (uid := stranger(writer.get_extra_info("socket"))) is not None:
-            self._log.warning("a question is refused: the other end is a process of another user (uid %d)", uid)
+            self._log.warning("query of another process refused: it runs as another user (uid %d)", uid)
             writer.close()
             return
+        # The query is one line with a name; the answer is JSON up to the end of the connection. An unknown name gets an
+        # empty answer, which the other end takes for none.
         with contextlib.suppress(OSError):
             query = (await reader.readline()).decode().strip()
             if query in self._answers:
@@ -145,7 +172,7 @@ class SiblingRpc:
 
 
 async def _query(path: str, query: SiblingQuery, timeout_s: float) -> bytes:
-    """Empty: no answer."""
+    """Return the answer of one process as JSON, or empty bytes if it does not answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)

@@ -1,5 +1,6 @@
-"""Keeps the workers of one router: holds their port and their registry, starts them, starts again those that die, and
-ends them together. Serves no request itself.
+"""Supervise the processes of a router with `--workers`: start them, restart each that exits, and stop them together.
+
+The supervisor also holds their port and hosts their registry. It serves no requests (ADR 0009).
 """
 
 import asyncio
@@ -26,38 +27,51 @@ from baton_serve.services.router.settings import RouterSettings
 logger = logging.getLogger(__name__)
 
 READY = b"ready\n"
+"""Line that a router process writes to its standard output once it accepts requests."""
 _MODULE = "baton_serve.services.router.processes.process"
 _CLOSE_GRACE_S = 5.0
+"""Time in seconds that a process gets after `--shutdown-timeout-s` to close its connections, before it is killed."""
 
 
 class ProcessAssignment(msgspec.Struct, frozen=True):
-    """What a worker reads from its standard input. `settings` by name; they have been checked."""
+    """The JSON that a router process reads from its standard input when it starts."""
 
     settings: dict[str, object]
+    """Values of `RouterSettings` by name. The supervisor has checked them already."""
     worker: RouterProcess
 
 
 async def start_router_processes(settings: RouterSettings, lifecycle: Lifecycle) -> None:
-    """Returns when all of them serve. Raises `ConfigurationError`."""
+    """Start all processes of a router and return once each of them accepts requests; `lifecycle` ends them later.
+
+    Raises `ConfigurationError` if the port or the registry's address is in use, or if no process can start.
+    """
     folder = tempfile.mkdtemp(prefix="baton-router-")
 
     async def remove_folder() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
-    lifecycle.on_stop("folder of the workers", remove_folder)
+    lifecycle.on_stop("folder of the router processes", remove_folder)
+    # With `--port 0` the system chooses the port: all processes must get the number that it chose.
     settings = msgspec.structs.replace(settings, port=_hold_port(settings, lifecycle))
     workers = [RouterProcess(index, settings.workers, folder) for index in range(settings.workers)]
     relay = await _start_relay(settings, workers, lifecycle)
     supervisor = RouterSupervisor(settings, workers, relay=relay)
     grace_s = settings.shutdown_timeout_s + _CLOSE_GRACE_S
-    lifecycle.on_stop("workers", supervisor.stop, deadline_s=grace_s)
+    lifecycle.on_stop("router processes", supervisor.stop, deadline_s=grace_s)
     await supervisor.start()
 
 
 def _hold_port(settings: RouterSettings, lifecycle: Lifecycle) -> int:
-    """Shared from now on. Raises `ConfigurationError` when somebody else has it: a shared bind would not tell."""
+    """Reserve the port for this router's processes and return its number; they bind it with SO_REUSEPORT.
+
+    Raises `ConfigurationError` if another program uses the port.
+    """
+    # First bind without sharing: with SO_REUSEPORT the bind would succeed even if another router of this user had the
+    # port, and the two would get each other's connections.
     with bind_tcp(settings.host, settings.port) as probe:
         port: int = probe.getsockname()[1]
+    # This socket keeps the port while a process restarts. It does not listen, or the kernel would give it connections.
     held = bind_tcp(settings.host, port, shares_port=True, listens=False)
 
     async def release() -> None:
@@ -70,7 +84,10 @@ def _hold_port(settings: RouterSettings, lifecycle: Lifecycle) -> int:
 async def _start_relay(
     settings: RouterSettings, workers: list[RouterProcess], lifecycle: Lifecycle
 ) -> RegistryRelay | None:
-    """None where workers look into a registry of its own."""
+    """Start the relay of a `memory:` registry. Return None for Redis, which each process reads by itself.
+
+    Raises `ConfigurationError` if the registry's address is in use.
+    """
     if not settings.registry.startswith("memory:"):
         return None
     key = read_cluster_key(settings.cluster_key_file)
@@ -84,7 +101,10 @@ async def _start_relay(
 
 
 class RouterSupervisor:
+    """Starts the processes of one router, restarts each that exits, and stops them. Runs on the event loop."""
+
     def __init__(self, settings: RouterSettings, workers: list[RouterProcess], *, relay: RegistryRelay | None) -> None:
+        """Create it. The caller owns `relay`, which is None if the registry is not of the `memory:` kind."""
         self._settings = settings
         self._workers = workers
         self._relay = relay
@@ -93,7 +113,8 @@ class RouterSupervisor:
         self._is_stopping = False
 
     async def start(self) -> None:
-        """The first one alone, so that what keeps all of them from starting is said once."""
+        """Start all processes and return once each is ready. Raises `ConfigurationError` if one cannot start at all."""
+        # The first process starts alone: an error that stops all of them, such as a missing file, is logged only once.
         for group in (self._workers[:1], self._workers[1:]):
             ready = [asyncio.get_running_loop().create_future() for _ in group]
             self._tasks += [
@@ -103,7 +124,10 @@ class RouterSupervisor:
             await asyncio.gather(*ready)
 
     async def stop(self) -> None:
-        """They finish what runs. Those that do not are killed."""
+        """Send SIGTERM to all processes and wait until they have finished their requests.
+
+        If the caller cancels this at its deadline, the remaining processes are killed.
+        """
         self._is_stopping = True
         self._signal(signal.SIGTERM)
         try:
@@ -115,11 +139,14 @@ class RouterSupervisor:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has exited, but `_keep_running` has not noticed yet
                 process.send_signal(number)
 
     async def _keep_running(self, worker: RouterProcess, first: "asyncio.Future[None]") -> None:
-        """Runs it again and again. `first` is told of its first start, or why there is none."""
+        """Run one process and restart it whenever it exits, until the router stops.
+
+        `first` gets a result once the process is ready for the first time, or a `ConfigurationError` if it never is.
+        """
         loop, restarts = asyncio.get_running_loop(), RestartPolicy()
         while not self._is_stopping:
             started_at = loop.time()
@@ -133,14 +160,17 @@ class RouterSupervisor:
                 return
             delay_s = restarts.next_delay_s(lived_s=loop.time() - started_at, has_served=is_ready)
             if not first.done() and (status == EXIT_HOPELESS or delay_s is None):
-                first.set_exception(ConfigurationError("no worker can start; what keeps it is said above"))
+                first.set_exception(ConfigurationError("the router's processes cannot start; see the error above"))
                 return
-            assert delay_s is not None, "a worker that has been ready is never given up"
-            logger.error("worker %d has died (status %d); it starts again in %g s", worker.index, status, delay_s)
+            assert delay_s is not None, "a process that has been ready is never given up"
+            logger.error(
+                "router process %d exited with status %d; restarting it in %g s", worker.index, status, delay_s
+            )
             await asyncio.sleep(delay_s)
 
     async def _spawn(self, worker: RouterProcess) -> asyncio.subprocess.Process:
-        # In a session of its own, so that Ctrl-C reaches this process alone and a worker hears of it once.
+        # Its own session keeps Ctrl-C of the terminal away from it: only the supervisor gets that signal and passes it
+        # on, once. `die_with_parent` ends the process if the supervisor is killed and cannot end it.
         return await asyncio.create_subprocess_exec(
             *module_command("baton_serve.services.common.die_with_parent", str(os.getpid()), _MODULE),
             stdin=asyncio.subprocess.PIPE,
@@ -149,9 +179,9 @@ class RouterSupervisor:
         )
 
     async def _until_ready(self, process: asyncio.subprocess.Process, worker: RouterProcess) -> bool:
-        """False: it ended before."""
+        """Send a process its assignment and wait until it is ready. Return False if it exited before."""
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has exited already: `readline` shows it
             process.stdin.write(msgspec.json.encode(self._assignment(worker)))
             await process.stdin.drain()
             process.stdin.close()
@@ -160,7 +190,7 @@ class RouterSupervisor:
         return await process.stdout.readline() == READY
 
     def _assignment(self, worker: RouterProcess) -> ProcessAssignment:
-        """Bounds of all requests together are divided."""
+        """Return the settings of one process: the limits on all requests together are divided among the processes."""
         settings = self._settings
         own = msgspec.structs.replace(
             settings,
