@@ -1,7 +1,8 @@
-"""API keys, their owners and limits. The file is read again when it changes, so keys rotate without a restart.
+"""Check API keys and look up the limits of their owners (`--api-key`, `--api-key-file`).
 
-A line of the file is `KEY [name=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=…
-min_priority=…]`; `#` begins a comment. Keys are kept as digests and compared in constant time, always all of them.
+The file is read again when it changes, so that keys can be rotated without a restart. A line of it is
+`KEY [name=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=… min_priority=…]`; a line that starts
+with `#` is a comment.
 """
 
 import hmac
@@ -17,18 +18,23 @@ from baton_serve.services.router.protocol.caller import ANONYMOUS, Caller
 logger = logging.getLogger(__name__)
 
 RECHECK_S = 2.0
+"""Smallest time between two checks whether the key file has changed, in seconds."""
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day")
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
+    """An accepted key, kept only as its SHA-256 digest, and its owner."""
+
     digest: bytes
     caller: Caller
 
 
 class ApiKeys:
-    """Without any key nobody is refused, and any priority may be asked for. `defaults` are the limits of keys whose
-    line says nothing of them."""
+    """Holds the accepted API keys of a router. The gateway asks it once per request, on the event loop.
+
+    Without any key every client is accepted, and it may ask for any priority.
+    """
 
     def __init__(
         self,
@@ -38,23 +44,30 @@ class ApiKeys:
         defaults: Caller = ANONYMOUS,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Raises `ConfigurationError` for a file that cannot be read or holds no key."""
+        """Read the key file, if one is given.
+
+        `defaults` are the limits of a key whose line does not set its own. Without a monotonic `clock` the file is not
+        checked for changes. Raises `ConfigurationError` if the file cannot be read, is malformed or holds no key.
+        """
         self._fixed = [_known(key, defaults) for key in keys if key]
         self._file = Path(file) if file is not None else None
         self._defaults = defaults
         self._anybody = replace(defaults, min_priority=None)
         self._clock = clock
         self._checked_at = clock() if clock is not None else 0.0
+        # The stamp is taken before reading: a change between the two is then noticed at the next check.
         self._stamp = self._stamp_of_file()
         self._known = self._fixed + self._read()
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """None: refused."""
+        """Return the owner of the key in an Authorization header (`Bearer KEY`), or None if it must be rejected."""
         if not self._known:
             return self._anybody
         self._check_file()
         scheme, _, key = (authorization or "").partition(" ")
         digest = sha256(key.strip().encode()).digest()
+        # Every key is compared, in constant time and on digests of equal length. The response time thus reveals neither
+        # a part of a key nor its position in the file.
         matches = [known.caller for known in self._known if hmac.compare_digest(digest, known.digest)]
         return matches[0] if matches and scheme.lower() == "bearer" else None
 
@@ -68,13 +81,16 @@ class ApiKeys:
         try:
             self._known = self._fixed + self._read()
         except ConfigurationError as exc:
-            logger.error("the keys stay as they were: %s", exc)  # noqa: TRY400 - one line says it
+            # The file may be half written. The keys of before are better than none, which would accept every client.
+            logger.error("cannot reload the API keys, keeping the previous ones: %s", exc)  # noqa: TRY400 - no traceback
         else:
-            logger.info("keys read again", extra={"keys": len(self._known)})
+            logger.info("reloaded the API keys because their file changed", extra={"keys": len(self._known)})
+        # Also after an error, or the same error would be logged every two seconds.
         self._stamp = stamp
 
     def _stamp_of_file(self) -> tuple[int, int, int] | None:
-        """Changes with the file; a mounted Secret changes by a new link."""
+        """Return a value that changes with the file, or None if it does not exist."""
+        # The inode is part of it: Kubernetes updates a mounted Secret by a new link, whose time and size may be equal.
         if self._file is None:
             return None
         try:
@@ -84,6 +100,7 @@ class ApiKeys:
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _read(self) -> list[_Known]:
+        """Read all keys of the file. Raises `ConfigurationError` if that fails or there is none."""
         if self._file is None:
             return []
         try:
@@ -96,32 +113,35 @@ class ApiKeys:
             if line.strip() and not line.lstrip().startswith("#")
         ]
         if not found:
-            raise ConfigurationError(f"--api-key-file {self._file} holds no key")
+            # An empty file would switch off the check of keys altogether, which nobody means by it.
+            raise ConfigurationError(f"--api-key-file {self._file} holds no key: add one, or leave the flag out")
         return found
 
 
 def _known(key: str, defaults: Caller, name: str = "") -> _Known:
     digest = sha256(key.encode()).digest()
+    # A key without a name appears in logs and metrics under a part of its digest, from which it cannot be derived.
     return _Known(digest, replace(defaults, name=name or f"key-{digest.hex()[:8]}"))
 
 
 def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
+    """Parse one line of the key file. Raises `ConfigurationError`, with `where` as the file and line number."""
     key, *words = line.split()
     given = {name: value for name, _, value in (word.partition("=") for word in words)}
     known = _known(key, defaults, given.pop("name", ""))
     try:
         counts = {name: _count(given.pop(name)) for name in _COUNTS if name in given}
         weight = float(given.pop("weight", known.caller.weight))
-        if not weight > 0:
+        if not weight > 0:  # written like this to refuse NaN as well
             raise ValueError
         min_priority = int(given.pop("min_priority")) if "min_priority" in given else defaults.min_priority
     except ValueError:
         raise ConfigurationError(
-            f"{where}: limits and a least priority are whole numbers, and a weight is above 0"
+            f"{where}: limits and min_priority must be integers, limits 0 or more, and weight a number above 0"
         ) from None
     if given:
         known_words = ", ".join(("name", *_COUNTS, "weight", "min_priority"))
-        raise ConfigurationError(f"{where}: unknown {next(iter(given))} (known: {known_words})")
+        raise ConfigurationError(f"{where}: unknown setting {next(iter(given))!r} (known: {known_words})")
     caller = replace(
         known.caller,
         weight=weight,

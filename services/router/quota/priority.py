@@ -1,19 +1,25 @@
-"""Which priority a request gets: what it asks for, where its key may. The smaller, the sooner, as in vLLM."""
+"""Check the priority that a request asks for against the limit of its API key.
+
+As in vLLM, a smaller value is served earlier. The limit is therefore a smallest value.
+"""
 
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import PermissionDeniedError
 
 
-def allowed(asked: int | None, caller: Caller) -> int:
-    """A request that asks for none gets 0, or the least that its key may ask for where that is more. Raises
-    `PermissionDeniedError`."""
-    least = caller.min_priority
-    if asked is None:
-        return max(0, least or 0)
-    if least is not None and asked < least:
+def allowed(requested: int | None, caller: Caller) -> int:
+    """Return the priority that a request gets: `requested`, or the default if it is None.
+
+    The default is 0, or the smallest value that the key may ask for if that is larger. Raises `PermissionDeniedError`
+    if `requested` is smaller than that value.
+    """
+    smallest = caller.min_priority
+    if requested is None:
+        return max(0, smallest or 0)
+    if smallest is not None and requested < smallest:
         raise PermissionDeniedError(
-            f"priority {asked} goes before {least}, the least that this key may ask for: leave it out or raise it"
-            " (operators: min_priority of the key's line in --api-key-file, or --min-priority)",
+            f"priority {requested} is below {smallest}, the smallest value that this API key may ask for: raise it or"
+            " leave it out (operators: min_priority of the key's line in --api-key-file, or --min-priority)",
             param="priority",
         )
-    return asked
+    return requested

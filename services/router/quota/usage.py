@@ -1,8 +1,9 @@
-"""What each caller used in this minute and this day, against the limits of its key. Pure: wall-clock time is passed in.
+"""Count the requests and tokens of each caller per minute and per day, and compare them with the limits of its API key.
 
-Each router counts by itself and exchanges sums with the others a few times a second, so no request waits for a store;
-N routers together may let through what arrives between two exchanges. Windows begin with the clock's minutes and days,
-the same for all routers.
+Each router counts by itself and exchanges sums with the others twice a second (`usage_exchange`), so that no request
+waits for a store. The price: N routers together may exceed a limit by what arrives between two exchanges. All routers
+use the same windows, the minutes and days of the wall clock. This module is pure: the time is passed in as `now`, in
+seconds since 1970.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,18 +14,23 @@ from baton_serve.services.router.protocol.caller import Caller
 MINUTE_S = 60
 DAY_S = 86_400
 WINDOW_SPANS_S = (MINUTE_S, DAY_S)
+"""Lengths of the windows in seconds. Every request is counted in one window of each length."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageWindow:
+    """Identifies one minute or one day of one caller; the key under which routers add up their counts."""
+
     caller: str
     span_s: int
     number: int
-    """Since 1970."""
+    """Number of windows of this length from 1970 to this one."""
 
 
 @dataclass(slots=True)
 class _Count:
+    """Counts of one window: those of this router, and the sums of all other routers from the last exchange."""
+
     requests: int = 0
     tokens: int = 0
     others_requests: int = 0
@@ -33,6 +39,8 @@ class _Count:
 
 @dataclass(frozen=True, slots=True)
 class WindowUsage:
+    """Requests and tokens that were counted in one window; exchanged between routers."""
+
     window: UsageWindow
     requests: int
     tokens: int
@@ -40,27 +48,35 @@ class WindowUsage:
 
 @dataclass(frozen=True, slots=True)
 class OverLimit:
+    """Says which limit a request exceeds, as a message for the client, and when its window ends."""
+
     message: str
     retry_after_s: float
 
 
 class UsageLedger:
+    """Holds the counts of all callers that have limits, for one router process. Runs on the event loop."""
+
     def __init__(self) -> None:
         self._counts: dict[UsageWindow, _Count] = {}
 
     def admit(self, caller: Caller, *, tokens: int, now: float) -> OverLimit | None:
-        """Counts a request whose prompts have `tokens`, unless it is over a limit."""
+        """Count a request whose prompts have `tokens` tokens together, and return None.
+
+        If the request exceeds a limit of its caller, count nothing and return that limit.
+        """
+        # Callers without limits are not counted at all: they need neither memory here nor an exchange.
         if not caller.is_limited:
             return None
         minute, day = (self._count(caller, span, now) for span in WINDOW_SPANS_S)
-        for limit, used, added, span, what in (
-            (caller.requests_per_minute, minute.requests + minute.others_requests, 1, MINUTE_S, "requests a minute"),
-            (caller.tokens_per_minute, minute.tokens + minute.others_tokens, tokens, MINUTE_S, "tokens a minute"),
-            (caller.tokens_per_day, day.tokens + day.others_tokens, tokens, DAY_S, "tokens a day"),
+        for limit, used, added, span, unit in (
+            (caller.requests_per_minute, minute.requests + minute.others_requests, 1, MINUTE_S, "requests per minute"),
+            (caller.tokens_per_minute, minute.tokens + minute.others_tokens, tokens, MINUTE_S, "tokens per minute"),
+            (caller.tokens_per_day, day.tokens + day.others_tokens, tokens, DAY_S, "tokens per day"),
         ):
-            # A request that alone is over a limit of tokens passes at the beginning of a window: else it never could.
+            # A request that alone exceeds a limit of tokens could never run. It is accepted as the first of a window.
             if limit and used + (added if used else 0) > limit:
-                return OverLimit(f"the key {caller.name} may use {limit} {what}", span - now % span)
+                return OverLimit(f"the API key {caller.name} may use {limit} {unit}: retry later", span - now % span)
         minute.requests += 1
         day.requests += 1
         minute.tokens += tokens
@@ -68,32 +84,37 @@ class UsageLedger:
         return None
 
     def refund(self, caller: Caller, *, tokens: int, now: float) -> None:
-        """Take back the tokens that `admit` counted, for a request that was then refused. It stays counted as a
-        request: limits of requests are limits of attempts."""
+        """Take back the tokens that `admit` counted, for a request that was rejected afterwards.
+
+        The request itself stays counted, because limits on requests are limits on attempts.
+        """
         if caller.is_limited:
             for span in WINDOW_SPANS_S:
                 count = self._count(caller, span, now)
+                # A new window may have started since `admit`: then there is nothing to take back.
                 count.tokens = max(0, count.tokens - tokens)
 
     def add(self, caller: Caller, *, tokens: int, now: float) -> None:
-        """Tokens that were generated."""
+        """Count generated tokens of a caller. They do not end a running request, but count against the next ones."""
         if caller.is_limited:
             for span in WINDOW_SPANS_S:
                 self._count(caller, span, now).tokens += tokens
 
     def own(self, now: float) -> list[WindowUsage]:
-        """What this router counted, in windows that are not long over."""
+        """Return the counts of this router in the present windows and the ones just before."""
         self._forget(now)
         return [WindowUsage(window, count.requests, count.tokens) for window, count in self._counts.items()]
 
     def merge_others(self, others: Iterable[WindowUsage]) -> None:
-        """What all others counted; never less than before, for a store that was emptied knows too little."""
+        """Store what all other routers counted together."""
+        # Never less than before: a store that has lost its data knows too little until all routers have written again.
         for used in others:
             if (count := self._counts.get(used.window)) is not None:
                 count.others_requests = max(count.others_requests, used.requests)
                 count.others_tokens = max(count.others_tokens, used.tokens)
 
     def used(self, caller: Caller, now: float) -> Iterator[WindowUsage]:
+        """Iterate over the caller's usage in the present minute and day, counted by all routers together."""
         for span in WINDOW_SPANS_S:
             window = UsageWindow(caller.name, span, int(now // span))
             count = self._counts.get(window, _Count())
@@ -103,5 +124,6 @@ class UsageLedger:
         return self._counts.setdefault(UsageWindow(caller.name, span_s, int(now // span_s)), _Count())
 
     def _forget(self, now: float) -> None:
+        # One window longer than needed: clocks of routers differ, and another router may still count in the last one.
         for window in [w for w in self._counts if (w.number + 2) * w.span_s < now]:
             del self._counts[window]

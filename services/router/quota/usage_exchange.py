@@ -1,6 +1,7 @@
-"""What callers used, exchanged between routers through a store a few times a second; never on a request's path.
+"""Exchange the usage of API keys between routers through a store, in the background, twice a second.
 
-While the store is away each router counts alone.
+No request waits for it. While the store cannot be reached, each router counts alone, so that N routers together may let
+through N times a limit.
 """
 
 import asyncio
@@ -15,19 +16,28 @@ from baton_serve.services.router.quota.usage import UsageLedger, WindowUsage
 logger = logging.getLogger(__name__)
 
 EXCHANGE_S = 0.5
+"""Pause between two exchanges, in seconds."""
 
 
 class UsageStore(Protocol):
-    async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
-        """Tells what this router counted; returns what all others did. Raises `RegistryUnavailable`."""
+    """Port of the exchange: adds up the counts of routers (`RedisUsageStore`) or router processes (`SiblingRpc`)."""
 
-    async def close(self) -> None: ...
+    async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
+        """Store the counts of this router and return the sums of all others, for the same windows in the same order.
+
+        Raises `RegistryUnavailable` if the store does not answer.
+        """
+
+    async def close(self) -> None:
+        """Close the connection to the store."""
+        ...
 
 
 class UsageExchange:
-    """Runs from `start` to `close`."""
+    """Runs the exchange of one router process on the event loop, from `start` to `close`. Owns the store."""
 
     def __init__(self, ledger: UsageLedger, store: UsageStore, *, wall_clock: Callable[[], float]) -> None:
+        """Create it. `wall_clock` gives seconds since 1970: windows must be the same for all routers."""
         self._ledger = ledger
         self._store = store
         self._wall_clock = wall_clock
@@ -35,23 +45,28 @@ class UsageExchange:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Start to exchange in the background."""
         self._task = asyncio.create_task(self._run(), name="usage")
 
     async def close(self) -> None:
+        """Stop, exchange a last time, and close the store."""
         if self._task is not None:
             await cancel_all([self._task])
+        # Without it the other routers would never count what this one served since the last exchange.
         await self.exchange()
         await self._store.close()
 
     async def exchange(self) -> None:
+        """Exchange once. If the store does not answer, keep the previous sums of the others."""
         own = self._ledger.own(self._wall_clock())
         if not own:
             return
         try:
             self._ledger.merge_others(await self._store.exchange(own))
         except RegistryUnavailable as exc:
+            # Logged once per outage: this runs twice a second.
             if not self._is_store_away:
-                logger.warning("limits of keys are counted by this router alone: %s", exc)
+                logger.warning("usage of API keys is not exchanged, each router applies the limits alone: %s", exc)
             self._is_store_away = True
         else:
             self._is_store_away = False

@@ -1,7 +1,8 @@
-"""What callers used, told to other routers through Redis.
+"""Exchange the usage of API keys between routers through Redis.
 
-`baton:usage:<span>:<number>:<caller>` is a hash of each router's own counts, with a TTL. Telling it twice changes
-nothing, and a store that was emptied knows all again after one exchange.
+The key `baton:usage:<span>:<number>:<caller>` holds a hash with the counts of each router in one window, and a TTL. A
+router writes absolute counts, so writing twice changes nothing, and after a loss of Redis' data one exchange of each
+router restores it.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.redis_client import connect_redis
 from baton_serve.services.router.quota.usage import WindowUsage
 
+# A script, so that one round trip writes this router's counts of all windows and reads the sums of the others.
+# KEYS: one hash per window. ARGV: id of this router, then (requests, tokens, TTL in seconds) for each window.
 _EXCHANGE = """
 local others = {}
 for i, key in ipairs(KEYS) do
@@ -34,17 +37,21 @@ return others
 
 
 class RedisUsageStore:
-    """Fits `UsageStore`."""
+    """Implements `UsageStore` on the Redis of the registry. Owns its own connection."""
 
     def __init__(self, url: str) -> None:
+        """Create it without connecting; the first exchange connects. `url` is that of `--registry`."""
+        # A new id for each process: a restarted router counts from 0 and must not overwrite what it counted before.
         self._router = secrets.token_hex(8)
         self._redis = connect_redis(url)
         self._exchange = self._redis.register_script(_EXCHANGE)
 
     async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
+        """Store the counts of this router and return the sums of all others. Raises `RegistryUnavailable`."""
         keys = [f"baton:usage:{u.window.span_s}:{u.window.number}:{u.window.caller}" for u in own]
         args: list[str | int] = [self._router]
         for used in own:
+            # Twice the window's length: a router may write to a window until shortly after its end.
             args += [used.requests, used.tokens, 2 * used.window.span_s]
         try:
             others = cast(list[int], await self._exchange(keys=keys, args=args))
@@ -53,5 +60,6 @@ class RedisUsageStore:
         return [WindowUsage(u.window, others[2 * i], others[2 * i + 1]) for i, u in enumerate(own)]
 
     async def close(self) -> None:
+        """Close the connection to Redis."""
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()

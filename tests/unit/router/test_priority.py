@@ -93,7 +93,7 @@ def test_the_router_s_setting_counts_for_keys_whose_line_says_nothing(tmp_path: 
 
 def test_a_least_priority_that_is_no_number_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one min_priority=high\n")
-    with pytest.raises(ConfigurationError, match=r"line 1.*least priority"):
+    with pytest.raises(ConfigurationError, match=r"line 1.*min_priority"):
         ApiKeys(file=str(tmp_path / "keys"))
 
 

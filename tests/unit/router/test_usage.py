@@ -18,7 +18,7 @@ def test_requests_of_a_minute_are_counted_and_the_next_minute_begins_anew() -> N
     assert ledger.admit(CALLER, tokens=1, now=NOW) is None
     assert ledger.admit(CALLER, tokens=1, now=NOW + 1) is None
     over = ledger.admit(CALLER, tokens=1, now=NOW + 10)
-    assert over is not None and over.retry_after_s == pytest.approx(20.0) and "2 requests a minute" in over.message
+    assert over is not None and over.retry_after_s == pytest.approx(20.0) and "2 requests per minute" in over.message
     assert ledger.admit(Caller(name="b", requests_per_minute=1), tokens=1, now=NOW + 10) is None
     assert ledger.admit(CALLER, tokens=1, now=NOW + 30) is None
 
@@ -28,10 +28,10 @@ def test_generated_tokens_count_too_and_a_day_is_longer_than_a_minute() -> None:
     assert ledger.admit(CALLER, tokens=60, now=NOW) is None
     ledger.add(CALLER, tokens=40, now=NOW)
     over = ledger.admit(CALLER, tokens=1, now=NOW)
-    assert over is not None and "100 tokens a minute" in over.message
+    assert over is not None and "100 tokens per minute" in over.message
     assert ledger.admit(CALLER, tokens=50, now=NOW + 60) is None
     over = ledger.admit(CALLER, tokens=1, now=NOW + 120)
-    assert over is not None and "150 tokens a day" in over.message and over.retry_after_s > 80_000
+    assert over is not None and "150 tokens per day" in over.message and over.retry_after_s > 80_000
 
 
 def test_two_routers_count_together_and_nothing_twice() -> None:
