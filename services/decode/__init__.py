@@ -1,1 +1,1 @@
-"""The process that fetches a prompt's blocks and writes the answer."""
+"""The process of a decode instance: fetches the KV blocks of prompts and generates the answers."""

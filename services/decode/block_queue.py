@@ -1,6 +1,7 @@
-"""Prompts that wait for blocks: granted strictly by priority, then arrival, so that a large one is never starved.
+"""A queue of handoffs that wait for free KV blocks on a decode instance.
 
-All that wait ask the engine together, in one command, and again whenever more blocks are free than at the last refusal.
+Blocks are granted strictly by priority, then by arrival, so that a large prompt is never starved by small ones. All
+waiting handoffs query the engine in one command, and again whenever more blocks are free than at the last refusal.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ from baton_serve.services.instance.ports import EnginePort, Reservation
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
+    """Holds one handoff that waits for blocks."""
+
     work: Work
     order: int
     granted: "asyncio.Future[Reservation]"
@@ -28,13 +31,19 @@ class _Waiter:
 
 @dataclass(frozen=True, slots=True)
 class _GrantedBlocks:
-    """Answers to the first of those who asked. If there are fewer than asked, `free_blocks` were not enough."""
+    """The engine's answers, for the first of the queried handoffs. The first one without an answer did not fit
+    `free_blocks`."""
 
     answers: list[Reservation | RequestError]
     free_blocks: int
 
 
 class BlockQueue:
+    """Owns the waiting handoffs of a decode instance. Event loop only.
+
+    `max_waiting` is the number of handoffs that may wait (`--max-waiting`).
+    """
+
     def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
         self._engine = engine
         self._max_waiting = max_waiting
@@ -47,25 +56,32 @@ class BlockQueue:
         return len(self._waiting)
 
     async def reserve(self, work: Work, *, within_s: float) -> Reservation:
-        """Blocks for a prompt, once there is room. Raises `RequestFailed` when too many wait or the time is over, and
-        what `Engine.reserve` raises.
+        """Reserve blocks for a prompt, waiting up to `within_s` seconds until enough are free.
 
-        When cancelled or late, the caller frees what may have been taken meanwhile.
+        Raises `RequestFailed` if too many handoffs wait or the time is over, and the errors of `Engine.reserve`. If
+        this raises or is cancelled, the caller must cancel the request in the engine, which may have granted it blocks
+        meanwhile.
         """
         if self._refused_at is not None and len(self._waiting) >= self._max_waiting:
-            raise RequestFailed("overloaded", f"{len(self._waiting)} handoffs wait for blocks")
+            raise RequestFailed(
+                "overloaded", f"{len(self._waiting)} handoffs wait for KV blocks already (--max-waiting): retry later"
+            )
         try:
             async with asyncio.timeout(within_s):
                 return await self._wait(work)
         except TimeoutError:
-            raise RequestFailed("overloaded", f"no room for the prompt within {within_s:g} s") from None
+            raise RequestFailed(
+                "overloaded", f"not enough free KV blocks for the prompt within {within_s:g} s"
+            ) from None
 
     def on_free_blocks(self, free_blocks: int) -> None:
+        """Query the engine again if more blocks are free than at the last refusal."""
         if self._refused_at is not None:
             if free_blocks > self._refused_at:
                 self._refused_at = None
                 self._query_engine()
             else:
+                # Fewer are free now, so a smaller number already is an improvement.
                 self._refused_at = free_blocks
 
     async def _wait(self, work: Work) -> Reservation:
@@ -73,12 +89,14 @@ class BlockQueue:
         waiter = _Waiter(work, self._num_pending, granted)
         self._num_pending += 1
         bisect.insort(self._waiting, waiter, key=lambda w: w.key)
+        # The last refusal was for another head of the queue; this one may need fewer blocks.
         if self._waiting[0] is waiter:
             self._refused_at = None
         self._query_engine()
         try:
             return await granted
         finally:
+            # The waiter gave up. If it was the head of the queue, the next one may fit into the free blocks.
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
                 self._refused_at = None
@@ -88,36 +106,42 @@ class BlockQueue:
         if self._is_querying or not self._waiting or self._refused_at is not None:
             return
         self._is_querying = True
-        asked = list(self._waiting)
-        # Before any later numbers: blocks that become free after a refusal may be the last for long.
+        queried = list(self._waiting)
+        # `then` runs before the statistics of any later step: blocks that become free right after a refusal may be the
+        # last ones for a long time, and must be noticed.
         answer = self._engine.call(
-            lambda engine: _grant(engine, [waiter.work for waiter in asked]), then=partial(self._on_grants, asked)
+            lambda engine: _grant(engine, [waiter.work for waiter in queried]), then=partial(self._on_grants, queried)
         )
-        answer.add_done_callback(partial(self._on_query_failed, asked))
+        answer.add_done_callback(partial(self._on_query_failed, queried))
 
-    def _on_query_failed(self, asked: list[_Waiter], done: "asyncio.Future[_GrantedBlocks]") -> None:
-        """The engine has stopped, or could not say."""
+    def _on_query_failed(self, queried: list[_Waiter], done: "asyncio.Future[_GrantedBlocks]") -> None:
+        """Fail all queried waiters: the engine has stopped, or the command raised."""
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or error is not None:
             self._is_querying = False
-            for waiter in asked:
-                self._settle(waiter, error or RequestFailed("internal", "the engine has stopped"))
+            for waiter in queried:
+                self._settle(waiter, error or RequestFailed("internal", "the engine of this instance has stopped"))
             self._query_engine()
 
-    def _on_grants(self, asked: list[_Waiter], grants: _GrantedBlocks) -> None:
+    def _on_grants(self, queried: list[_Waiter], grants: _GrantedBlocks) -> None:
+        """Resolve the answered waiters. Remember how many blocks were free if the head of the queue was refused."""
         self._is_querying = False
-        for waiter, answer in zip(asked, grants.answers, strict=False):
+        for waiter, answer in zip(queried, grants.answers, strict=False):
             self._settle(waiter, answer)
-        refused = asked[len(grants.answers) :]
+        refused = queried[len(grants.answers) :]
+        # If another waiter is the head of the queue by now, the engine does not know it yet: query again.
         if refused and self._waiting and self._waiting[0] is refused[0]:
             self._refused_at = grants.free_blocks
         self._query_engine()
 
     def _settle(self, waiter: _Waiter, answer: Reservation | BaseException) -> None:
+        """Remove a waiter from the queue and resolve its future."""
         if waiter in self._waiting:
             self._waiting.remove(waiter)
         if waiter.granted.done():
-            return  # given up meanwhile: its owner has sent the cancel behind our question
+            # The waiter timed out. Its handler has posted a cancel, which the engine runs after this grant: the blocks
+            # do not leak.
+            return
         if isinstance(answer, BaseException):
             waiter.granted.set_exception(answer)
         else:
@@ -125,15 +149,17 @@ class BlockQueue:
 
 
 def _grant(engine: EnginePort, works: list[Work]) -> _GrantedBlocks:
-    """In the engine's thread: one after the other until one finds no room."""
+    """Reserve blocks for the works in order, until one does not fit. Runs in the engine thread."""
     answers: list[Reservation | RequestError] = []
     for work in works:
         try:
             answer = engine.reserve(work)
         except RequestError as exc:
+            # This prompt can never be served; the next ones still can.
             answers.append(exc)
             continue
         if answer is None:
+            # Do not try smaller prompts behind it: they would take the blocks that it waits for.
             break
         answers.append(answer)
     return _GrantedBlocks(answers, engine.stats().free_blocks)

@@ -1,4 +1,4 @@
-"""What a decode instance does with a request: reserve blocks, fetch the missing ones, write the answer.
+"""Serves a request on a decode instance: reserves blocks, fetches the missing ones, generates the answer.
 
 Blocks are freed only when the fetch is over: until then a copy may write to them.
 """
@@ -33,11 +33,12 @@ from baton_serve.services.instance.request_server import RoleMessage
 logger = logging.getLogger(__name__)
 
 PEER_FAULTS = (PeerLost, TransferTimeout, Corrupt)
-"""The source is dead, frozen or broken. One that refuses, or gives a request up, is alive and told its router why."""
+"""Errors that mean that the prefill instance is dead, frozen or broken. An instance that refuses or fails a single
+request is alive and has reported the reason to its router."""
 
 
 class DecodeHandler:
-    """`services.instance.request_server.RoleHandler`."""
+    """Implements `services.instance.request_server.RoleHandler` for decode instances. Event loop only."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class DecodeHandler:
         return isinstance(message, Decode | Generate)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no peer waits for a decode instance."""
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         if isinstance(message, Decode):
@@ -78,35 +79,45 @@ class DecodeHandler:
         return len(self._block_queue)
 
     async def _decode(self, request: AttemptEntry, ticket: Ticket) -> None:
-        writing = GenerationObserver()
-        request.progress = writing
+        """Serve a request whose prompt is computed by a prefill instance."""
+        generation = GenerationObserver()
+        request.progress = generation
         inner = request.work.request_id
         arrivals = ArrivedBlocks(self._engine, request)
         try:
             with request.span.child("reserve"):
                 reservation = await self._block_queue.reserve(request.work, within_s=ticket.timeout_s)
             report = partial(self._router.send, request.router)
+            # `report` belongs to one router, so it is bound here.
             admission = HandoffAdmission(request, reservation, arrivals, self._engine, report)
             fetched = await self._fetch(request, ticket, admission)
             begun_at = time.monotonic() if fetched is None else fetched.ended_at
             if fetched is None:
-                logger.warning("the prompt is computed here", extra={"request_id": request.request_id})
+                logger.warning(
+                    "handoff failed, computing the prompt on this decode instance (--handoff-fallback local)",
+                    extra={"request_id": request.request_id},
+                )
                 request.is_admitted = True
+                # Blocks that did arrive become prefix cache hits, so only the rest is computed.
                 arrivals.flush()
                 await self._engine.call(lambda engine: engine.admit_locally(inner))
             else:
                 await admission.wait()
             with request.span.child("write", at=begun_at) as write:
-                write.over(await writing.wait())
+                write.over(await generation.wait())
         finally:
-            if not (writing.is_over and request.is_admitted):
+            # The fetch is over here, so no copy writes to the blocks any more and they may be freed.
+            if not (generation.is_over and request.is_admitted):
                 arrivals.flush()
                 self._engine.post(lambda engine: engine.cancel(inner))
 
     async def _fetch(
         self, request: AttemptEntry, ticket: Ticket, admission: "HandoffAdmission"
     ) -> CompletedFetch | None:
-        """None: the handoff failed and this instance computes what is missing itself."""
+        """Fetch the missing blocks. Return None if that failed and this instance must compute the rest of the prompt.
+
+        Raises `RequestFailed` if the fetch failed and `--handoff-fallback` is `fail`, or if the fault is on this side.
+        """
         reservation = admission.reservation
         try:
             with request.span.child("transfer") as transfer:
@@ -117,23 +128,28 @@ class DecodeHandler:
                     on_end=admission.begin,
                     translation=make_translation(ticket, request.work, reservation),
                 )
-                transfer.set(_described(ticket, reservation, fetched))
+                transfer.set(_transfer_attributes(ticket, reservation, fetched))
                 transfer.over(fetched.ended_at)
                 return fetched
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
+                # A lost peer makes the router choose another prefill instance and open the circuit for this one.
                 lost = ticket.source if isinstance(exc, PEER_FAULTS) else None
-                raise RequestFailed("handoff_failed", _describe(exc), lost=lost) from exc
-            logger.warning("handoff from %s failed: %s", ticket.source, _describe(exc))
+                raise RequestFailed("handoff_failed", _error_text(exc), lost=lost) from exc
+            logger.warning("handoff from prefill instance %s failed: %s", ticket.source, _error_text(exc))
             return None
         except LocalTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
-            raise RequestFailed("handoff_failed", _describe(exc)) from exc
+            raise RequestFailed("handoff_failed", _error_text(exc)) from exc
 
 
 def make_translation(ticket: Ticket, work: Work, reservation: Reservation) -> Translation | None:
-    """How the source names the blocks of the prompt, where its layout is another one."""
+    """Return how to convert blocks from the source's layout, or None if both layouts are equal.
+
+    The source hashes the prompt with its own block size and root, so its block hashes are computed here from the
+    tokens.
+    """
     layout = ticket.source_layout
     if layout is None:
         return None
@@ -141,7 +157,8 @@ def make_translation(ticket: Ticket, work: Work, reservation: Reservation) -> Tr
     return Translation(layout, names, first_block=reservation.reused, num_tokens=len(work.token_ids))
 
 
-def _described(ticket: Ticket, reservation: Reservation, fetched: CompletedFetch) -> Attributes:
+def _transfer_attributes(ticket: Ticket, reservation: Reservation, fetched: CompletedFetch) -> Attributes:
+    """Return the attributes of the transfer's span."""
     return {
         "baton.source": ticket.source,
         "baton.ticket": ticket.ticket,
@@ -152,5 +169,5 @@ def _described(ticket: Ticket, reservation: Reservation, fetched: CompletedFetch
     }
 
 
-def _describe(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

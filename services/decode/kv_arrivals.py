@@ -1,4 +1,4 @@
-"""What a decode instance tells its engine of the blocks that a fetch brings, and when its first step began."""
+"""Reports blocks that a fetch brings to the engine, and starts decoding when all of them have arrived."""
 
 import asyncio
 import time
@@ -15,11 +15,15 @@ from baton_serve.services.instance.first_tokens import FirstTokens, decode_first
 from baton_serve.services.instance.ports import CompletedFetch, EnginePort, Reservation
 
 MIN_BLOCKS_PER_REPORT = 64
-"""Only when so many more blocks of a prompt have arrived can others find them in the cache."""
+"""Number of arrived blocks that are reported to the engine together. A larger number delays their reuse by other
+prompts, a smaller one wakes the engine thread more often."""
 
 
 class ArrivedBlocks:
-    """Tells the engine of blocks that have arrived: many at once, since each word to it wakes its thread."""
+    """Collects the blocks of one fetch that have arrived and reports them to the engine in batches.
+
+    Each report wakes the engine thread, which competes with the event loop for the GIL.
+    """
 
     def __init__(self, engine: EngineCalls, request: AttemptEntry) -> None:
         self._engine = engine
@@ -27,22 +31,28 @@ class ArrivedBlocks:
         self._names: list[BlockHash] = []
 
     def add(self, names: list[BlockHash]) -> None:
+        """Add hashes of blocks that have arrived; report them once there are `MIN_BLOCKS_PER_REPORT`."""
         self._names += names
         if len(self._names) >= MIN_BLOCKS_PER_REPORT:
             self.flush()
 
     def take(self) -> list[BlockHash]:
-        """Those that the engine does not know of yet."""
+        """Return the hashes of blocks that have arrived and were not yet reported to the engine, and clear the list."""
         names, self._names = self._names, []
         return names
 
     def flush(self) -> None:
+        """Report all blocks that have arrived to the engine now."""
         if names := self.take():
             self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
 
 
 class HandoffAdmission:
-    """The end of a fetch: the engine is told in the same turn of the loop; the request's own task hears of it later."""
+    """Starts decoding one request at the end of its fetch.
+
+    `begin` is called directly by the transfer, in the same iteration of the event loop: waiting until the request's
+    task runs would delay the second token.
+    """
 
     def __init__(
         self,
@@ -63,40 +73,49 @@ class HandoffAdmission:
         self._admitted: asyncio.Future[float] | None = None
 
     def begin(self, fetched: CompletedFetch) -> None:
-        """All blocks are here: the sequences that go on join the batch. The router hears of it once the engine has
-        begun, which should not wait for this thread, and before any token that it writes."""
+        """Start decoding the sequences that have not ended, when all blocks have arrived.
+
+        The router gets its `HandoffReport` before the first token that is decoded here.
+        """
         try:
             first = decode_first_tokens(fetched.payload)
         except WireError as exc:
             self._failure = RequestFailed("handoff_failed", f"first tokens: {exc}")
+            # This is a callback of the transfer: the error is kept for `wait`, which raises it in the request's task.
             self._failure.__cause__ = exc
             return
         request = self._request
-        going = {token.sequence: token.token_id for token in first.tokens if not token.is_finished}
-        going = {sequence: token for sequence, token in going.items() if sequence in request.live}
-        if going:
+        continuing = {token.sequence: token.token_id for token in first.tokens if not token.is_finished}
+        # Sequences that were cancelled while the blocks arrived are not started.
+        continuing = {sequence: token for sequence, token in continuing.items() if sequence in request.live}
+        if continuing:
             request.is_admitted = True
             inner, names = request.work.request_id, self.arrivals.take()
 
             def admit(engine: EnginePort) -> float:
                 engine.mark_received(inner, names)
-                engine.admit(inner, going)
-                return self._clock()  # a step begins as soon as all commands have run
+                engine.admit(inner, continuing)
+                # The next step starts as soon as all queued commands have run, so this time is close to its start.
+                return self._clock()
 
-            self._admitted = self._engine.call(admit, then=partial(self._begun, fetched, first))
+            self._admitted = self._engine.call(admit, then=partial(self._send_report, fetched, first))
         else:
-            self._begun(fetched, first, None)
-        for sequence in request.live - set(going):
+            self._send_report(fetched, first, None)
+        # These ended with their first token, which the prefill instance has sent: the router expects no more from here.
+        for sequence in request.live - set(continuing):
             request.end_sequence(sequence)
 
     async def wait(self) -> None:
-        """Until the engine has begun. Raises `RequestFailed`, or what the engine raised."""
+        """Wait until the engine has started the sequences. Raises `RequestFailed`, or the engine's error."""
         if self._failure is not None:
             raise self._failure
         if self._admitted is not None:
             await self._admitted
 
-    def _begun(self, fetched: CompletedFetch, first: FirstTokens, step_at: float | None) -> None:
+    def _send_report(self, fetched: CompletedFetch, first: FirstTokens, step_at: float | None) -> None:
+        """Send the `HandoffReport`. `step_at` is when the engine took the request up; None if nothing is left to
+        decode."""
+        # The producer measures both parts with its own clock as durations; clocks of two hosts differ.
         exposed_s = min(fetched.seconds, fetched.exposed_s + first.since_end_s)
         self._report(
             HandoffReport(

@@ -1,4 +1,4 @@
-"""`baton decode`: the whole wiring of the process."""
+"""Entry point of `baton decode`: reads the settings and runs the instance."""
 
 import sys
 from os import environ
@@ -9,17 +9,18 @@ from baton_serve.services.instance.settings import InstanceSettings, short_waits
 
 
 def main(argv: list[str]) -> None:
-    """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
+    """Serve until SIGTERM or Ctrl-C, then drain. Ends the process with its exit status."""
     settings = load(
         InstanceSettings,
         argv,
         environ,
         prefix="BATON__DECODE__",
         program="baton decode",
-        description="Fetches the blocks of prompts from prefill instances and writes the answers.",
+        description="Runs a decode instance: fetches prompts' KV blocks from prefill instances and generates answers.",
     )
+    # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
-    # Imported now, so that --help and a mistyped flag need not wait for torch.
+    # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
     from baton_serve.services.decode.block_queue import BlockQueue
     from baton_serve.services.decode.handler import DecodeHandler
     from baton_serve.services.instance.process import run_instance

@@ -1,4 +1,4 @@
-"""The wiring of an engine, a transfer node and the RPC server that all instance roles share.
+"""Everything that all instance roles share: an engine, a transfer node and an RPC server, wired into one process.
 
-A role (`services.prefill`, `services.decode`, `services.unified`) adds what it does with a message.
+A role (`services.prefill`, `services.decode`, `services.unified`) adds a handler, which serves the messages of routers.
 """

@@ -1,7 +1,7 @@
-"""Adapters that come and go while an instance serves: read beside the engine, put in between two steps.
+"""Loads and unloads LoRA adapters while an instance serves.
 
-One change at a time, in the order in which routers ask. Every router hears of a change before the one that asked for it
-hears that it is done.
+Files are read beside the engine and the weights are added between two steps. Changes run one at a time in the order of
+the requests. Every router receives a load report with the change before the router that requested it gets its answer.
 """
 
 import asyncio
@@ -21,11 +21,16 @@ from baton_serve.services.instance.ports import RouterPort
 logger = logging.getLogger(__name__)
 
 UNLOADED_ADAPTER_GRACE_S = 60.0
-"""Requests that routers had placed before they heard of an unloaded adapter find its weights for so long."""
+"""Seconds for which the weights of an unloaded adapter stay in memory. Requests that routers had placed before they
+learned of the change still find them."""
 
 
 class AdapterLoader:
-    """`announce` tells routers and registry of the adapters that there are now."""
+    """Applies `LoadAdapter` and `UnloadAdapter` messages. Lives on the event loop from start to shutdown of the
+    process.
+
+    `announce` publishes the current list of adapters to routers and registry.
+    """
 
     def __init__(
         self,
@@ -43,11 +48,13 @@ class AdapterLoader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_message(self, router: RouterId, message: LoadAdapter | UnloadAdapter) -> None:
+        """Apply the change in a task and answer `router` with `AdapterChanged` when it is done or refused."""
         task = asyncio.get_running_loop().create_task(self._answer(router, message), name="adapter")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
+        """Cancel all running changes and wait until their tasks have ended. Their routers get no answer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -55,6 +62,8 @@ class AdapterLoader:
     async def _answer(self, router: RouterId, message: LoadAdapter | UnloadAdapter) -> None:
         refusal: AdapterRefusal | None = None
         reason = ""
+        # Two changes of one name must not overlap: the check for a known name and the load are not atomic. asyncio's
+        # lock is fair, so that the order of the requests is kept.
         async with self._one_at_a_time:
             try:
                 if isinstance(message, LoadAdapter):
@@ -63,23 +72,29 @@ class AdapterLoader:
                     await self._unload(message)
             except (EngineError, EngineBroken) as exc:
                 refusal, reason = _refusal(message), str(exc)
-                logger.warning("an adapter stays as it was: %s", exc)
+                logger.warning("cannot change LoRA adapter %s, keeping the previous state: %s", message.name, exc)
         self._router.send(router, AdapterChanged(request_id=message.request_id, refusal=refusal, message=reason))
 
     async def _load(self, message: LoadAdapter) -> None:
         known = next((one for one in self._adapters.records() if one.name == message.name), None)
+        # Loading the same adapter again succeeds without effect, so that a router may repeat its request.
         if known is not None and known.path == message.path:
             return
         if known is not None:
-            raise AdapterError(f"the name {message.name} is in use by the adapter of {known.path}")
+            raise AdapterError(
+                f"adapter name {message.name} is in use by the adapter in {known.path}; unload that one first or"
+                " choose another name"
+            )
+        # Reading weights can take seconds: neither the event loop nor the engine may wait for it.
         adapter = await asyncio.to_thread(self._adapters.read, message.name, message.path)
         await self._engine.call(lambda engine: engine.adapters.put(adapter))
-        logger.info("adapter %s is loaded from %s", message.name, message.path)
+        logger.info("loaded LoRA adapter %s from %s", message.name, message.path)
         await self._announce()
 
     async def _unload(self, message: UnloadAdapter) -> None:
         await self._engine.call(lambda engine: engine.adapters.unload(message.name))
-        logger.info("adapter %s is unloaded", message.name)
+        logger.info("unloaded LoRA adapter %s", message.name)
+        # The engine frees unloaded adapters that no request uses any more.
         asyncio.get_running_loop().call_later(
             UNLOADED_ADAPTER_GRACE_S, self._engine.post, lambda engine: engine.adapters.collect()
         )
@@ -88,4 +103,5 @@ class AdapterLoader:
 
 def _refusal(message: LoadAdapter | UnloadAdapter) -> AdapterRefusal:
     is_missing = isinstance(message, UnloadAdapter) or not Path(message.path).is_dir()
+    # The HTTP status depends on it: a missing folder or name is a 404, a broken adapter a 400.
     return "not_found" if is_missing else "invalid"

@@ -1,4 +1,4 @@
-"""Where an instance listens, and how others reach it."""
+"""Which addresses an instance binds, and under which addresses others reach it."""
 
 import socket
 from pathlib import Path
@@ -9,33 +9,43 @@ from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings, advertised_host
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""File with an id that is random for each boot of the kernel, and equal in all containers of a machine."""
 
 
 def tcp(settings: InstanceSettings, port: int, *, any_port: str = "0") -> str:
-    """ZeroMQ address to bind."""
+    """Return the ZeroMQ address to bind for `port`; `any_port` is the spelling of "a free port" for the caller's
+    library."""
     return f"tcp://{_bracketed(settings.host)}:{port or any_port}"
 
 
 def for_routers(settings: InstanceSettings) -> str:
-    """Where requests are taken."""
+    """Return the address to bind for requests of routers."""
     return ANY_UNIX_SOCKET if settings.rpc_socket else tcp(settings, settings.rpc_port)
 
 
 def advertised(settings: InstanceSettings, bound: str) -> str:
-    """What others connect to, for an address that was bound. A Unix socket has one name for all."""
+    """Return the address under which others reach an endpoint that was bound at `bound`."""
+    # A Unix socket has the same name for all processes of the machine.
     if bound.startswith("ipc:"):
         return bound
     return f"tcp://{_bracketed(advertised_host(settings))}:{urlsplit(bound).port}"
 
 
 def advertised_http(settings: InstanceSettings, port: int) -> str:
+    """Return `HOST:PORT` of the HTTP endpoints for the registry record."""
     return f"{_bracketed(advertised_host(settings))}:{port}"
 
 
 def check_ports(settings: InstanceSettings) -> None:
-    """Raises `StartFailed` for a fixed port that is in use. Loading a model takes long: better now than then."""
+    """Check that the configured ports are free before the model is loaded, which can take minutes.
+
+    Raises `StartFailed` if a port is in use, if `--host` is not an address of this machine, or if flags contradict each
+    other.
+    """
     if settings.rpc_socket and settings.rpc_port:
-        raise StartFailed("--rpc-socket takes requests at a Unix socket, not at a port: leave out --rpc-port")
+        raise StartFailed(
+            "--rpc-socket accepts requests on a Unix socket instead of a port: remove --rpc-port or --rpc-socket"
+        )
     ports = {
         "--http-port": settings.http_port,
         "--rpc-port": settings.rpc_port,
@@ -47,7 +57,7 @@ def check_ports(settings: InstanceSettings) -> None:
 
 
 def shared_memory_host() -> str:
-    """Equal for processes of one running kernel."""
+    """Return an id that is equal for all processes that can share memory: those of one running kernel."""
     return BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
 
 
@@ -58,15 +68,17 @@ def _try_to_bind(host: str, port: int, flag: str) -> None:
         )[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as exc:
-        raise StartFailed(f"--host {host}: {exc.strerror or exc}; name an address of this machine") from exc
+        raise StartFailed(f"--host {host}: {exc.strerror or exc}; give an address of this machine") from exc
     with bound:
+        # As the real servers do: a connection in TIME_WAIT from a previous process must not count as "in use".
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind(address)
         except OSError as exc:
-            remedy = "choose another, or 0 for a free one"
+            remedy = "choose another port, or 0 for a free one"
             raise StartFailed(f"{flag} {port} on {host}: {exc.strerror or exc}; {remedy}") from exc
 
 
 def _bracketed(host: str) -> str:
+    # IPv6 addresses need brackets in front of a port.
     return f"[{host}]" if ":" in host else host

@@ -1,7 +1,7 @@
-"""Which requests are here, whose they are, and what the results of a step mean for their routers.
+"""The attempts that run on this instance, their routers, and what the results of a step mean for them.
 
-Pure bookkeeping: no socket, clock or task. A router may use any request id, even one that another router or an attempt
-that is still ending uses: inside the process each attempt has an id of its own.
+Pure bookkeeping: no socket, clock or task. Request ids are chosen by routers: two routers may use the same id, and a
+router may repeat an id while its previous attempt still ends. So each attempt gets an id of its own inside the process.
 """
 
 from dataclasses import dataclass, field
@@ -19,25 +19,25 @@ from baton_serve.services.instance.ports import StepResult
 
 
 class RequestObserver(Protocol):
-    """What the engine reports of one request, as far as its role cares. Calls must not block."""
+    """Receives the engine's events of one request for its role. Called on the event loop; must not block."""
 
     def completed(self, blocks: CompletedBlocks) -> None: ...
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
-        """Some groups of their layers; `completed` follows."""
+        """The layer groups `parts` of these blocks are computed; `completed` follows for the whole blocks."""
 
     def token(self, output: SequenceOutput) -> None: ...
     def held(self, at: float) -> None:
-        """The prompt is computed and its first tokens were reported; `at` is when the step ended."""
+        """The prompt is computed and its first tokens have been reported; the step ended at `at`."""
 
     def ended(self) -> None:
-        """No sequence is left."""
+        """The request has no sequence left that generates tokens."""
 
     def failed(self, code: ErrorCode, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PulledPrefix:
-    """Blocks of the prompt that came from another instance's cache."""
+    """Blocks of the prompt that were fetched from the cache of another instance instead of being computed."""
 
     source: InstanceId
     num_tokens: int
@@ -46,16 +46,19 @@ class PulledPrefix:
 
 @dataclass(eq=False, slots=True)
 class AttemptEntry:
-    """One attempt at a request. `work.request_id` is the id inside this process."""
+    """One attempt at a request, from its acceptance until its resources are free.
+
+    `request_id` is the router's id; `work.request_id` is the id inside this process.
+    """
 
     router: RouterId
     request_id: RequestId
     work: Work
     progress: RequestObserver | None = None
     live: set[int] = field(init=False)
-    """Indexes of the sequences that are still to be written."""
+    """Indexes of the sequences that still generate tokens. Empty once the router expects nothing more."""
     is_admitted: bool = False
-    """The engine runs its sequences, so that one of them can be cancelled."""
+    """Whether the engine runs the sequences, so that a single one can be cancelled."""
     span: Span = NO_SPAN
     pulled: PulledPrefix | None = None
 
@@ -63,6 +66,7 @@ class AttemptEntry:
         self.live = set(self.work.sequences)
 
     def end_sequence(self, sequence: int) -> None:
+        """Mark a sequence as ended, and notify the observer after the last one."""
         if sequence in self.live:
             self.live.discard(sequence)
             if not self.live and self.progress is not None:
@@ -70,6 +74,8 @@ class AttemptEntry:
 
 
 class AttemptTable:
+    """Holds all attempts of this instance. Owned by `RequestServer`; event loop only."""
+
     def __init__(self) -> None:
         self._by_id: dict[RequestId, AttemptEntry] = {}
         self._by_router: dict[RouterId, dict[RequestId, AttemptEntry]] = {}
@@ -79,7 +85,10 @@ class AttemptTable:
         return len(self._by_id)
 
     def add(self, router: RouterId, work: Work) -> AttemptEntry:
-        """The caller has seen to it that the router has no live attempt with this id (`find`)."""
+        """Add an attempt with a new id inside the process.
+
+        The router must have no live attempt with this id; the caller checks that with `find` and detaches an old one.
+        """
         self._num_added += 1
         engine_request_id = RequestId(f"{work.request_id}#{self._num_added}")
         request = AttemptEntry(router, work.request_id, msgspec.structs.replace(work, request_id=engine_request_id))
@@ -88,11 +97,13 @@ class AttemptTable:
         return request
 
     def find(self, router: RouterId, request_id: RequestId) -> AttemptEntry | None:
+        """Return the live attempt of `router` with this id, or None."""
         return self._by_router.get(router, {}).get(request_id)
 
     def detach(self, request: AttemptEntry) -> None:
-        """The router has given this attempt up: it hears no more of it and may use the id again."""
+        """Stop sending messages about this attempt. The router has given it up and may use the id again."""
         attempts = self._by_router.get(request.router, {})
+        # After a repeated id the entry may belong to the newer attempt, which must stay.
         if attempts.get(request.request_id) is request:
             del attempts[request.request_id]
             if not attempts:
@@ -100,7 +111,7 @@ class AttemptTable:
         request.live.clear()
 
     def remove(self, request: AttemptEntry) -> None:
-        """All it had is free."""
+        """Forget an attempt. Call it when all its resources are free."""
         self.detach(request)
         del self._by_id[request.work.request_id]
 
@@ -111,14 +122,16 @@ class AttemptTable:
         return list(self._by_id.values())
 
     def apply(self, result: StepResult, at: float) -> dict[RouterId, list[Answer]]:
-        """Tells each request what the step brought it, and returns what each router is to hear.
+        """Notify each request's observer of the step's results, and return the answers to send to each router.
 
-        Blocks and ends of prompts come first: a handoff waits for them.
+        Completed blocks are reported first, because a handoff waits for them. `at` is when the step ended
+        (`time.monotonic()`).
         """
         for blocks in result.completed:
             if progress := self._progress(blocks.request_id):
                 progress.completed(blocks)
         answers: dict[RouterId, list[Answer]] = {}
+        # A cancelled attempt has no live sequence: its router must not receive anything more.
         for info in result.first:
             if (request := self._by_id.get(info.request_id)) is not None and request.live:
                 _trace_prompt(request.span, info, at)
@@ -129,11 +142,12 @@ class AttemptTable:
                 answers.setdefault(request.router, []).append(tokens_of(request, output))
                 if request.progress is not None:
                     request.progress.token(output)
+        # After the tokens, so that an observer has the first tokens when `held` is called.
         self._apply_ends(result, at)
         return answers
 
     def apply_layer_groups(self, tail: CompletedLayerGroups) -> None:
-        """In the middle of a step."""
+        """Notify observers of computed layer groups while the step is still running."""
         for blocks in tail.blocks:
             if progress := self._progress(blocks.request_id):
                 progress.completed_layer_groups(blocks, tail.parts)
@@ -154,6 +168,7 @@ class AttemptTable:
         return None if request is None else request.progress
 
     def check_invariants(self) -> None:
+        """Assert that both indexes hold the same attempts. For tests."""
         for router, attempts in self._by_router.items():
             assert attempts, "a router without requests is remembered"
             for request_id, request in attempts.items():
@@ -170,6 +185,7 @@ def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
 
 
 def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport:
+    """Make the report of a finished prompt for its router: queueing, computation, cached and pulled tokens."""
     cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
     if info.host_tokens:
         cached["host"] = info.host_tokens
@@ -186,6 +202,7 @@ def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport
 
 
 def tokens_of(request: AttemptEntry, output: SequenceOutput) -> Tokens:
+    """Make the router's message for new tokens of a sequence."""
     return Tokens(
         request_id=request.request_id,
         sequence=output.sequence,

@@ -1,4 +1,4 @@
-"""What a process of an instance is put together from, as its role and its engine see it."""
+"""The parts that an instance process is assembled from, as seen by its role and its engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from baton_serve.services.instance.request_server import RoleHandler
 
 @dataclass(frozen=True, slots=True)
 class RoleDependencies:
-    """What a role's handler is made of."""
+    """Everything that a role's handler needs; made once by `InstanceProcess`."""
 
     engine: EngineThread[Engine]
     transfer: TransferNode
@@ -26,14 +26,17 @@ class RoleDependencies:
     counter: TransferMetrics
     puller: Puller
     image_reader: ImageReader | None
-    """None: prompts with images are not read here."""
+    """Decodes images for the vision tower. None: this instance cannot compute prompts with images."""
 
 
 MakeHandler = Callable[[RoleDependencies], RoleHandler]
 
 
 class InstanceService(Protocol):
-    """What this process does with its engine: `Serving`, or `PoolingServing`."""
+    """Serves the routers of this process: `RequestServer`, or `PoolingServer` for models that compute vectors.
+
+    All methods are called on the event loop.
+    """
 
     stats: EngineStats
     is_draining: bool

@@ -1,4 +1,4 @@
-"""Builds the engine from the settings, with a progress bar for a human who waits."""
+"""Builds the engine from the settings, with a progress bar if the process runs in a terminal."""
 
 import logging
 import sys
@@ -21,11 +21,14 @@ from baton_serve.services.instance.settings import InstanceSettings
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_SEQS = 256
+"""Default of `--max-num-seqs`, as in vLLM."""
 
 
 def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
+    """Return the engine's configuration for these settings and this role."""
     num_seqs = settings.max_num_seqs
     if num_seqs is None:
+        # A step has at least one token per running sequence, so more sequences than tokens are useless.
         num_seqs = min(DEFAULT_NUM_SEQS, settings.max_num_batched_tokens or DEFAULT_NUM_SEQS)
     return EngineConfig(
         model=settings.model,
@@ -51,6 +54,8 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         quantization_skip=tuple(name.strip() for name in settings.quantization_skip.split(",") if name.strip()),
         kv_cache_dtype=settings.kv_cache_dtype,
         tail_parts=settings.kv_tail_parts,
+        # A decode instance computes prompts only as a fallback, so they may slow down its decoding sequences less than
+        # on the other roles.
         max_step_stretch=DECODE_MAX_STRETCH if role == "decode" else inf,
         async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,
@@ -67,13 +72,16 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
 
 
 def model_kind(settings: InstanceSettings) -> ModelKind:
-    """What this instance's model is for. Raises `engine.errors.ConfigError`."""
+    """Return what the model computes: generate, embed or classify. Raises `engine.errors.ConfigError`."""
     return detect_model_kind(model_folder(settings.model), runner=settings.runner, task=settings.task)
 
 
 def build_engine(settings: InstanceSettings, role: Role, on_lost: Callable[[str], None]) -> Engine:
-    """Called in the engine's thread. `on_lost` is told, in another one, why the engine cannot go on. Raises
-    `engine.errors.EngineError`."""
+    """Build the engine of a generating model. Call it in the engine thread.
+
+    `on_lost` is called from another thread with the reason if the engine cannot continue. Raises
+    `engine.errors.EngineError`.
+    """
     _set_threads(settings)
     with ProgressBar() as progress:
         engine = Engine(engine_config(settings, role), progress=progress, on_lost=on_lost)
@@ -82,7 +90,10 @@ def build_engine(settings: InstanceSettings, role: Role, on_lost: Callable[[str]
 
 
 def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind) -> PoolingEngine:
-    """As `build_engine`, for a model that answers with vectors."""
+    """Build the engine of a model that computes vectors. Call it in the engine thread.
+
+    Raises `engine.errors.EngineError`.
+    """
     _set_threads(settings)
     with ProgressBar() as progress:
         engine = PoolingEngine(engine_config(settings, role), kind, progress=progress)
@@ -91,18 +102,23 @@ def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind
 
 
 def _set_threads(settings: InstanceSettings) -> None:
-    """Also for a process forked after torch had read its variables."""
+    """Bind the engine thread to its cores and set torch's number of threads."""
     pin_to_cores(settings)
+    # OMP_NUM_THREADS has no effect in a process that was forked after torch had read it, so torch gets the number
+    # again.
     count = str(settings.threads or environment().get("OMP_NUM_THREADS", ""))
     if count.isdecimal():
         torch.set_num_threads(int(count))
 
 
 class ProgressBar:
-    """Shown on a terminal only, gone when the engine is ready. The debug log tells when each stage began."""
+    """Shows the progress of loading on a terminal and disappears when the engine is ready.
+
+    The debug log records when each stage began, also without a terminal.
+    """
 
     def __init__(self) -> None:
-        self._what = ""
+        self._stage = ""
         self._bar = tqdm(
             total=100.0,
             desc="loading",
@@ -117,10 +133,10 @@ class ProgressBar:
     def __exit__(self, *exc: object) -> None:
         self._bar.close()
 
-    def __call__(self, what: str, fraction: float) -> None:
-        if what != self._what:
-            self._what = what
-            logger.debug("start: %s", what)
-        self._bar.set_description(what, refresh=False)
+    def __call__(self, stage: str, fraction: float) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            logger.debug("start: %s", stage)
+        self._bar.set_description(stage, refresh=False)
         self._bar.n = 100.0 * fraction
         self._bar.refresh()

@@ -1,7 +1,7 @@
-"""Owns the engine: builds it and calls it, all in one thread. Knows nothing of requests, routers or transfers.
+"""Runs the engine: builds it and calls it, always in the same thread. It knows no requests, routers or transfers.
 
-Commands enter through a queue, what a step produced leaves through one callback on the event loop. A thread with
-nothing to do blocks on its queue. A command never waits for more than the step that is running.
+Commands enter through a queue and results leave through callbacks on the event loop. Without work the thread blocks on
+its queue. A command waits at most for the step that is running.
 """
 
 import asyncio
@@ -26,27 +26,30 @@ T = TypeVar("T")
 E = TypeVar("E", bound=SteppingPort)
 
 SWITCH_INTERVAL_S = 0.0002
-"""How soon the engine's thread gives way to the event loop while it runs Python code. Python's default is 5 ms."""
+"""Seconds after which the engine thread yields the GIL to the event loop while it runs Python code. With Python's
+default of 5 ms each message would wait that long."""
 
 
 POLL_INTERVAL_S = 0.005
-"""How soon a step that waits for its turn notices that it need not wait any more."""
+"""Seconds between two checks while a step waits for its time slice (`--core-turns`)."""
 STATS_INTERVAL_S = 0.05
-"""A step that only adds tokens changes little: numbers are taken anew only so often while nothing begins or ends."""
+"""Minimum time in seconds between two reports of statistics while no request begins or ends: a step that only adds
+tokens changes little."""
 STATS_DELAY_S = 0.002
-"""An engine that comes to rest lets the event loop act on its last step first: a handoff waits for that."""
+"""Seconds between the last step and the statistics of an idle engine. They let the event loop handle the results of
+that step first, because a handoff may depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStepResult:
-    """What one round of the engine's thread left: `at` is `time.monotonic()` when the step had ended."""
+    """Result of one step and the time when it ended (`time.monotonic()`)."""
 
     result: StepResult
     at: float
 
 
 class EngineCalls(Protocol):
-    """What request handling may do with the engine."""
+    """Access of request handling to the engine; implemented by `EngineThread`. See there."""
 
     def call(
         self, action: Callable[[EnginePort], T], *, then: Callable[[T], None] | None = None
@@ -56,7 +59,7 @@ class EngineCalls(Protocol):
 
 
 class PoolingEngineCalls(Protocol):
-    """The same for an engine that answers with vectors."""
+    """Access of request handling to a pooling engine; implemented by `EngineThread`."""
 
     def call(self, action: Callable[[PoolingPort], T]) -> asyncio.Future[T]: ...
 
@@ -64,7 +67,11 @@ class PoolingEngineCalls(Protocol):
 
 
 class EngineThread(Generic[E]):
-    """`start` builds the engine; `attach` begins to run it; `call` and `post` belong to the event loop's thread."""
+    """Owns an engine and the thread that runs it.
+
+    `start` builds the engine, `attach` starts to run steps, `stop` ends the thread. All methods belong to the event
+    loop's thread, except `give_up` and `deliver`, which any thread may call.
+    """
 
     def __init__(self, build: Callable[[], E], turns: TimeSlicer | None = None) -> None:
         self._build = build
@@ -81,8 +88,12 @@ class EngineThread(Generic[E]):
         return self._thread.is_alive()
 
     async def start(self) -> E:
-        """Builds the engine. Raises what that raised. An engine that nobody waits for any more is closed once built."""
-        self._ready.set_running_or_notify_cancel()  # else the thread could not tell it what became of the engine
+        """Start the thread, build the engine in it and return the engine. Raises the exception of `build`.
+
+        If this coroutine is cancelled, the thread closes the engine as soon as it is built.
+        """
+        # Without this, cancelling `start` would cancel the future, and `set_result` in the thread would raise.
+        self._ready.set_running_or_notify_cancel()
         self._thread.start()
         try:
             return await asyncio.wrap_future(self._ready)
@@ -98,8 +109,10 @@ class EngineThread(Generic[E]):
         on_stats: Callable[[EngineStats], None],
         on_broken: Callable[[EngineBroken], None],
     ) -> None:
-        """From now on steps run. All callbacks are called on this event loop; after `on_broken` nothing else is.
-        Numbers come after the turns that changed them."""
+        """Start to run steps. All callbacks are called on this event loop; `on_broken` is the last call.
+
+        `on_stats` is called after `on_step_result` of the steps that changed the statistics.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_turn = on_step_result
         self._on_stats = on_stats
@@ -107,33 +120,38 @@ class EngineThread(Generic[E]):
         self._attached.set()
 
     def call(self, action: Callable[[E], T], *, then: Callable[[T], None] | None = None) -> asyncio.Future[T]:
-        """Runs `action` in the engine's thread, in order with all others, before its next step.
+        """Run `action` in the engine thread, after all earlier commands and before the next step; return a future of
+        its result.
 
-        `then` is called with what it returned before any later step is told of: who awaits the future may run after.
+        `then` is called on the event loop with the result, before the results of any later step are delivered. A task
+        that awaits the future may run after those. The future raises what `action` raised, or `EngineBroken` if the
+        engine has stopped.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self._is_broken:
-            future.set_exception(EngineBroken("the engine has stopped"))
+            future.set_exception(EngineBroken("the engine has stopped; see the instance's log for the cause"))
         else:
             self._commands.put(_Command(action, future, then))  # type: ignore[arg-type]
         return future
 
     def post(self, action: Callable[[E], object]) -> None:
-        """As `call`, for actions without an answer; an error is logged."""
+        """Run `action` as `call` does, without a result. An error is logged; a stopped engine ignores the command."""
         if not self._is_broken:
             self._commands.put(_Command(action, None))
 
     def give_up(self, reason: str) -> None:
-        """From any thread: the engine cannot go on, though its thread may not have noticed."""
+        """Report that the engine cannot continue. Any thread may call it, even while the engine thread is stuck in a
+        step."""
         if self._attached.is_set() and not self._is_broken:
             self._is_broken = True
             self.deliver(self._on_broken, EngineBroken(reason))
 
     async def stop(self) -> None:
-        """Lets the running step end and closes the engine. Nobody touches its memory any more."""
+        """Wait for the running step and close the engine. Afterwards nothing uses the engine's memory any more."""
         self._commands.put(None)
         self._attached.set()
-        # A thread that is stuck in foreign code is waited for as long as this is, and no longer.
+        # Shielded: the shutdown phase has a deadline and cancels this wait if the thread is stuck in native code, but
+        # that must not cancel the future that the thread will set.
         await asyncio.shield(asyncio.wrap_future(self._ended))
         self._thread.join()
 
@@ -151,13 +169,15 @@ class EngineThread(Generic[E]):
             return
         self._ready.set_result(engine)
         self._attached.wait()
+        # Only from now on: while loading there is nothing on the event loop that is urgent.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             self._run(engine)
         except Exception as exc:
-            logger.exception("the engine broke")
-            self.give_up(f"the engine broke: {exc}")
-            # Its memory stays until `stop`: transfers may still read it.
+            logger.exception("the engine failed, stopping the instance")
+            self.give_up(f"the engine failed: {exc}")
+            # Do not close the engine yet: its memory must stay mapped until `stop`, because transfers may still read
+            # it.
             while self._commands.get() is not None:
                 pass
         engine.close()
@@ -165,8 +185,9 @@ class EngineThread(Generic[E]):
     def _run(self, engine: E) -> None:
         stats, stats_at, is_due, is_idle = engine.stats(), 0.0, False, True
         while True:
-            rest_s = STATS_DELAY_S if is_due else None
-            commands = self._take(rest_s if is_idle else min(self._turns.wait_s(), POLL_INTERVAL_S))
+            # With statistics due, wait briefly for a command; if none comes, take the statistics. Without, block.
+            idle_wait_s = STATS_DELAY_S if is_due else None
+            commands = self._take(idle_wait_s if is_idle else min(self._turns.wait_s(), POLL_INTERVAL_S))
             if commands is None:
                 return
             if is_due:
@@ -174,14 +195,18 @@ class EngineThread(Generic[E]):
                 self.deliver(self._on_stats, stats)
                 if is_idle and not commands:
                     continue
+            # Commands run even while the step waits for its time slice; they are short.
             must_wait = self._turns.wait_s() > 0
             if must_wait and not commands:
                 continue
             for command in commands:
                 command.run(engine)
+            # Deliver answers before the results of the step that follows: `call` specifies this order.
             if any(command.future is not None for command in commands):
                 self.deliver(_settle, commands)
-            if must_wait:  # not for those who have just come: their first token is out already
+            # Newly added sequences do not wait for the time slice: their first token has been sent already, so a pause
+            # would show as a long gap before the second one.
+            if must_wait:
                 must_wait = _num_decoding(engine.stats()) <= _num_decoding(stats)
             result = StepResult() if must_wait or not engine.has_work() else self._step(engine)
             at = time.monotonic()
@@ -189,6 +214,8 @@ class EngineThread(Generic[E]):
             if is_idle:
                 self._turns.rest()
             self.deliver(self._on_turn, TimedStepResult(result, at))
+            # Report at once if capacity may have changed (a request began or ended), else at most every
+            # STATS_INTERVAL_S.
             is_due = is_idle or bool(commands) or _frees_something(result) or at - stats_at > STATS_INTERVAL_S
 
     def _step(self, engine: E) -> StepResult:
@@ -199,7 +226,10 @@ class EngineThread(Generic[E]):
             self._turns.end()
 
     def _take(self, wait_s: float | None) -> "list[_Command[E, object]] | None":
-        """All commands that are there; waits for the first one so long, None: until it comes. None: stop."""
+        """Return all queued commands, or None if the thread must stop.
+
+        Wait up to `wait_s` seconds for the first one; None waits without limit, 0 does not wait.
+        """
         commands: list[_Command[E, object]] = []
         while (wait_s != 0 and not commands) or not self._commands.empty():
             try:
@@ -212,12 +242,14 @@ class EngineThread(Generic[E]):
         return commands
 
     def deliver(self, callback: Callable[[T], None], value: T) -> None:
-        """From any thread, once steps run: calls it on the event loop."""
+        """Call `callback(value)` on the event loop. Any thread may call it once `attach` has been called."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, value)
 
 
 class _Command(Generic[E, T]):
+    """Carries one action to the engine thread and its result back to the event loop."""
+
     def __init__(
         self,
         action: Callable[[E], T],
@@ -231,17 +263,21 @@ class _Command(Generic[E, T]):
         self._error: Exception | None = None
 
     def run(self, engine: E) -> None:
+        """Run the action in the engine thread and keep its result or exception."""
         try:
             self._value = self._action(engine)
+        # An expected error, such as a refused request: it belongs to the caller and needs no traceback here.
         except EngineError as exc:
             self._error = exc
         except Exception as exc:
-            logger.exception("a command to the engine failed")
+            logger.exception("unexpected error in an engine command")
             self._error = exc
         if self._error is not None and self.future is None:
-            logger.error("a command to the engine failed: %s", self._error)
+            logger.error("engine command failed: %s", self._error)
 
     def settle(self) -> None:
+        """Resolve the future and call `then`, on the event loop."""
+        # The caller may have been cancelled meanwhile: its future is done then.
         if self.future is None or self.future.done():
             return
         if self._error is not None:
@@ -251,8 +287,9 @@ class _Command(Generic[E, T]):
         if self._then is not None:
             try:
                 self._then(self._value)  # type: ignore[arg-type]
-            except Exception:  # others' commands are settled in the same turn
-                logger.exception("what follows a command to the engine failed")
+            # The same call settles other commands: an error in one callback must not keep them waiting for ever.
+            except Exception:
+                logger.exception("unexpected error in the callback of an engine command")
 
 
 def _frees_something(result: StepResult) -> bool:

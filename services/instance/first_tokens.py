@@ -1,6 +1,6 @@
-"""What a prefill instance tells the decode instance with the last block: the first token of each sequence.
+"""The first token of each sequence, sent from prefill to decode instance with the last block of a handoff.
 
-Rides as the opaque payload of a transfer, so that decode starts without another message.
+It travels as the opaque payload of the transfer, so that decoding starts without another message.
 """
 
 import msgspec
@@ -8,17 +8,20 @@ import msgspec
 from baton_serve.contracts.wire import Decoder, encode
 
 MAX_PAYLOAD_BYTES = 256 * 1024
+"""Maximum size of the encoded tokens in bytes: a peer must not make this process allocate without bound."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """The first generated token of one sequence."""
+
     sequence: int
     token_id: int
     is_finished: bool
-    """The sequence ended with this token: there is nothing to decode."""
+    """Whether the sequence ended with this token, so that the decode instance does not start it."""
 
 
 class FirstTokens(msgspec.Struct, frozen=True):
-    """`since_end_s` is the time from the end of the computation to the sending of this."""
+    """Payload of a handoff. `since_end_s` is the time from the end of the prompt's computation to the encoding."""
 
     tokens: list[FirstToken]
     since_end_s: float
@@ -28,9 +31,10 @@ _decoder = Decoder[FirstTokens](FirstTokens, max_bytes=MAX_PAYLOAD_BYTES)
 
 
 def encode_first_tokens(tokens: list[FirstToken], *, since_end_s: float) -> bytes:
+    """Encode the payload of a handoff."""
     return encode(FirstTokens(tokens, since_end_s))
 
 
 def decode_first_tokens(payload: bytes) -> FirstTokens:
-    """Raises `contracts.wire.WireError`."""
+    """Decode the payload of a handoff. Raises `contracts.wire.WireError` if it is too long or malformed."""
     return _decoder.decode(payload)

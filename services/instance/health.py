@@ -1,7 +1,7 @@
-"""The HTTP side of an instance: /health for people and probes, /metrics for Prometheus, /admin/drain for operators.
+"""The HTTP endpoints of an instance: /health and /ping for probes, /metrics for Prometheus, /admin/drain for operators.
 
-Knows no request. Operators on this machine of this process's user (or root) need no key, for they could end the process
-anyway; all others need the cluster's.
+They know no requests. A client on this machine with this process's user or root needs no key, because it could end the
+process anyway; all other clients of /admin/drain need the cluster key.
 """
 
 import logging
@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`links` name the transport in use with each peer and its measured speed: a silent slow path is a bug."""
+    """The answer of `GET /health`.
+
+    `links` show the transport to each peer and its measured speed, so that a slow transport does not stay unnoticed.
+    """
 
     status: str
     role: Role
@@ -38,7 +41,7 @@ class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
     links: list[LinkStatus]
     routers: int
     requests: int
-    """Requests that are here: a drain waits for them."""
+    """Running requests; a drain waits for them."""
 
 
 class Drained(msgspec.Struct, frozen=True):
@@ -57,7 +60,7 @@ def create_app(
     drain: Callable[[bool], Awaitable[None]],
     key: ClusterKey | None,
 ) -> Starlette:
-    """`drain(exit_afterwards)` returns when new work is refused."""
+    """Make the HTTP application. `drain(exit_afterwards)` returns as soon as new work is refused."""
 
     async def show_health(_: Request) -> Response:
         return Response(msgspec.json.encode(health()), media_type="application/json")
@@ -68,14 +71,19 @@ def create_app(
     async def start_drain(request: Request) -> Response:
         host = request.client.host if request.client is not None else ""
         if not is_operator(request, key):
-            logger.warning("a drain was refused", extra={"client": host})
+            logger.warning(
+                "refused a drain request: no cluster key and not a local client of the same user",
+                extra={"client": host},
+            )
             return _error(
-                403, "from another machine or another user this needs the cluster's key (see `baton drain --help`)"
+                403, "clients on other machines or of other users need the cluster key (see `baton drain --help`)"
             )
         wish = request.query_params.get("exit", "1")
         if wish not in ("0", "1"):
-            return _error(400, f"exit={wish}: 1 ends the process when it is drained, 0 does not")
-        logger.info("asked to drain", extra={"client": host, "exit": wish})
+            return _error(
+                400, f"exit={wish} is invalid; use exit=1 to end the process after the drain, exit=0 to keep it running"
+            )
+        logger.info("drain requested over HTTP", extra={"client": host, "exit": wish})
         await drain(wish == "1")
         found = health()
         answer = Drained(found.status, found.instance, found.generation, found.requests)
@@ -87,13 +95,17 @@ def create_app(
 
 
 def is_operator(request: Request, key: ClusterKey | None) -> bool:
-    """Whether it has the cluster's key, or comes from a process of this user or root on this machine. A page in that
-    user's browser does too, and does not speak for its user: browsers name a page's origin with each POST."""
+    """Return whether a request may drain: it has the cluster key, or comes from a local process of this user or root.
+
+    Requests with an Origin header need the key. A web page in the browser of this user would pass the other check, but
+    does not act for the user; browsers add that header to each POST.
+    """
     if key is not None and key.is_admin(request.headers.get("authorization", "")):
         return True
     client, server = request.client, request.scope.get("server")
     if client is None or server is None or "origin" in request.headers:
         return False
+    # The kernel's table of TCP connections gives the user of the client's end; it is empty for remote clients.
     found = owners((client.host, client.port), server)
     return bool(found) and found <= {0, os.geteuid()}
 

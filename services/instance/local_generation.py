@@ -1,4 +1,7 @@
-"""A whole answer, or the rest of one, written by this instance's engine. Shared by the decode and unified roles."""
+"""Serves a `Generate` message: the engine of this instance computes the prompt and generates the answer.
+
+Used by the decode and unified roles.
+"""
 
 import asyncio
 import time
@@ -14,29 +17,34 @@ from baton_serve.services.instance.kv_sharing.pulling import PullPort
 
 
 async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pixels:
-    """Without a reader: none, and the engine refuses the prompt. Raises `engine.errors.RequestError`."""
+    """Decode the images of a prompt in a worker thread and return their pixels.
+
+    Return `NO_PIXELS` without images or without `reader`; the engine then refuses a prompt that has images. Raises
+    `engine.errors.RequestError` if a file cannot be decoded.
+    """
     if not images or reader is None:
         return NO_PIXELS
+    # Decoding an image takes up to tens of milliseconds: on the loop it would delay all other requests.
     return await asyncio.to_thread(reader.read, images)
 
 
 class GenerationObserver:
-    """`Progress` of a request whose answer is written here: all that matters is its end."""
+    """Implements `RequestObserver` for a request that this instance decodes; it only waits for the end."""
 
     def __init__(self) -> None:
         self._end: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def completed(self, blocks: CompletedBlocks) -> None:
-        """Nobody waits for these blocks."""
+        """Do nothing: no peer fetches the blocks of this request."""
 
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
-        """Nor parts of them."""
+        """Do nothing: no peer fetches layer groups of this request."""
 
     def token(self, output: SequenceOutput) -> None:
-        """The router has it already."""
+        """Do nothing: `AttemptTable.apply` sends tokens to the router."""
 
     def held(self, at: float) -> None:
-        """Blocks of an answer are not held."""
+        """Do nothing: only `prefill` requests keep their blocks for a peer."""
 
     def ended(self) -> None:
         if not self._end.done():
@@ -51,24 +59,32 @@ class GenerationObserver:
         return self._end.done() and not self._end.cancelled() and self._end.exception() is None
 
     async def wait(self) -> float:
-        """Returns when it ended: a moment of `time.monotonic()`. Raises `RequestFailed` when the engine gave it up."""
+        """Wait until all sequences have ended and return that time (`time.monotonic()`).
+
+        Raises `RequestFailed` if the engine failed the request.
+        """
         return await self._end
 
 
 async def generate(
     engine: EngineCalls, request: AttemptEntry, puller: PullPort, message: Generate, reader: ImageReader | None = None
 ) -> None:
-    """Computes the prompt, whose images `reader` reads, and writes the answer. Raises `engine.errors.RequestError` when
-    it never can."""
+    """Compute the prompt and generate all sequences of a request; return when they have ended.
+
+    `reader` decodes the prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
+    """
     work = request.work
     await puller.pull(request, message.pull)
     pixels = await read_images(message.images, reader)
     writing = GenerationObserver()
     request.progress = writing
+    # Set before the call: a `Cancel` of one sequence that arrives meanwhile is posted after `add` and finds the
+    # request.
     request.is_admitted = True
     try:
         await engine.call(lambda e: e.add(work, pixels=pixels))
         await writing.wait()
     finally:
+        # Cancelled or failed outside the engine. If `add` did not succeed, the engine ignores the unknown id.
         if not writing.is_over:
             engine.post(lambda e: e.cancel(work.request_id))

@@ -1,6 +1,6 @@
-"""Metrics of an instance: the state of its engine and cache, and the bytes that its transfers moved.
+"""Prometheus metrics of an instance: the state of its engine and KV cache, and the bytes that transfers have moved.
 
-Histograms of requests and counts of tokens are the router's. Gauges are read when they are asked for.
+Request histograms and token counters belong to the router. Gauges are read when Prometheus scrapes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from baton_serve.services.instance.ports import EngineStats
 
 
 class EngineCollector(Collector):
-    """Samples of the engine's last snapshot, labelled with the model's name as vLLM does."""
+    """Yields the engine's last statistics as samples, labelled with `model_name` as in vLLM."""
 
     def __init__(
         self,
@@ -36,32 +36,83 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, load = self._stats(), self._load()
+        # Avoid a division by 0: a pooling engine has 0 blocks, and before the first prompt there are 0 queries.
         used = 1.0 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
         hits = stats.prefix_hit_tokens / stats.prefix_query_tokens if stats.prefix_query_tokens else 0.0
         host_used = stats.host_used_blocks / stats.host_total_blocks if stats.host_total_blocks else 0.0
         host_hits = stats.host_hit_tokens / stats.prefix_query_tokens if stats.prefix_query_tokens else 0.0
-        yield self._gauge("vllm:num_requests_running", "Requests of the running batch", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room or for their blocks", load.waiting)
-        yield self._gauge("vllm:num_requests_swapped", "Always 0: what is preempted is computed again", 0.0)
-        yield self._gauge("vllm:gpu_cache_usage_perc", "Fraction of KV blocks in use; 1 is all", used)
-        yield self._gauge("vllm:cpu_cache_usage_perc", "Fraction of the host tier in use; 0 without one", host_used)
-        yield self._gauge("vllm:gpu_prefix_cache_hit_rate", "Fraction of prompt tokens found in the device tier", hits)
+        yield self._gauge("vllm:num_requests_running", "Number of requests in the running batch.", load.running)
         yield self._gauge(
-            "vllm:cpu_prefix_cache_hit_rate", "Fraction of prompt tokens found in the host tier", host_hits
+            "vllm:num_requests_waiting",
+            "Number of requests that wait for free KV blocks, for a slot in the batch, or for blocks that a"
+            " handoff brings.",
+            load.waiting,
         )
-        yield self._counter("vllm:num_preemptions", "Sequences that gave up their memory", stats.preemptions)
-        yield self._gauge("baton:held_blocks", "Blocks kept for a handoff", load.held_blocks)
-        yield self._gauge("baton:leases", "Prompts whose blocks are kept or reserved", stats.held + stats.reserved)
-        yield self._gauge("baton:free_blocks", "KV blocks that can be allocated", stats.free_blocks)
-        yield self._gauge("baton:total_blocks", "KV blocks of the cache", stats.total_blocks)
-        yield self._gauge("baton:host_used_blocks", "KV blocks in the host tier", stats.host_used_blocks)
-        yield self._gauge("baton:host_total_blocks", "KV blocks that fit the host tier", stats.host_total_blocks)
-        yield self._counter("baton:host_stored_blocks", "KV blocks copied to the host tier", stats.host_stored_blocks)
-        yield self._counter("baton:host_loaded_blocks", "KV blocks copied back from it", stats.host_loaded_blocks)
-        yield self._gauge("baton:queued_tokens", "Prompt tokens admitted and not computed", stats.queued_tokens)
-        yield self._gauge("baton:prefill_tokens_per_second", "Measured speed", stats.prefill_tokens_per_s)
-        yield self._gauge("baton:decode_step_seconds", "Measured duration of a step", stats.decode_step_s)
-        yield self._counter("baton:engine_steps", "Steps of the engine", stats.steps)
+        yield self._gauge(
+            "vllm:num_requests_swapped", "Always 0: preempted sequences are recomputed, not swapped.", 0.0
+        )
+        yield self._gauge("vllm:gpu_cache_usage_perc", "Fraction of the device's KV blocks in use (1 = all).", used)
+        yield self._gauge(
+            "vllm:cpu_cache_usage_perc",
+            "Fraction of the host tier in use (1 = all); 0 without --host-kv-gb.",
+            host_used,
+        )
+        yield self._gauge(
+            "vllm:gpu_prefix_cache_hit_rate",
+            "Fraction of prompt tokens found in the prefix cache on the device, since start.",
+            hits,
+        )
+        yield self._gauge(
+            "vllm:cpu_prefix_cache_hit_rate",
+            "Fraction of prompt tokens found in the host tier, since start.",
+            host_hits,
+        )
+        yield self._counter(
+            "vllm:num_preemptions",
+            "Cumulative number of preemptions: sequences whose KV blocks were freed, to be recomputed later.",
+            stats.preemptions,
+        )
+        yield self._gauge(
+            "baton:held_blocks",
+            "KV blocks of finished prefills, kept until the decode instance has fetched them.",
+            load.held_blocks,
+        )
+        yield self._gauge(
+            "baton:leases",
+            "Prompts in a handoff: on a prefill instance those whose blocks are kept, on a decode instance those"
+            " with reserved blocks.",
+            stats.held + stats.reserved,
+        )
+        yield self._gauge(
+            "baton:free_blocks",
+            "KV blocks that can be allocated now, including cached blocks that no request uses.",
+            stats.free_blocks,
+        )
+        yield self._gauge("baton:total_blocks", "KV blocks of the cache on the device.", stats.total_blocks)
+        yield self._gauge("baton:host_used_blocks", "KV blocks stored in the host tier.", stats.host_used_blocks)
+        yield self._gauge("baton:host_total_blocks", "Capacity of the host tier in KV blocks.", stats.host_total_blocks)
+        yield self._counter(
+            "baton:host_stored_blocks", "KV blocks copied from the device to the host tier.", stats.host_stored_blocks
+        )
+        yield self._counter(
+            "baton:host_loaded_blocks",
+            "KV blocks copied from the host tier back to the device.",
+            stats.host_loaded_blocks,
+        )
+        yield self._gauge(
+            "baton:queued_tokens", "Prompt tokens of accepted requests that are not computed yet.", stats.queued_tokens
+        )
+        yield self._gauge(
+            "baton:prefill_tokens_per_second",
+            "Measured prefill rate in prompt tokens per second.",
+            stats.prefill_tokens_per_s,
+        )
+        yield self._gauge(
+            "baton:decode_step_seconds",
+            "Measured duration of a step without prompt tokens, in seconds (moving average).",
+            stats.decode_step_s,
+        )
+        yield self._counter("baton:engine_steps", "Number of steps that the engine has run.", stats.steps)
         yield from self._link_speeds()
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
@@ -78,11 +129,13 @@ class EngineCollector(Collector):
         labels = ["peer", "transport", "choice"]
         used = GaugeMetricFamily(
             "baton:kv_link_bytes_per_second",
-            "Speed of the last transfers from a peer, as their consumer measured it",
+            "Throughput of the last KV transfers from a peer, measured by the receiver, in bytes per second.",
             labels=labels,
         )
         probed = GaugeMetricFamily(
-            "baton:kv_link_probed_bytes_per_second", "Speed of the transport in use, in the last probe", labels=labels
+            "baton:kv_link_probed_bytes_per_second",
+            "Throughput of the transport in use, measured by the last probe, in bytes per second.",
+            labels=labels,
         )
         for link in self._links():
             used.add_metric([link.peer, link.transport, link.choice], link.bytes_per_second)
@@ -93,28 +146,38 @@ class EngineCollector(Collector):
 
 
 class TransferMetrics:
-    """`kvtransfer.TransferObserver`, and the place where failed handoffs are counted."""
+    """Counts transfer events; implements `kvtransfer.TransferObserver` and `ports.HandoffCounter`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._bytes = Counter("baton:kv_bytes", "Bytes of blocks moved", ["transport", "direction"], registry=registry)
-        self._errors = Counter("baton:transfer_errors", "Handoffs that failed", ["reason"], registry=registry)
-        self._retries = Counter("baton:transfer_retries", "Fetches tried again", ["transport"], registry=registry)
+        self._bytes = Counter(
+            "baton:kv_bytes", "Bytes of KV blocks sent or received.", ["transport", "direction"], registry=registry
+        )
+        self._errors = Counter(
+            "baton:transfer_errors", "Handoffs and prefix pulls that failed, by reason.", ["reason"], registry=registry
+        )
+        self._retries = Counter(
+            "baton:transfer_retries", "Fetches of KV blocks that were retried.", ["transport"], registry=registry
+        )
         self._mismatches = Counter(
-            "baton:checksum_mismatches", "Blocks that arrived with other bytes", ["transport"], registry=registry
+            "baton:checksum_mismatches",
+            "KV blocks that arrived with a wrong checksum.",
+            ["transport"],
+            registry=registry,
         )
         self._probes = Counter(
             "baton:kv_probes",
-            "Transports tried between two throw-away processes",
+            "Probes of a transport, each between two temporary processes, by outcome.",
             ["transport", "outcome"],
             registry=registry,
         )
         self._changes = Counter(
             "baton:kv_transport_changes",
-            "Links that gave a transport up (demoted) or moved to one that a probe proved (promoted)",
+            "Changes of the transport of a link: away from a failing one (demoted), or to one that a probe found"
+            " faster (promoted).",
             ["transport", "change"],
             registry=registry,
         )
-        # From zero, so that the first of each is an increase for Prometheus.
+        # Create all label values with 0, or Prometheus cannot see the increase from "absent" to 1 as a rate.
         for transport in (*LADDER, PROBED):
             self._retries.labels(transport)
             self._mismatches.labels(transport)
@@ -141,4 +204,5 @@ class TransferMetrics:
         self._changes.labels(transport, change).inc()
 
     def handoff_failed(self, reason: str) -> None:
+        """Count a failed handoff or prefix pull; `reason` becomes a label, so it must have few values."""
         self._errors.labels(reason).inc()

@@ -1,7 +1,8 @@
-"""Takes the messages of routers to a model that answers with vectors, and sends back what its engine's passes bring.
+"""Serves requests for vectors (embeddings, scores): receives `Pool` messages of routers and sends back the results.
 
-A request is some inputs; each answer leaves with the pass that computed it. Nothing is held between the two, so a
-request needs no task: it ends with its last answer, its deadline, a `Cancel`, or the loss of its router.
+A request consists of one or more inputs; each result is sent after the engine step that computed it. No state is kept
+between inputs, so a request needs no task: it ends with its last result, its deadline, a `Cancel`, or the loss of its
+router.
 """
 
 import asyncio
@@ -39,12 +40,12 @@ from baton_serve.services.instance.request_server import MAX_TIMEOUT_S, Identity
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_BYTES = 4 * 1024 * 1024
-"""Of vectors in one frame to a router; a single larger one goes alone."""
+"""Maximum size of the vectors in one frame to a router, in bytes; a single larger vector gets a frame of its own."""
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """`inner` is its id inside this process: a router may use any id, even one that is still ending here."""
+    """Holds one running request. `inner` is its id inside this process, because two routers may use the same id."""
 
     router: RouterId
     request_id: RequestId
@@ -54,7 +55,7 @@ class _Request:
 
 
 class PoolingServer(DrainableServer):
-    """`services.instance.process.Service`."""
+    """Serves one pooling engine; implements `services.instance.components.InstanceService`. Runs on the event loop."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class PoolingServer(DrainableServer):
             case SnapshotRequest():
                 self._router.send(router, self._snapshot())
             case Prefill() | Decode() | Generate():
-                text = "this model answers with vectors: it writes no text"
+                text = "this model computes vectors (embeddings, scores) and cannot generate text"
                 self._router.send(router, Failed(request_id=message.work.request_id, code="invalid", message=text))
 
     def on_router_lost(self, router: RouterId) -> None:
@@ -106,6 +107,7 @@ class PoolingServer(DrainableServer):
     def on_step_result(self, turn: TimedStepResult) -> None:
         answers: dict[RouterId, list[Pooled]] = {}
         for output in turn.result.pooled:
+            # None if the request was cancelled while the step that computed it was running.
             request = self._requests.get(output.request_id)
             if request is not None:
                 answers.setdefault(request.router, []).append(_pooled(request, output))
@@ -128,9 +130,11 @@ class PoolingServer(DrainableServer):
             self._router.send(router, refused)
             return
         if (previous := self._by_router.get((router, message.request_id))) is not None:
+            # A router reuses an id only for a retry of the same request, so the earlier attempt is obsolete.
             self._end(previous, None)
         self._num_accepted += 1
         inner = RequestId(f"{message.request_id}#{self._num_accepted}")
+        # The value comes from the network: keep it in a range that `call_later` accepts.
         timeout_s = min(max(message.timeout_s, 0.0), MAX_TIMEOUT_S)
         deadline = asyncio.get_running_loop().call_later(timeout_s, self._on_deadline, inner, timeout_s)
         request = _Request(router, message.request_id, inner, len(message.inputs), deadline)
@@ -143,22 +147,35 @@ class PoolingServer(DrainableServer):
         added.add_done_callback(lambda done: self._on_added(request, done))
 
     def _on_added(self, request: _Request, done: "asyncio.Future[None]") -> None:
+        # The request may have ended (deadline, cancel) before the engine refused it.
         if done.cancelled() or (error := done.exception()) is None or request.inner not in self._requests:
             return
+        # A `RequestError` is the client's fault; only other errors need a traceback.
         if not isinstance(error, RequestError):
-            logger.error("failed", exc_info=error, extra={"request_id": request.request_id})
+            logger.error("pooling request failed", exc_info=error, extra={"request_id": request.request_id})
         self._end(request, failure_of(request.request_id, error))
 
     def _on_deadline(self, inner: RequestId, timeout_s: float) -> None:
         request = self._requests[inner]
-        self._end(request, failure_of(request.request_id, RequestFailed("timeout", f"not done within {timeout_s:g} s")))
+        self._end(
+            request,
+            failure_of(
+                request.request_id,
+                RequestFailed("timeout", f"the request was not finished within its timeout of {timeout_s:g} s"),
+            ),
+        )
 
     def _end(self, request: _Request, failure: Failed | None) -> None:
-        """Before its answers are complete. Without `failure` its router wants to hear no more of it."""
+        """End a request before all of its results are sent. Without `failure` its router is not notified."""
         self._forget(request)
         self._engine.post(lambda engine: engine.cancel(request.inner))
         if failure is not None:
-            logger.info("failed: %s: %s", failure.code, failure.message, extra={"request_id": failure.request_id})
+            logger.info(
+                "pooling request failed: %s: %s",
+                failure.code,
+                failure.message,
+                extra={"request_id": failure.request_id},
+            )
             self._router.send(request.router, failure)
 
     def _forget(self, request: _Request) -> None:
@@ -184,7 +201,7 @@ class PoolingServer(DrainableServer):
 
 
 def frames(pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
-    """The answers in order, in groups of at most `MAX_BATCH_BYTES`."""
+    """Group results, in order, so that the vectors of each group have at most `MAX_BATCH_BYTES`."""
     groups: list[list[Pooled]] = []
     size = 0
     for answer in pooled:

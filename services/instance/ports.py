@@ -1,6 +1,7 @@
-"""What request handling needs of the engine, of block transfer and of the links to routers.
+"""Protocols of everything that request handling needs: engine, KV transfer, router connections and events.
 
-The real ones fit without knowing of these; tests use fakes. Value types come from where they are made.
+The real classes match them structurally and do not import this module; tests use fakes. Value types are imported from
+the modules that define them.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +22,7 @@ Mode = Literal["generate", "prefill"]
 
 
 class SteppingPort(Protocol):
-    """Any engine, called from one thread alone."""
+    """Any engine that works in steps. Its methods are called from the engine thread only."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -34,7 +35,7 @@ class SteppingPort(Protocol):
 
 
 class PoolingPort(SteppingPort, Protocol):
-    """`engine.pooling.engine.PoolingEngine`."""
+    """The interface of `engine.pooling.engine.PoolingEngine`. Engine thread only."""
 
     def pool(
         self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
@@ -43,7 +44,7 @@ class PoolingPort(SteppingPort, Protocol):
 
 
 class EnginePort(SteppingPort, Protocol):
-    """`engine.Engine`."""
+    """The interface of `engine.Engine`. Engine thread only."""
 
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None: ...
     def reserve(self, work: Work) -> Reservation | None: ...
@@ -62,8 +63,12 @@ class EnginePort(SteppingPort, Protocol):
 
 
 class CompletedFetch(Protocol):
-    """What a finished fetch tells: `exposed_s` is the time from the producer's end to the fetch's end, which was at
-    `ended_at` of `time.monotonic()`."""
+    """Result of a successful fetch of KV blocks.
+
+    `exposed_s` is the time from the moment when the producer had computed its last block to the end of the fetch: the
+    part of the transfer that did not overlap with computation. `ended_at` is the end of the fetch as a value of
+    `time.monotonic()`.
+    """
 
     @property
     def payload(self) -> bytes: ...
@@ -82,7 +87,7 @@ class CompletedFetch(Protocol):
 
 
 class SourcePort(Protocol):
-    """The producing end of a transfer: `kvtransfer.TransferNode`."""
+    """The producing end of KV transfers: `kvtransfer.TransferNode`. Event loop only."""
 
     def open(self, ticket: Ticket, /) -> None: ...
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], /) -> None: ...
@@ -94,7 +99,7 @@ class SourcePort(Protocol):
 
 
 class SinkPort(Protocol):
-    """The consuming end of a transfer."""
+    """The consuming end of KV transfers: `kvtransfer.TransferNode`. Event loop only."""
 
     def fetch(
         self,
@@ -110,21 +115,27 @@ class SinkPort(Protocol):
 
 
 class HandoffCounter(Protocol):
+    """Counts failed handoffs by reason, for metrics."""
+
     def handoff_failed(self, reason: str) -> None: ...
 
 
 class LinksPort(Protocol):
+    """Reports the state of the links to peer instances."""
+
     def links(self) -> list[LinkStatus]: ...
 
 
 class RouterPort(Protocol):
-    """`services.common.zmq.rpc.InstanceServer`, once it is started."""
+    """Sends messages to connected routers: `services.common.zmq.rpc.InstanceServer` after its start."""
 
     def routers(self) -> list[RouterId]: ...
     def send(self, router: RouterId, message: ToRouter) -> None: ...
 
 
 class EventsPort(Protocol):
+    """Publishes changes of the KV cache; `sequence` is the number of the last published batch."""
+
     @property
     def sequence(self) -> int: ...
     def publish(self, events: list[BlockEvent]) -> None: ...

@@ -1,6 +1,6 @@
-"""An instance process from start to end: bind, load, serve, announce; then leave, drain, close.
+"""The life of an instance process: bind, load, serve, register; at the end refuse, drain, leave the registry and close.
 
-Which role it plays is decided by the handler it is given.
+The handler that it is given decides the role: prefill, decode or unified.
 """
 
 import gc
@@ -59,11 +59,14 @@ from baton_serve.services.instance.traced_role import TracedRole
 logger = logging.getLogger(__name__)
 
 EXPECTED = (StartFailed, EngineError, TransferError, zmq.ZMQError)
-"""What can stop a start without a bug of ours: told in one line."""
+"""Errors that can stop the start without a bug in Baton. They are printed as one line, without a traceback."""
 
 
 def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> int:
-    """Serves until a signal. Returns the exit status."""
+    """Run an instance until SIGTERM, SIGINT or a fatal error, and return the exit status of the process.
+
+    `make_handler` makes the role's handler once engine and transfer node exist.
+    """
     configure_logs(level=settings.log_level, format=settings.log_format)
     logger.debug("start: imported")
     try:
@@ -72,13 +75,16 @@ def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandl
         stop(f"baton {role}", str(exc))
     status = run(process.start, program=f"baton {role}", expected=EXPECTED)
     if process.is_loading:
-        # Nobody can interrupt a thread that loads weights, and it must not run while Python shuts down.
+        # A thread that loads weights cannot be interrupted, and it would crash if it still ran while Python shuts down
+        # its modules. So end the process at once, without Python's shutdown.
         sys.stderr.flush()
         os._exit(status)
     return status
 
 
 class InstanceProcess:
+    """Wires the parts of one instance process and owns them from `start` until shutdown."""
+
     def __init__(self, settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> None:
         self._settings = settings
         self._role: Role = role
@@ -90,15 +96,18 @@ class InstanceProcess:
         self._transfer: TransferNode | None = None
         self._handover: DrainMigration | None = None
         self._adapter_changes: AdapterLoader | None = None
-        self._renew_record: Callable[[], Awaitable[None]] = _nobody_to_tell
+        self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
         self._started_at = time.monotonic()
 
     @property
     def is_loading(self) -> bool:
+        """Return whether the engine thread is still alive after the shutdown: it is loading then, and cannot be
+        stopped."""
         return self._engine_thread.is_alive
 
     async def start(self, lifecycle: Lifecycle) -> None:
-        """Everything in order; how to stop each thing is registered right after it, so it stops in reverse."""
+        """Start all parts in order. Each is registered for shutdown right after its start, so that they stop in reverse
+        order."""
         check_transport(self._settings, self._role)
         check_ports(self._settings)
         if self._settings.registry:
@@ -107,6 +116,7 @@ class InstanceProcess:
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
         self._tracing = make_tracing(endpoint, service=service, instance=self._identity.instance)
         lifecycle.on_stop("traces", self._tracing.close)
+        # Everything above is checked first: loading takes minutes, and a wrong flag should stop the process at once.
         engine = await self._engine_thread.start()
         self._engine = engine
         lifecycle.on_stop("engine", self._engine_thread.stop)
@@ -118,10 +128,13 @@ class InstanceProcess:
             self._serving = self._pooling(engine)
         await self._start_serving(lifecycle)
         await self._start_http(lifecycle)
+        # Only now can routers find this instance: every port answers already.
         self._renew_record = self._join(lifecycle)
         self._prepare_drain(lifecycle, self._renew_record)
         gc.collect()
-        gc.freeze()  # what was loaded stays: no collection needs to look at it again
+        # Objects made by loading live as long as the process. Frozen, they are not scanned by each later collection,
+        # whose pauses would add to the inter-token latency.
+        gc.freeze()
         self._announce()
 
     async def _start_http(self, lifecycle: Lifecycle) -> None:
@@ -142,6 +155,8 @@ class InstanceProcess:
         lifecycle.on_stop("events", self._events.close)
 
     async def _generation(self, lifecycle: Lifecycle, engine: Engine) -> RequestServer:
+        """Start the parts that only a generating model needs (KV transfer, drain migration, LoRA changes) and return
+        its server."""
         settings, identity = self._settings, self._identity
         self._transfer = transfer = TransferNode(
             instance=identity.instance,
@@ -152,8 +167,11 @@ class InstanceProcess:
             ports=NodePorts(observer=self._counter),
         )
         await transfer.start()
-        thread = cast("EngineThread[Engine]", self._engine_thread)  # it is the one that has just built `engine`
+        # The thread has just built this `engine`, so its type is known here.
+        thread = cast("EngineThread[Engine]", self._engine_thread)
         sharing = KVSharing(thread, transfer)
+        # Registered before the transfer node, so it stops after it: closing the node ends all transfers, for which
+        # `sharing.close` then waits.
         lifecycle.on_stop("sharing", sharing.close)
         lifecycle.on_stop("transfer", transfer.close)
         puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=self._counter)
@@ -166,6 +184,7 @@ class InstanceProcess:
             timeout_s=settings.drain_handover_s,
             max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
         )
+        # Stops before the transfer node: fetches of a drain migration write to the KV cache and use the node.
         lifecycle.on_stop("adoptions", self._handover.close)
         parts = RoleDependencies(thread, transfer, self._rpc, self._counter, puller, engine.image_reader)
         serving = RequestServer(
@@ -182,6 +201,7 @@ class InstanceProcess:
             engine.adapters, engine=thread, router=self._rpc, announce=self._adapters_changed
         )
         lifecycle.on_stop("adapters", self._adapter_changes.close)
+        # The engine calls this from another thread: `deliver` passes it on to the event loop.
         engine.on_layer_groups(lambda tail: thread.deliver(serving.on_layer_groups, tail))
         return serving
 
@@ -190,6 +210,7 @@ class InstanceProcess:
         return PoolingServer(self._identity, engine=thread, stats=engine.stats(), router=self._rpc, events=self._events)
 
     async def _start_serving(self, lifecycle: Lifecycle) -> None:
+        """Connect engine, server and metrics, and open the port for routers."""
         settings, serving = self._settings, self._serving
         collector = EngineCollector(
             model=model_names(settings)[0],
@@ -200,6 +221,8 @@ class InstanceProcess:
         self._metrics.register(collector)
 
         def on_broken(error: EngineBroken) -> None:
+            # Routers get `Failed` for their requests before the shutdown closes the connections, so that they replay at
+            # once.
             serving.fail_all(str(error))
             lifecycle.fail(error)
 
@@ -218,10 +241,11 @@ class InstanceProcess:
             case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
                 self._adapter_changes.on_message(router, message)
             case LoadAdapter() | UnloadAdapter():
-                refused = "this model answers with vectors, and adapters change models that write text"
+                refused = "this model computes vectors; LoRA adapters are only supported for models that generate text"
                 self._rpc.send(
                     router, AdapterChanged(request_id=message.request_id, refusal="invalid", message=refused)
                 )
+            # A draining instance does not take blocks of another one, and pooling engines have none.
             case Adopt() | Heirs():
                 return
             case _:
@@ -232,12 +256,12 @@ class InstanceProcess:
         await self._renew_record()
 
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
-        """Returns what renews the record at once."""
+        """Register this instance in the registry and return a function that renews the record at once."""
         if not self._settings.registry:
-            logger.warning("no --registry is given: no router will find this instance")
-            return _nobody_to_tell
+            logger.warning("--registry is not set: no router will find this instance")
+            return _do_nothing
         superseded = InstanceError(
-            f"a newer process has registered as {self._record().instance}; each needs an --instance-id of its own"
+            f"a newer process has registered as {self._record().instance}; give each instance a different --instance-id"
         )
         membership = Registration(
             registry_client(self._settings.registry, self._key),
@@ -250,15 +274,19 @@ class InstanceProcess:
         return membership.announce
 
     def _prepare_drain(self, lifecycle: Lifecycle, announce: Callable[[], Awaitable[None]]) -> None:
-        """Stopping begins with what is registered last: refuse, let end, and only then leave the registry."""
+        """Register the drain for the shutdown, in which it comes first.
+
+        The last registered action runs first: refuse new requests, wait for the running ones, then leave the registry.
+        """
         settings = self._settings
         self._draining = draining = DrainController(
             self._serving,
             announce=announce,
             request_stop=lifecycle.request_stop,
             timeout_s=settings.drain_timeout_s,
-            hand_on=self._handover.hand_on if self._handover is not None else _nobody_to_tell,
+            hand_on=self._handover.hand_on if self._handover is not None else _do_nothing,
         )
+        # The sum of all phases that `finish` waits for, and 5 s for ending what is left.
         deadline_s = settings.drain_timeout_s + settings.kv_lease_s + settings.drain_handover_s + 5.0
         lifecycle.on_stop("requests", draining.finish, deadline_s=deadline_s)
         lifecycle.on_stop("admission", draining.begin, deadline_s=3.0)
@@ -267,6 +295,7 @@ class InstanceProcess:
         await self._draining.ask(exit_afterwards=exit_afterwards)
 
     def _record(self) -> InstanceRecord:
+        """Return the registry record of this instance, with its current load."""
         settings, engine = self._settings, self._engine
         name, *aliases = model_names(settings)
         return InstanceRecord(
@@ -293,6 +322,7 @@ class InstanceProcess:
         return self._transfer.links() if self._transfer is not None else []
 
     def _health(self) -> HealthStatus:
+        """Return the answer of `GET /health`."""
         serving, engine = self._serving, self._engine
         return HealthStatus(
             status=self._draining.state,
@@ -310,9 +340,9 @@ class InstanceProcess:
         )
 
     def _announce(self) -> None:
-        """One line on stdout: this instance serves."""
+        """Write one line to stdout that this instance is ready, with its addresses. `baton serve` and tests read it."""
         record = self._record()
-        words = {
+        fields = {
             "instance": record.instance,
             "generation": record.generation,
             "rpc": record.rpc_address,
@@ -322,50 +352,54 @@ class InstanceProcess:
             "kv_tokens": record.load.total_blocks * record.layout.block_tokens,
         }
         if record.pooling is not None:
-            words |= {"tasks": ",".join(record.pooling.tasks)}
-        sys.stdout.write(f"ready {self._role} " + " ".join(f"{key}={value}" for key, value in words.items()) + "\n")
+            fields |= {"tasks": ",".join(record.pooling.tasks)}
+        sys.stdout.write(f"ready {self._role} " + " ".join(f"{key}={value}" for key, value in fields.items()) + "\n")
         sys.stdout.flush()
 
 
 def check_transport(settings: InstanceSettings, role: Role) -> None:
-    """Raises `StartFailed` for a transport by which this role could reach nobody."""
+    """Raise `StartFailed` if the configured transport cannot reach any peer of this role."""
     if settings.kv_transport == "memory" and role != "unified":
         raise StartFailed(
-            "--kv-transport memory joins instances of one process, and every instance is a process of its own:"
-            f" it serves unified instances alone, which hand nothing off; for {role} take auto, usm, zeromq or oneccl"
+            "--kv-transport memory only works within one process, and every instance is a separate process: use it for"
+            f" unified instances, which hand nothing off. For a {role} instance use auto, usm, zeromq or oneccl"
         )
 
 
-async def _nobody_to_tell() -> None:
-    """Without a registry there is no record."""
+async def _do_nothing() -> None:
+    """Stand in for the renewal of the record, or for drain migration, where there is none."""
 
 
 def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engine] | EngineThread[PoolingEngine]":
-    """For what the model is made for. Raises `StartFailed` for a role that has nothing to do with it."""
-    kind, turns = model_kind(settings), core_turns(settings, role, yield_to_processes)
+    """Return the thread that builds and runs the engine for this kind of model.
+
+    Raises `StartFailed` if a flag or the role does not fit the model.
+    """
+    kind, slicer = model_kind(settings), core_turns(settings, role, yield_to_processes)
     if kind == "generate":
-        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, role, thread.give_up), turns)
+        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, role, thread.give_up), slicer)
         return thread
     if settings.tensor_parallel_size > 1:
         raise StartFailed(
-            f"{settings.model} answers with vectors (--task {kind}), which one device computes: leave out"
-            " --tensor-parallel-size, and start more instances instead"
+            f"{settings.model} computes vectors (--task {kind}), which is supported on one device only: remove"
+            " --tensor-parallel-size and start more instances instead"
         )
     if settings.enable_lora:
         raise StartFailed(
-            f"--enable-lora: adapters change models that write text, and {settings.model} answers with vectors"
+            f"--enable-lora is only supported for models that generate text, and {settings.model} computes vectors"
         )
     if role == "decode":
         raise StartFailed(
-            f"{settings.model} answers with vectors (--task {kind}), which prefill and unified instances compute:"
-            " start no decode instance, or give --runner generate"
+            f"{settings.model} computes vectors (--task {kind}), which only prefill and unified instances do:"
+            " start a unified instance instead, or set --runner generate"
         )
-    return EngineThread(lambda: build_pooling_engine(settings, role, kind), turns)
+    return EngineThread(lambda: build_pooling_engine(settings, role, kind), slicer)
 
 
 def transfer_settings(
     settings: InstanceSettings, key: ClusterKey | None = None, access: PeerAccess = "", *, parts: int = 1
 ) -> TransferSettings:
+    """Return the settings of the transfer node. `parts` is the number of layer groups that the engine reports."""
     return TransferSettings(
         bind=tcp(settings, settings.transfer_port, any_port="*"),
         advertise_host=settings.advertise_host,

@@ -1,6 +1,6 @@
-"""Keeps this instance's record in the registry: renewed with fresh load, removed when the instance leaves.
+"""Keeps this instance's record in the registry: renews it with the current load and removes it at shutdown.
 
-A registry that is away changes nothing for requests: the instance serves on and tries again.
+If the registry is unavailable, the instance continues to serve requests and retries.
 """
 
 import asyncio
@@ -15,10 +15,15 @@ from baton_serve.services.common.registry import RegistryClient
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+"""Longest time between two attempts, in seconds, while the registry is unavailable."""
 
 
 class Registration:
-    """`record` is asked for at each renewal. `on_superseded`: a newer process has this instance's name."""
+    """Renews the registry record of one instance from `start` until `leave`; belongs to the event loop.
+
+    `record` is called for each renewal. `on_superseded` is called once if a newer process has registered under the same
+    instance id; then the record is never renewed again.
+    """
 
     def __init__(
         self,
@@ -39,36 +44,41 @@ class Registration:
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Start a task that renews the record three times per TTL, until `leave`."""
         self._renewing = asyncio.create_task(self._renew_for_ever(), name="membership")
 
     async def announce(self) -> None:
-        """Renews now, because something of the record has changed that others must know soon."""
+        """Renew the record now, because a changed field (such as `draining`) must reach the routers soon."""
         await self._renew()
 
     async def leave(self) -> None:
         """Stops renewing and removes the record, if the registry answers."""
         if self._renewing is not None:
             await cancel_all([self._renewing])
+        # The generation in the request keeps a restarted instance's new record from being removed.
         record = self._record()
         try:
             await self._client.leave(record.instance, record.generation)
         except RegistryUnavailable as exc:
-            logger.warning("could not leave the registry, the record will expire: %s", exc)
+            logger.warning("cannot remove the record from the registry, it will expire: %s", exc)
         await self._client.close()
 
     async def _renew_for_ever(self) -> None:
         while await self._renew():
+            # A third of the TTL: two renewals may fail before the record expires. While the registry is away, retry
+            # sooner, so that routers see this instance again shortly after it is back.
             await self._sleep(min(RETRY_S, self._ttl_s / 3) if self._is_away else self._ttl_s / 3)
 
     async def _renew(self) -> bool:
-        """False: never again."""
+        """Register the record once. Return False if it must never be renewed again."""
         if self._is_superseded:
             return False
         try:
             await self._client.register(self._record(), self._ttl_s)
         except RegistryUnavailable as exc:
+            # Log the transition only, not every failed attempt.
             if not self._is_away:
-                logger.warning("the registry is away, serving on: %s", exc)
+                logger.warning("the registry is unavailable, retrying and serving requests meanwhile: %s", exc)
             self._is_away = True
         except Superseded:
             self._is_superseded = True
@@ -76,6 +86,6 @@ class Registration:
             return False
         else:
             if self._is_away:
-                logger.info("the registry is back")
+                logger.info("the registry is available again")
             self._is_away = False
         return True

@@ -1,8 +1,8 @@
-"""Takes the messages of routers, keeps one task per request, and sends back what its engine's steps bring.
+"""Receives the messages of routers, runs one task per request, and sends the results of engine steps back.
 
-What serving a request means is for the role to know; that each request ends once, frees all it had before its router
-hears of a failure, and outlives neither its router nor its deadline, is decided here. Everything runs on the event
-loop's thread.
+The role decides how a request is served. This module guarantees that each request ends exactly once, that its resources
+are free before its router receives a failure, and that it ends with its router's connection or at its deadline.
+Everything runs on the event loop.
 """
 
 import asyncio
@@ -44,34 +44,40 @@ logger = logging.getLogger(__name__)
 RoleMessage = Prefill | Decode | Generate
 
 MAX_TIMEOUT_S = 86_400.0
+"""Longest timeout of a request, in seconds: one day."""
 
 
 class RoleHandler(Protocol):
-    """What makes a prefill, a decode or a unified instance of this process."""
+    """Serves the requests of one role: prefill, decode or unified. Event loop only."""
 
-    def can_serve(self, message: RoleMessage) -> bool: ...
+    def can_serve(self, message: RoleMessage) -> bool:
+        """Return whether this role serves messages of this type."""
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """It is not served. Peers that wait for something of it are told."""
+        """Fail the ticket of a message that is not served, so that its peer does not wait for the blocks."""
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
-        """The whole life of a request. Whether it returns, raises or is cancelled: when it is over, all is free."""
+        """Serve a request from start to end. Its resources must be free when this returns, raises or is cancelled."""
 
     def on_stats(self, stats: EngineStats) -> None:
-        """The engine has moved on; blocks may have become free."""
+        """Handle new engine statistics; blocks may have become free."""
 
     def num_queued(self) -> int:
-        """Requests that wait outside the engine."""
+        """Return the number of requests that wait outside the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
+    """The id of this instance and the generation of its process, which every message to a router contains."""
+
     instance: InstanceId
     generation: Generation
 
 
 @dataclass(slots=True)
 class _Attempt:
+    """Holds task and deadline of one attempt; `failure` is sent to the router when the task has ended."""
+
     task: asyncio.Task[None]
     deadline: asyncio.TimerHandle
     is_aborted: bool = False
@@ -79,6 +85,8 @@ class _Attempt:
 
 
 class RequestServer(DrainableServer):
+    """Serves the routers of a generating model; implements `services.instance.components.InstanceService`."""
+
     def __init__(
         self,
         identity: Identity,
@@ -99,7 +107,7 @@ class RequestServer(DrainableServer):
         self._attempts: dict[AttemptEntry, _Attempt] = {}
         self.table = AttemptTable()
         self.adapters: Callable[[], list[AdapterRecord]] = list
-        """Those that requests may name now."""
+        """Returns the LoRA adapters that requests may name now."""
         self.stats = stats
 
     @property
@@ -118,7 +126,7 @@ class RequestServer(DrainableServer):
             case Heartbeat():
                 self._router.send(router, self._load_report())
             case Pool():
-                message_ = "this model writes text: it does not answer with vectors"
+                message_ = "this model generates text and cannot compute vectors (embeddings, scores)"
                 self._router.send(router, Failed(request_id=message.request_id, code="invalid", message=message_))
             case SnapshotRequest():
                 self._take_snapshot(router)
@@ -152,15 +160,18 @@ class RequestServer(DrainableServer):
             return
         if (previous := self.table.find(router, work.request_id)) is not None:
             logger.info("a new attempt replaces the running one", extra={"request_id": work.request_id})
+            # A router repeats an id only when it has given up the attempt before, for example after a reconnect.
             self._abort(previous, None)
         request = self.table.add(router, work)
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._role.serve(request, message), name=request.work.request_id)
+        # The value comes from the network: keep it in a range that `call_later` accepts.
         timeout_s = min(max(work.timeout_s, 0.0), MAX_TIMEOUT_S)
-        late = RequestFailed("timeout", f"not done within {timeout_s:g} s")
+        late = RequestFailed("timeout", f"the request was not finished within its timeout of {timeout_s:g} s")
         deadline = loop.call_later(timeout_s, self._abort, request, _failed(request, late))
         self._attempts[request] = _Attempt(task, deadline)
         self._idle.clear()
+        # A callback and not the end of a coroutine: it also runs for a task that was cancelled before its first step.
         task.add_done_callback(lambda _: self._end(request))
 
     def _cancel(self, router: RouterId, message: Cancel) -> None:
@@ -172,13 +183,17 @@ class RequestServer(DrainableServer):
             self._abort(request, None)
         elif sequence in request.live:
             request.live.discard(sequence)
+            # Before that, the role starts only the sequences that are still in `live`.
             if request.is_admitted:
                 inner = request.work.request_id
                 self._engine.post(lambda engine: engine.cancel(inner, sequence))
 
     def _abort(self, request: AttemptEntry, failure: Failed | None) -> None:
-        """Ends a request from outside. Without `failure` its router wants to hear no more of it; one whose sequences
-        have all ended has told it all, though its task may not have run since: that is no failure any more."""
+        """Cancel the task of a request. With `failure` its router is notified, without it is not.
+
+        If all sequences have ended, the router has received the whole answer although the task may not have run since;
+        then `failure` is not sent.
+        """
         attempt = self._attempts[request]
         if failure is None:
             self.table.detach(request)
@@ -186,28 +201,38 @@ class RequestServer(DrainableServer):
             attempt.is_aborted = True
             attempt.failure = failure if request.live else None
             request.live.clear()
+            # `_end` sends the failure, when the task has freed its resources.
             attempt.task.cancel()
 
     def _end(self, request: AttemptEntry) -> None:
+        """Send a failure, if any, and forget the request. Runs when its task has ended and its resources are free."""
         attempt = self._attempts.pop(request)
         attempt.deadline.cancel()
         failure = attempt.failure
         if not attempt.task.cancelled() and (error := attempt.task.exception()) is not None:
             failure = failure or _failed(request, error)
+        # The router may have detached this attempt or replaced it by a new one of the same id.
         if failure is not None and self.table.find(request.router, request.request_id) is request:
-            logger.info("failed: %s: %s", failure.code, failure.message, extra={"request_id": failure.request_id})
+            logger.info(
+                "request failed: %s: %s", failure.code, failure.message, extra={"request_id": failure.request_id}
+            )
             self._router.send(request.router, failure)
         self.table.remove(request)
         if not self._attempts:
             self._idle.set()
 
     def _take_snapshot(self, router: RouterId) -> None:
-        """Its number is that of the last batch before it: it is sent before any later step's events are published."""
+        """Send all cached block hashes to a router, with the number of the last event batch before them.
+
+        `then` runs before the events of any later step are published, so that the number is exact.
+        """
         taken = self._engine.call(
             lambda engine: (engine.cached_block_hashes(), engine.host_block_hashes()),
             then=partial(self._send_snapshot, router),
         )
-        taken.add_done_callback(lambda done: done.cancelled() or done.exception())  # a broken engine has been told of
+        # A stopped engine has been reported already. Reading the exception keeps asyncio from logging it as never
+        # retrieved.
+        taken.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _send_snapshot(self, router: RouterId, names: tuple[list[BlockHash], list[BlockHash]]) -> None:
         identity, (device, host) = self._identity, names
@@ -234,11 +259,12 @@ class RequestServer(DrainableServer):
 def _misplaced(message: RoleMessage, *, can_serve: bool) -> Failed | None:
     if can_serve:
         return None
-    text = f"this instance's role does not serve {type(message).__name__}"
+    text = f"an instance of this role does not serve {type(message).__name__} messages"
     return Failed(request_id=message.work.request_id, code="invalid", message=text)
 
 
 def failure_of(request_id: RequestId, error: BaseException) -> Failed:
+    """Return the message that reports `error` to the router. Unexpected errors are logged with their traceback."""
     match error:
         case RequestFailed():
             return Failed(request_id=request_id, code=error.code, message=str(error), lost=error.lost)
@@ -247,11 +273,12 @@ def failure_of(request_id: RequestId, error: BaseException) -> Failed:
         case TransferError():
             return Failed(request_id=request_id, code="handoff_failed", message=f"{type(error).__name__}: {error}")
         case _:
-            logger.error("failed", exc_info=error, extra={"request_id": request_id})
+            logger.error("request failed unexpectedly", exc_info=error, extra={"request_id": request_id})
             return Failed(request_id=request_id, code="internal", message=f"{type(error).__name__}: {error}")
 
 
 def load_of(stats: EngineStats, *, num_queued: int) -> Load:
+    """Convert engine statistics to the load that routers use for placement. `num_queued` wait outside the engine."""
     return Load(
         free_blocks=stats.free_blocks,
         total_blocks=stats.total_blocks,
@@ -269,11 +296,12 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
 
 
 async def await_uncancelled(cleanup: Coroutine[object, object, None]) -> None:
-    """Awaits `cleanup` until it is over, even when cancelled meanwhile; the cancellation comes afterwards."""
+    """Await `cleanup` to its end even if the caller is cancelled; then raise `CancelledError`."""
     task = asyncio.ensure_future(cleanup)
     is_cancelled = False
     while not task.done():
         try:
+            # Without the shield the cancellation would stop the cleanup, and blocks would leak.
             await asyncio.shield(task)
         except asyncio.CancelledError:
             is_cancelled = True

@@ -1,6 +1,6 @@
-"""Settings of an instance process, whatever its role. Engine settings carry vLLM's names.
+"""Define the settings of an instance process (prefill, decode or unified worker); engine settings carry vLLM's names.
 
-Read once in `main` by `services.common.settings.configuration`; nobody changes them afterwards.
+`main` of each role reads them once through `services.common.settings.configuration`. They are immutable afterwards.
 """
 
 import os
@@ -34,88 +34,130 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One field, one flag: `max_model_len` is `--max-model-len`."""
+    """Holds all settings of one instance process. Each field is one flag: `max_model_len` is `--max-model-len`."""
 
     model: Annotated[
         str,
         Meta(
-            description="folder of a Hugging Face model (config.json, safetensors)",
+            description="path of a Hugging Face model folder (config.json and safetensors) or of a GGUF file",
             min_length=1,
             extra={"group": "model"},
         ),
     ]
     served_model_name: Annotated[
         list[str],
-        Meta(description="names under which clients may ask for the model; the first is reported (default: the model)"),
+        Meta(
+            description="model names that clients may use in requests; the first one is reported in responses and"
+            " metrics (default: the value of --model and its last path component)"
+        ),
     ] = []
-    device: Annotated[Device, Meta(description="where the model runs; auto takes xpu, then cuda, then cpu")] = "auto"
+    device: Annotated[
+        Device, Meta(description="device that computes the model; auto selects xpu if present, else cuda, else cpu")
+    ] = "auto"
     device_index: Annotated[
         int | None,
-        Meta(description="which device of the machine, or the first of several; the process sees no other", ge=0),
+        Meta(
+            description="index of the device, or of the first of several; all others are hidden from this process",
+            ge=0,
+        ),
     ] = None
     tensor_parallel_size: Annotated[
         int,
         Meta(
-            description="devices over which the model is split, a process each",
+            description="number of devices that the model is split over; each device gets a process",
             ge=1,
             extra={"aliases": ["-tp"]},
         ),
     ] = 1
     disable_custom_all_reduce: Annotated[
-        bool, Meta(description="sums over devices by the collective library alone, never through mapped memory")
+        bool,
+        Meta(description="sum over devices with the collective library only, not with Baton's own kernel"),
     ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        Meta(description="whether the model writes text or answers with vectors; auto sees it in its folder"),
+        Meta(description="generate text, or compute vectors (pooling); auto: detect it from the model folder"),
     ] = "auto"
     task: Annotated[
         Literal["auto", "generate", "embed", "classify", "score"],
-        Meta(description="what the model is used for, more exactly than --runner; auto sees it in its folder"),
+        Meta(description="task of the model, more specific than --runner; auto: detect it from the model folder"),
     ] = "auto"
-    dtype: Annotated[Dtype, Meta(description="of weights and KV; auto takes the model's own")] = "auto"
+    dtype: Annotated[
+        Dtype, Meta(description="data type of weights and activations; auto: the data type in config.json")
+    ] = "auto"
     quantization: Annotated[
         Quantization | None,
-        Meta(description="round weights to this format while loading, or require it of the checkpoint (default: none)"),
+        Meta(description="quantize weights to this format, or require it of the checkpoint (default: as stored)"),
     ] = None
-    fp8_dtype: Annotated[Fp8Dtype, Meta(description="what fp8 means, for weights and for the KV cache")] = "e4m3"
+    fp8_dtype: Annotated[
+        Fp8Dtype, Meta(description='8-bit float format that "fp8" stands for in --quantization and --kv-cache-dtype')
+    ] = "e4m3"
     quantization_group_size: Annotated[
         int,
-        Meta(description="inputs that share a scale, in formats of four and six bits: 128, 64 or 32", ge=32, le=128),
+        Meta(
+            description="number of input values that share one scale in 4-bit and 6-bit formats: 128, 64 or 32",
+            ge=32,
+            le=128,
+        ),
     ] = 128
     quantization_skip: Annotated[
-        str, Meta(description="modules that keep their dtype, by name or last part of it: lm_head,down_proj")
+        str,
+        Meta(description="modules that are not quantized, by full name or last part: lm_head,down_proj"),
     ] = ""
     kv_cache_dtype: Annotated[
-        KvCacheDtype, Meta(description="of the KV cache; auto: as the model computes. Those of others are converted")
+        KvCacheDtype,
+        Meta(description="data type of the KV cache; auto: as --dtype. Instances may differ"),
     ] = "auto"
-    enable_lora: Annotated[bool, Meta(description="serve low-rank adapters (LoRA, PEFT's format) beside the model")] = (
-        False
-    )
+    enable_lora: Annotated[bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model")] = False
     lora_modules: Annotated[
-        list[str], Meta(description="adapters: name=folder; clients ask for them by name, as for a model")
+        list[str],
+        Meta(description="LoRA adapters to load at start, as NAME=FOLDER; a request selects one by NAME"),
     ] = []
-    max_loras: Annotated[int, Meta(description="adapters that one step may mix; others wait", ge=1)] = 1
-    max_lora_rank: Annotated[int, Meta(description="greatest rank of an adapter", ge=1)] = 16
+    max_loras: Annotated[
+        int,
+        Meta(
+            description="maximum number of different LoRA adapters in one step; others wait",
+            ge=1,
+        ),
+    ] = 1
+    max_lora_rank: Annotated[int, Meta(description="maximum rank of a LoRA adapter", ge=1)] = 16
     max_cpu_loras: Annotated[
         int | None,
-        Meta(description="adapters kept loaded, on the device (default: 16, or as many as the flags before ask)", ge=1),
+        Meta(
+            description="maximum number of loaded LoRA adapters; their weights stay in device memory (default: 16, or"
+            " --max-loras or the number of --lora-modules if that is greater)",
+            ge=1,
+        ),
     ] = None
     max_model_len: Annotated[
-        int | None, Meta(description="greatest number of tokens of prompt and answer (default: the model's own)", ge=1)
+        int | None,
+        Meta(
+            description="maximum tokens of prompt and answer together (default: the model's own limit)",
+            ge=1,
+        ),
     ] = None
     max_num_seqs: Annotated[
-        int | None, Meta(description="sequences that run at once (default: 256, or all tokens of a step)", ge=1)
+        int | None,
+        Meta(
+            description="maximum number of sequences that run at the same time (default: 256, or"
+            " --max-num-batched-tokens if that is smaller)",
+            ge=1,
+        ),
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Meta(description="tokens of one step; longer prompts are computed in chunks", ge=1)
+        int | None,
+        Meta(
+            description="maximum tokens in one step; longer prompts are computed in chunks",
+            ge=1,
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Meta(description="fraction of the device's memory for weights, work space and KV", gt=0, le=1)
+        float,
+        Meta(description="fraction of the device memory for weights, work space and KV cache together", gt=0, le=1),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None,
         Meta(
-            description="size of the KV cache (4G, 512M, …); overrides --gpu-memory-utilization",
+            description="size of the KV cache in bytes (4G, 512M, …); overrides --gpu-memory-utilization",
             ge=1,
             extra={"aliases": ["--kv-cache-memory"]},
         ),
@@ -123,83 +165,119 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_gb: Annotated[
         float,
         Meta(
-            description="GiB of host memory for blocks that the device evicts, pinned where that can be; 0: none",
+            description="GiB of host memory for KV blocks that are evicted from the device, pinned if possible; 0"
+            " disables this host tier",
             ge=0,
             extra={"aliases": ["--swap-space"]},
         ),
     ] = 0.0
     block_size: Annotated[
-        int | None, Meta(description="tokens of a KV block (default: 16 on cpu, 64 elsewhere)", ge=1)
+        int | None, Meta(description="tokens per KV block (default: 16 on cpu, 64 on other devices)", ge=1)
     ] = None
     num_gpu_blocks_override: Annotated[
-        int | None, Meta(description="number of KV blocks, whatever memory there is", ge=1)
+        int | None, Meta(description="number of KV blocks, regardless of the available memory", ge=1)
     ] = None
-    seed: Annotated[int, Meta(description="of dummy weights")] = 0
-    enable_prefix_caching: Annotated[bool, Meta(description="keep blocks of ended requests for equal prefixes")] = True
+    seed: Annotated[int, Meta(description="random seed of the weights with --load-format dummy")] = 0
+    enable_prefix_caching: Annotated[
+        bool,
+        Meta(description="keep the KV blocks of finished requests and reuse them for prompts with the same prefix"),
+    ] = True
     load_format: Annotated[
         Literal["auto", "dummy", "gguf"],
-        Meta(description="dummy takes random weights, without files; gguf the folder's GGUF file"),
+        Meta(
+            description="auto: load safetensors, or the GGUF file that --model names; dummy: random weights, no"
+            " weight files needed; gguf: the GGUF file in the folder of --model"
+        ),
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="never capture graphs")] = False
+    enforce_eager: Annotated[bool, Meta(description="do not capture CUDA or XPU graphs")] = False
     async_scheduling: Annotated[
         bool | None,
-        Meta(description="launch a step before the tokens of the one before it are known (default: on accelerators)"),
+        Meta(description="launch a step before the previous one has ended (default: on accelerators)"),
     ] = None
-    trust_remote_code: Annotated[bool, Meta(description="run Python code that comes with the model")] = False
-    max_logprobs: Annotated[int, Meta(description="most alternatives that a request may ask for", ge=0)] = 20
+    trust_remote_code: Annotated[bool, Meta(description="allow Python code from the model folder to run")] = False
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            description="maximum logprobs or prompt_logprobs (alternatives per token) of a request",
+            ge=0,
+        ),
+    ] = 20
 
     instance_id: Annotated[
         str,
         Meta(
-            description="unique in the cluster and stable over restarts (default: role-host-pid)",
+            description="name of this instance; must be unique in the cluster and should not change over restarts"
+            " (default: ROLE-HOSTNAME-PID)",
             max_length=200,
             extra={"group": "process"},
         ),
     ] = ""
-    host: Annotated[str, Meta(description="address that all ports are bound to", min_length=1)] = "127.0.0.1"
+    host: Annotated[
+        str, Meta(description="IP address or host name that all ports of this instance are bound to", min_length=1)
+    ] = "127.0.0.1"
     advertise_host: Annotated[
-        str, Meta(description="address under which others reach this instance (default: --host, or this host's own)")
+        str,
+        Meta(
+            description="host name or IP address under which routers and other instances reach this instance"
+            " (default: --host, or the host name if --host is a wildcard address)"
+        ),
     ] = ""
-    rpc_port: Annotated[Port, Meta(description="for routers; 0 takes a free one")] = 0
+    rpc_port: Annotated[Port, Meta(description="TCP port for requests from routers; 0 selects a free port")] = 0
     rpc_socket: Annotated[
         bool,
-        Meta(
-            description="take requests at a Unix socket, to which only routers of this user or root can connect, not at"
-            " --rpc-port"
-        ),
+        Meta(description="accept requests on a Unix socket (this user's or root's routers), not on --rpc-port"),
     ] = False
-    transfer_port: Annotated[Port, Meta(description="for block transfers; 0 takes a free one")] = 0
-    events_port: Annotated[Port, Meta(description="for events of the cache; 0 takes a free one")] = 0
-    http_port: Annotated[Port, Meta(description="for /health and /metrics; 0 takes a free one")] = 0
+    transfer_port: Annotated[
+        Port, Meta(description="TCP port for KV block transfers between instances; 0 selects a free port")
+    ] = 0
+    events_port: Annotated[
+        Port,
+        Meta(description="TCP port on which changes of the KV cache are published to routers; 0 selects a free port"),
+    ] = 0
+    http_port: Annotated[
+        Port, Meta(description="TCP port of /health, /metrics and /admin/drain; 0 selects a free port")
+    ] = 0
     registry: Annotated[
-        str, Meta(description="memory://HOST:PORT (a router), redis://…, rediss://… or unix:///…; empty: none")
+        str,
+        Meta(
+            description="URL of the registry: memory://HOST:PORT (a router), redis://…, rediss://… or unix:///PATH;"
+            " without it no router finds this instance"
+        ),
     ] = ""
     cluster_key_file: Annotated[
         str | None,
         Meta(
-            description="file with the secret that the cluster shares; without it ZeroMQ is not encrypted, and whoever"
-            " reaches the ports is served"
+            description="file with the secret key that all processes of the cluster share; without it ZeroMQ traffic"
+            " is not encrypted and the ports accept any client"
         ),
     ] = None
-    registry_ttl_s: Annotated[float, Meta(description="a record that is not renewed for so long expires", gt=0)] = 10.0
+    registry_ttl_s: Annotated[
+        float,
+        Meta(description="seconds after which the registry record of this instance expires if it is not renewed", gt=0),
+    ] = 10.0
 
     kv_transport: Annotated[
         Transport,
         Meta(
-            description="how blocks travel: usm in shared memory of one machine, zeromq over TCP, oneccl from device to"
-            " device (xccl, nccl; gloo or oneCCL on CPUs), memory inside one process: only where nothing is handed"
-            " off (unified instances); auto: host memory's first, oneccl between devices once a probe has proved it"
-            " faster (CCL_TOPO_P2P_ACCESS=1 without one, =0 never)",
+            description="transport of KV blocks between instances. usm: shared memory on one machine; zeromq: TCP;"
+            " oneccl: device to device (xccl, nccl; gloo or oneCCL on CPUs); memory: within one process,"
+            " only for unified instances, which hand nothing off. auto: usm on one machine, else zeromq;"
+            " between devices it changes to oneccl once a probe has measured that it is faster"
+            " (environment variable CCL_TOPO_P2P_ACCESS=1: use oneccl without a probe, =0: never use it)",
             extra={"group": "handoff"},
         ),
     ] = "auto"
-    kv_checksum: Annotated[Checksum, Meta(description="verify blocks that arrive, a sample, or none")] = "full"
+    kv_checksum: Annotated[
+        Checksum,
+        Meta(description="checksums of received KV blocks: verify all, a sample of them, or none"),
+    ] = "full"
     kv_tail_parts: Annotated[
         int | None,
         Meta(
-            description="a prompt's last chunk leaves in so many groups of layers while later ones are computed"
-            " (at most: a divisor of the layers is taken; 1: when all of it is computed; default: where the device"
-            " copies while it computes 8, of 4 MiB or more each, else 1)",
+            description="maximum number of layer groups in which the KV of a prompt's last chunk is sent, so that the"
+            " transfer of early layers overlaps with the computation of later ones; reduced to a divisor"
+            " of the number of layers. 1 sends it after all layers are computed (default: 8 groups of at"
+            " least 4 MiB each on devices that can copy while they compute, else 1)",
             ge=1,
             le=256,
         ),
@@ -207,124 +285,168 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_zeromq_connections: Annotated[
         int,
         Meta(
-            description="ZeroMQ connections to one peer, which blocks take in turns, for networks that are faster than"
-            " one core sends or encrypts; the smaller number of the two ends counts",
+            description="TCP connections to each peer for --kv-transport zeromq; blocks are distributed over them."
+            " More than 1 helps if the network is faster than one CPU core can send or encrypt. The"
+            " smaller value of the two peers is used",
             ge=1,
             le=16,
         ),
     ] = 1
     kv_run_dir: Annotated[
         str,
-        Meta(description="folder shared with instances in other containers of this machine, for usm (default: none)"),
+        Meta(description="folder shared with other containers of this machine, for usm transfers (default: none)"),
     ] = ""
     kv_lease_s: Annotated[
-        float, Meta(description="blocks held for an instance that has fallen silent are freed after this", gt=0)
+        float,
+        Meta(
+            description="seconds without a lease renewal after which blocks kept for a handoff are freed",
+            gt=0,
+        ),
     ] = 10.0
     handoff_fallback: Annotated[
         Fallback,
-        Meta(description="when a handoff fails: fail lets the router replay, local computes what is missing here"),
+        Meta(
+            description="action of a decode instance when a handoff fails. fail: fail the attempt, and the router"
+            " replays the request; local: compute the missing part of the prompt on this instance"
+        ),
     ] = "fail"
     max_waiting: Annotated[
-        int, Meta(description="handoffs that may wait for free blocks before others are refused", ge=0)
+        int,
+        Meta(
+            description="maximum number of handoffs that wait for free KV blocks; others are refused",
+            ge=0,
+        ),
     ] = 1024
     drain_timeout_s: Annotated[
-        float, Meta(description="time for running requests to end after SIGTERM or POST /admin/drain", ge=0)
+        float, Meta(description="seconds that running requests get to finish after SIGTERM or POST /admin/drain", ge=0)
     ] = 30.0
 
     drain_handover_s: Annotated[
-        float, Meta(description="time after that for another instance to fetch the hottest blocks; 0: none", ge=0)
+        float,
+        Meta(
+            description="seconds that a drained instance then waits for another instance of its pool to fetch its"
+            " most used KV blocks (drain migration); 0 disables it",
+            ge=0,
+        ),
     ] = 5.0
-    drain_handover_gb: Annotated[float, Meta(description="GiB of blocks that are handed on at most", ge=0)] = 4.0
+    drain_handover_gb: Annotated[
+        float, Meta(description="maximum size in GiB of the KV blocks that drain migration moves", ge=0)
+    ] = 4.0
 
     threads: Annotated[
         int | None,
-        Meta(description="CPU threads for the model (default: torch's choice)", ge=1, extra={"group": "process"}),
+        Meta(
+            description="number of CPU threads that compute the model (default: see --omp-threads-bind)",
+            ge=1,
+            extra={"group": "process"},
+        ),
     ] = None
     omp_threads_bind: Annotated[
         str,
         Meta(
-            description="cores that the model's threads run on: 0-3,8; auto: as many threads as this process has cores,"
-            " or of its cgroup; nobind: torch's choice",
+            description="CPU cores for the threads that compute the model: a list such as 0-3,8; auto: no binding,"
+            " one thread for each physical core available to this process within its cgroup limit; nobind:"
+            " no binding, torch chooses the number of threads",
             pattern=r"^(auto|nobind|\d+(-\d+)?(,\d+(-\d+)?)*)$",
         ),
     ] = "auto"
     engine_nice: Annotated[
         int,
-        Meta(description="how far the model's threads stand back for others on the same cores", ge=0, le=19),
+        Meta(
+            description="value added to the nice level of the threads that compute the model, so that other processes"
+            " on the same CPU cores run first; 0 leaves the priority unchanged, 19 is the lowest priority",
+            ge=0,
+            le=19,
+        ),
     ] = 0
     core_turns: Annotated[
         str | None,
         Meta(
-            description="a file in shared memory that instances on the same cores of one host name alike: prefill then"
-            " pauses while another one computes a step"
+            description="file in shared memory (for example /dev/shm/baton-turns) that coordinates instances on the"
+            " same CPU cores. Give all of them the same path: a prefill instance then pauses while another"
+            " instance computes a step (default: no coordination)"
         ),
     ] = None
     core_turns_share: Annotated[
         float,
         Meta(
-            description="with --core-turns, while prompts wait: the part of the time that steps of this instance take"
-            " at most (not prefill's); 1: all of it",
+            description="with --core-turns, on instances other than prefill: maximum fraction of the time that this"
+            " instance's steps take while prompts wait on a prefill instance; 1: no limit",
             gt=0,
             le=1,
         ),
     ] = 0.2
-    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = "info"
-    log_format: Annotated[LogFormat, Meta(description="of log lines")] = "text"
+    log_level: Annotated[LogLevel, Meta(description="lowest level of log messages that are written")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="format of log messages: text or JSON lines")] = "text"
     otlp_traces_endpoint: Annotated[
         str | None,
-        Meta(description="collector of traces (OTLP over HTTP): http://HOST:4318/v1/traces; needs baton-serve[otel]"),
+        Meta(
+            description="OTLP/HTTP endpoint that receives traces, for example http://HOST:4318/v1/traces; requires"
+            " the extra baton-serve[otel] (default: no traces)"
+        ),
     ] = None
 
 
 def instance_id(settings: InstanceSettings, role: Role) -> InstanceId:
+    """Return the configured instance id, or `ROLE-HOSTNAME-PID` if none is set."""
     return InstanceId(settings.instance_id or f"{role}-{socket.gethostname()}-{os.getpid()}")
 
 
 def advertised_host(settings: InstanceSettings) -> str:
-    """The address for the registry: a wildcard is of no use to others."""
+    """Return the host name or address that the registry record contains. A wildcard `--host` is replaced by the host
+    name."""
     if settings.advertise_host:
         return settings.advertise_host
+    # Other hosts cannot connect to a wildcard address.
     wildcard = settings.host in ("0.0.0.0", "::", "*")
     return socket.gethostname() if wildcard else settings.host
 
 
 def model_names(settings: InstanceSettings) -> list[str]:
-    """The name that is reported, then its aliases."""
+    """Return the model names that requests may use. The first is reported in answers, the others are aliases."""
     if settings.served_model_name:
         return list(settings.served_model_name)
+    # Clients usually know the model by its repository name, which is the last component of the path.
     folder = Path(settings.model).name
     return [settings.model] if folder in ("", settings.model) else [settings.model, folder]
 
 
 def visible_device(settings: InstanceSettings) -> dict[str, str]:
-    """Variables that show a process its own devices alone; they must be set before torch looks for devices.
+    """Return environment variables that hide all other devices from this process; empty without `--device-index`.
 
-    ZE_AFFINITY_MASK also spares the copy of all device memory in host memory that a second visible Arc card costs
+    They must be set before torch initializes its devices. ZE_AFFINITY_MASK also avoids that the driver mirrors all
+    device memory in host memory, which a second visible Arc card causes
     (https://github.com/intel/compute-runtime/issues/953).
     """
     if settings.device_index is None:
         return {}
     first = settings.device_index
+    # Both variables are set because the device kind is not known yet: torch must not be imported before they are set.
     mask = ",".join(map(str, range(first, first + settings.tensor_parallel_size)))
     return {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}
 
 
 def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
-    """A variable that lets threads of a product give up their core soon after waiting for one another in vain.
+    """Return an environment variable that shortens the busy-waiting of OpenMP threads; empty if the operator has set
+    one.
 
-    Otherwise they spin for milliseconds while another process has the core they wait for. It must be set before torch
-    is imported, and gives way to what the operator has set.
+    By default an OpenMP thread spins for milliseconds at a barrier, and takes the core from the very thread that it
+    waits for if processes share cores. The variable must be set before torch is imported.
     """
+    # 2000 iterations are a few microseconds. If the operator has tuned either variable, do not override that choice.
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": "2000"}
 
 
 def peer_access(environ: Mapping[str, str]) -> Literal["", "0", "1"]:
-    """oneCCL's own variable, which forces the choice of `--kv-transport auto` too. Raises `StartFailed`."""
+    """Return oneCCL's variable CCL_TOPO_P2P_ACCESS, which also forces the choice of `--kv-transport auto`.
+
+    Return "" if it is unset. Raises `StartFailed` for any value but "0" and "1".
+    """
     match environ.get("CCL_TOPO_P2P_ACCESS", ""):
-        case "" | "0" | "1" as said:
-            return said
-        case said:
+        case "" | "0" | "1" as value:
+            return value
+        case value:
             raise StartFailed(
-                f"CCL_TOPO_P2P_ACCESS={said}: 1 takes oneccl between devices without a probe, 0 never does,"
-                " unset lets a probe decide"
+                f"CCL_TOPO_P2P_ACCESS={value} is invalid; set 1 to use oneccl between devices without a probe, 0 to"
+                " never use it, or unset it to let a probe decide"
             )

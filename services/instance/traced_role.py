@@ -1,4 +1,4 @@
-"""A role as its operators see it: each request has a span, its id in every log line, and a line when it ends."""
+"""Adds tracing and logging to a role: each request gets a span, its id in every log line, and a line at its end."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class TracedRole:
-    """`RoleHandler` around another one; changes nothing of what it does."""
+    """Wraps another `RoleHandler` and adds observability. It does not change how requests are served."""
 
     def __init__(self, role: RoleHandler, tracing: Tracing) -> None:
         self._role = role
@@ -29,6 +29,7 @@ class TracedRole:
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         kind = type(message).__name__.lower()
         began_at = time.monotonic()
+        # A task has its own context: the id is added to the log lines of this request only.
         with request_logs(request.request_id):
             request.span = self._tracing.span(kind, message.work.trace_headers, at=began_at)
             request.span.set({"gen_ai.request.id": request.request_id})

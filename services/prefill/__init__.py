@@ -1,1 +1,1 @@
-"""The process that reads prompts and hands their blocks on."""
+"""The process of a prefill instance: computes prompts and hands their KV blocks to decode instances."""

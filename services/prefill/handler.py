@@ -1,6 +1,7 @@
-"""What a prefill instance does with a request: read the prompt, hand its blocks on, keep them until they are fetched.
+"""Serves a request on a prefill instance: computes the prompt, hands its blocks off, and keeps them until they are
+fetched.
 
-Blocks are freed only when the transfer says that no copy reads them any more, however the request ended.
+However the request ends, its blocks are freed only when the transfer reports that no copy reads them any more.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
+    """Make the handler of a prefill instance from the parts of its process."""
     return PrefillHandler(
         parts.engine,
         parts.transfer,
@@ -37,7 +39,7 @@ def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
 
 
 class PrefillHandler:
-    """`services.instance.request_server.RoleHandler`."""
+    """Implements `services.instance.request_server.RoleHandler` for prefill instances. Event loop only."""
 
     def __init__(
         self,
@@ -60,9 +62,10 @@ class PrefillHandler:
         return isinstance(message, Prefill)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Who was to fetch its blocks need not wait for them."""
+        """Fail the ticket of a refused request, so that its decode instance does not wait for the blocks."""
         if isinstance(message, Prefill) and message.ticket is not None:
             try:
+                # A transfer can only be failed after it was opened; opening may fail for an expired ticket.
                 self._transfer.open(message.ticket)
             except TransferError as exc:
                 logger.info("ticket %s: %s", message.ticket.ticket, exc)
@@ -83,22 +86,27 @@ class PrefillHandler:
             await self._prefill(request, message, observer)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Nothing waits for it."""
+        """Do nothing: no request waits outside the engine."""
 
     def num_queued(self) -> int:
-        """None: what waits for room is in the engine."""
+        """Return 0: requests that wait for free blocks are in the engine."""
         return 0
 
     async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
+        """Fetch the cached prefix from a peer, decode the images, and add the request to the engine."""
         await self._puller.pull(request, message.pull)
         pixels = await read_images(message.images, self._reader)
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
 
     async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
+        """Compute the prompt; return when its blocks are held for the decode instance."""
         await self._begin(request, message)
-        await asyncio.shield(observer.end)  # whether the engine holds the blocks is told by it to the last
+        # Shielded: the engine sets this future even after a cancellation, and `_free` must know whether the engine
+        # still holds the blocks.
+        await asyncio.shield(observer.end)
 
     async def _prefill(self, request: AttemptEntry, message: Prefill, observer: PrefillObserver) -> None:
+        """Serve a request without handoff: it ends with its first token."""
         try:
             await self._begin(request, message)
             await observer.end
@@ -106,26 +114,35 @@ class PrefillHandler:
             self._free(request, observer)
 
     async def _hand_off(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
+        """Compute the prompt while its blocks are sent, and wait until the decode instance has received all of them."""
         ticket = observer.ticket
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
         computing = asyncio.ensure_future(self._compute(request, message, observer))
         try:
             ends: list[asyncio.Future[Any]] = [computing, released]
+            # The decode instance may give up before the prompt is computed: then stop computing.
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done() and not observer.end.done():
                 reason = released.result()
                 if reason == "cancelled":
-                    return  # the sink was told to, or has told the router why
+                    # The decode instance was cancelled by the router, or has reported its failure to the router.
+                    return
                 lost = ticket.sink if reason == "lost" else None
-                raise RequestFailed("handoff_failed", f"{ticket.sink} does not take the blocks: {reason}", lost=lost)
+                raise RequestFailed(
+                    "handoff_failed", f"decode instance {ticket.sink} does not fetch the blocks: {reason}", lost=lost
+                )
             await computing
+            # The blocks must stay until they are fetched or the lease expires; either ends `released`.
             with request.span.child("lease"):
                 await asyncio.wait([released])
         except Exception as exc:
+            # Report the failure to the decode instance before the blocks are freed, so that it does not wait for its
+            # timeout.
             self._transfer.fail(ticket.ticket, str(exc))
             raise
         finally:
+            # Later results of the engine must not be published on the ended ticket.
             observer.is_open = False
             computing.cancel()
             await await_uncancelled(self._release(request, observer, released, computing))
@@ -137,6 +154,7 @@ class PrefillHandler:
         released: "asyncio.Future[str]",
         computing: "asyncio.Future[None]",
     ) -> None:
+        """Wait until no copy reads the blocks any more, then free them; count a failed handoff."""
         ticket = observer.ticket
         await asyncio.gather(computing, return_exceptions=True)
         if not released.done():
@@ -148,10 +166,12 @@ class PrefillHandler:
         if reason not in ("received", "cancelled"):
             self._counter.handoff_failed(reason)
             extra = {"request_id": request.request_id}
-            logger.warning("handoff to %s ended: %s", ticket.sink, reason, extra=extra)
+            logger.warning("handoff to decode instance %s failed: %s", ticket.sink, reason, extra=extra)
 
     def _free(self, request: AttemptEntry, observer: PrefillObserver) -> None:
+        """Free the request's blocks in the engine."""
         inner = request.work.request_id
+        # `release` ends a request whose blocks are held; `cancel` ends one that is still computed.
         if observer.is_held:
             self._engine.post(lambda engine: engine.release(inner))
         else:

@@ -1,4 +1,4 @@
-"""`baton prefill`: the whole wiring of the process."""
+"""Entry point of `baton prefill`: reads the settings and runs the instance."""
 
 import sys
 from os import environ
@@ -9,17 +9,18 @@ from baton_serve.services.instance.settings import InstanceSettings, short_waits
 
 
 def main(argv: list[str]) -> None:
-    """Serves until SIGTERM or Ctrl-C, then drains. Ends with the process's exit status."""
+    """Serve until SIGTERM or Ctrl-C, then drain. Ends the process with its exit status."""
     settings = load(
         InstanceSettings,
         argv,
         environ,
         prefix="BATON__PREFILL__",
         program="baton prefill",
-        description="Reads prompts and hands their blocks to decode instances.",
+        description="Runs a prefill instance: computes prompts and hands their KV blocks to decode instances.",
     )
+    # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
-    # Imported now, so that --help and a mistyped flag need not wait for torch.
+    # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
     from baton_serve.services.instance.process import run_instance
     from baton_serve.services.prefill.handler import prefill_handler
 

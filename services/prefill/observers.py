@@ -1,6 +1,6 @@
-"""What the engine reports of a prompt, turned into the verbs of its handoff; it waits for nothing.
+"""Converts what the engine reports about a prompt into calls of its handoff; nothing here waits.
 
-Blocks are handed on as steps complete them, the first tokens with the last.
+Blocks are published as the steps complete them, and the first tokens are sent with the last block.
 """
 
 import asyncio
@@ -18,30 +18,32 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillObserver:
-    """`Progress` of a prompt. `end` is done when it is computed, or failed when the engine gave it up."""
+    """Implements `RequestObserver` for a prompt without handoff."""
 
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Resolved when the prompt is computed; it raises `RequestFailed` if the engine failed the request."""
 
     @property
     def is_held(self) -> bool:
+        """Return whether the engine has computed the prompt and keeps its blocks."""
         return self.end.done() and not self.end.cancelled() and self.end.exception() is None
 
     def completed(self, blocks: CompletedBlocks) -> None:
-        """Without a ticket nobody wants them."""
+        """Do nothing: without a ticket no instance fetches the blocks."""
 
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
-        """As `completed`."""
+        """Do nothing: without a ticket no instance fetches layer groups."""
 
     def token(self, output: SequenceOutput) -> None:
-        """The router has it already."""
+        """Do nothing: `AttemptTable.apply` sends first tokens to the router."""
 
     def held(self, at: float) -> None:
         if not self.end.done():
             self.end.set_result(None)
 
     def ended(self) -> None:
-        """A sequence that ends with its first token changes nothing: the prompt's blocks are held all the same."""
+        """Do nothing: the prompt's blocks are kept even if every sequence ends with its first token."""
 
     def failed(self, code: ErrorCode, message: str) -> None:
         if not self.end.done():
@@ -49,7 +51,10 @@ class PrefillObserver:
 
 
 class HandoffObserver(PrefillObserver):
-    """A prompt whose blocks go to the sink of a ticket. `is_open` ends when nothing may be handed on any more."""
+    """Publishes the blocks of a prompt to the sink of a ticket.
+
+    The owner sets `is_open` to False when the handoff is over; later blocks are not published.
+    """
 
     def __init__(self, transfer: SourcePort, ticket: Ticket, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -66,16 +71,17 @@ class HandoffObserver(PrefillObserver):
             try:
                 self._transfer.publish(self._ticket, blocks.blocks)
             except LocalTransferError as exc:
-                self._given_up(exc)
+                self._stop_publishing(exc)
 
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
         if self.is_open:
             try:
                 self._transfer.publish_parts(self._ticket, blocks.blocks, parts)
             except LocalTransferError as exc:
-                self._given_up(exc)
+                self._stop_publishing(exc)
 
     def token(self, output: SequenceOutput) -> None:
+        # A sequence that ends with its first token is not started by the decode instance.
         is_finished = output.finish_reason is not None
         self._first.append(FirstToken(output.sequence, output.token_ids[-1], is_finished))
 
@@ -85,10 +91,10 @@ class HandoffObserver(PrefillObserver):
             try:
                 self._transfer.finish(self._ticket, payload)
             except LocalTransferError as exc:
-                self._given_up(exc)
+                self._stop_publishing(exc)
         super().held(at)
 
-    def _given_up(self, exc: LocalTransferError) -> None:
-        """The ticket has ended a moment ago; whoever waits for its release is about to hear of it."""
+    def _stop_publishing(self, exc: LocalTransferError) -> None:
+        """Stop publishing. The ticket has just ended; the task that awaits its release will report the reason."""
         logger.debug("ticket %s: %s", self._ticket, exc, extra={"request_id": self._request_id})
         self.is_open = False

@@ -1,1 +1,1 @@
-"""The process that does all of a request alone."""
+"""The process of a unified instance: computes prompts and generates answers."""

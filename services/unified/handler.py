@@ -1,4 +1,4 @@
-"""What a unified instance does with a request: all of it."""
+"""Serves a request on a unified instance: computes the prompt and generates the answer."""
 
 from baton_serve.contracts.messages import Generate
 from baton_serve.engine.model.vision.placeholders import ImageReader
@@ -11,7 +11,7 @@ from baton_serve.services.instance.request_server import RoleMessage
 
 
 class UnifiedHandler:
-    """`services.instance.request_server.RoleHandler`."""
+    """Implements `services.instance.request_server.RoleHandler` for unified instances. Event loop only."""
 
     def __init__(self, engine: EngineCalls, puller: PullPort, reader: ImageReader | None = None) -> None:
         self._engine = engine
@@ -22,14 +22,14 @@ class UnifiedHandler:
         return isinstance(message, Generate)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no peer waits for a unified instance."""
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         assert isinstance(message, Generate)
         await generate(self._engine, request, self._puller, message, self._reader)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Nothing waits outside the engine."""
+        """Do nothing: no request waits outside the engine."""
 
     def num_queued(self) -> int:
         return 0

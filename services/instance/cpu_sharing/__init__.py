@@ -1,1 +1,1 @@
-"""How several instances share the cores of one host."""
+"""How several instances on one host share its CPU cores: affinity, nice levels and time slices."""

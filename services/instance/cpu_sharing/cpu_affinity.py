@@ -1,7 +1,7 @@
-"""The cores of this instance's model: how many threads compute it, on which cores, and who gives way.
+"""Sets thread count, CPU affinity and nice level of the threads that compute the model.
 
-`pin_to_cores` is called in the engine's thread before it computes anything, `renice_threads` once the model is
-loaded: on Linux a thread's mask, name and niceness are its own, and the threads that it starts inherit them.
+Call `pin_to_cores` in the engine thread before it computes anything, and `renice_threads` once the model is loaded. On
+Linux affinity, name and nice level belong to each thread and are inherited by the threads that it starts.
 """
 
 import contextlib
@@ -16,29 +16,37 @@ from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings
 
 THREAD_NAME = "baton-engine"
-"""Of the threads that compute the model, as `top -H` shows it."""
+"""Name of the threads that compute the model, as shown by `top -H`."""
 _TASKS = Path("/proc/self/task")
 
 
 def pin_to_cores(settings: InstanceSettings) -> None:
-    """Raises `StartFailed` for cores that this process may not use."""
+    """Name the calling thread and bind it to the cores of `--omp-threads-bind`.
+
+    Raises `StartFailed` if the process may not use one of these cores.
+    """
     with contextlib.suppress(OSError):
+        # The kernel's own name of the thread, which threads started by it inherit: `renice_threads` finds them by it.
         (_TASKS / str(threading.get_native_id()) / "comm").write_text(THREAD_NAME)
     if settings.omp_threads_bind not in ("auto", "nobind"):
         try:
+            # Thread id 0 is the calling thread. OpenMP threads that it starts inherit the affinity.
             os.sched_setaffinity(0, cpu_list(settings.omp_threads_bind))
         except (OSError, ValueError) as exc:
             raise StartFailed(f"--omp-threads-bind {settings.omp_threads_bind}: {exc}") from exc
 
 
 def renice_threads(settings: InstanceSettings) -> None:
-    """All threads that the engine's thread has started, and itself. Not before: loading would starve beside others that
-    already serve."""
+    """Add `--engine-nice` to the nice level of the engine thread and of all threads that it has started.
+
+    Call it after loading: with a low priority, loading would take very long beside instances that already serve.
+    """
     if not settings.engine_nice:
         return
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + settings.engine_nice
     for task in _TASKS.iterdir():
-        with contextlib.suppress(OSError):  # one that has just ended
+        # A thread may end between the listing and the access.
+        with contextlib.suppress(OSError):
             if (task / "comm").read_text().strip() == THREAD_NAME:
                 os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
@@ -46,8 +54,11 @@ def renice_threads(settings: InstanceSettings) -> None:
 def thread_count(
     settings: InstanceSettings, environ: Mapping[str, str], host: HostCpus | None = None
 ) -> dict[str, str]:
-    """A variable for OpenMP, which must be set before torch is imported: torch alone would count hyperthreads and know
-    nothing of a cgroup's limit. Empty where the operator has set it, or wants torch's choice."""
+    """Return OMP_NUM_THREADS for this instance; it must be set before torch is imported.
+
+    Without it torch counts hyperthreads and ignores a cgroup's CPU limit. Empty if the operator has set the variable or
+    chose `--omp-threads-bind nobind`.
+    """
     if settings.threads is not None:
         count = settings.threads
     elif settings.omp_threads_bind == "nobind":

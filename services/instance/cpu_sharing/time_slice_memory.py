@@ -1,7 +1,8 @@
-"""Memory in which instances that share cores tell whose turn it is (engine/kernels/cpu/src/turns.cpp reads it too).
+"""Shared memory in which instances on the same CPU cores publish when they compute (`--core-turns`).
 
-A file of `MAX_PROCESSES` rows, mapped by every process; a process owns one row for as long as it lives, by a lock
-that ends with it. All times are CLOCK_MONOTONIC in ns, so nothing that a dead process left is believed for long.
+The file has `MAX_PROCESSES` rows and is mapped by every process; engine/kernels/cpu/src/turns.cpp reads it too. A
+process owns one row through a file lock, which the kernel releases when the process ends. All values are
+CLOCK_MONOTONIC times in ns in the future, so that a value left by a dead process expires.
 """
 
 import ctypes
@@ -11,53 +12,63 @@ import os
 import time
 
 MAX_PROCESSES = 16
+"""Number of rows: the maximum number of processes that share the file."""
 WORDS_PER_ROW = 8
-"""Words of a row: a cache line."""
+"""Number of 8-byte words in a row: one cache line, so that processes do not invalidate each other's rows."""
 COMPUTES_UNTIL, PROMPTS_UNTIL = 0, 1
-"""Words: the process has the turn until then; it has prompts to compute until then. 0: it has not."""
+"""Indexes of the words in a row: the end of the step that the process computes, and the time until which it has prompts
+to compute, both in ns; 0 if it does not."""
 
 
 class TimeSliceMemoryError(Exception):
-    """The memory cannot be used; the message says why."""
+    """The file cannot be created, mapped or locked; the message states the reason."""
 
 
 class TimeSliceMemory:
-    """Mapped while the process lives."""
+    """Maps the file and owns one row of it until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Makes the file where it is missing. Raises `TimeSliceMemoryError`."""
+        """Open the file at `path` and create it if it is missing.
+
+        Raises `TimeSliceMemoryError` if it cannot be used or if all rows are taken.
+        """
         size = MAX_PROCESSES * WORDS_PER_ROW * 8
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if os.fstat(self._file).st_size < size:
+                # Only grow the file: other processes may have mapped it already.
                 os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
         except (OSError, ValueError) as exc:
             raise TimeSliceMemoryError(f"{path}: {exc}") from exc
         self._words = memoryview(self._memory).cast("q")
         self._row = self._own_row(path)
+        # A previous owner of the row may have died within a step.
         self.write(COMPUTES_UNTIL, 0.0)
         self.write(PROMPTS_UNTIL, 0.0)
 
     @property
     def address(self) -> int:
-        """Of the first row, for kernels."""
+        """Return the address of the first row, for the CPU kernels."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def write(self, word: int, seconds: float) -> None:
-        """Into this process's row: from now on for so long, 0 ends it."""
+        """Set `word` of this process's row to `seconds` from now, or clear it if `seconds` is 0."""
         self._words[self._row * WORDS_PER_ROW + word] = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     def is_any(self, word: int) -> bool:
-        """Whether it holds for any other process."""
+        """Return whether `word` of any other process lies in the future."""
         others = (self._words[row * WORDS_PER_ROW + word] for row in range(MAX_PROCESSES) if row != self._row)
         return max(others) > time.monotonic_ns()
 
     def _own_row(self, path: str) -> int:
+        """Lock the first free row and return its index."""
         for row in range(MAX_PROCESSES):
             try:
+                # A lock of one byte per row. POSIX locks belong to the process and end with it, even after SIGKILL, so
+                # no row stays taken by a dead process.
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
             except OSError:
                 continue
             return row
-        raise TimeSliceMemoryError(f"{path}: {MAX_PROCESSES} processes use it already")
+        raise TimeSliceMemoryError(f"{path}: already used by {MAX_PROCESSES} processes, which is the maximum")

@@ -1,8 +1,8 @@
-"""When an instance computes its next step, where others compute on the same cores (`--core-turns`).
+"""Decides when an instance may compute its next step if others compute on the same cores (`--core-turns`).
 
-Prefill pauses while another instance computes a step. That one, in return, leaves most of the time to prefill while
-prompts wait there: its steps come at a bounded distance instead of one after another, and each has more sequences.
-Decisions are pure; `TimeSliceMemory` tells the others.
+A prefill instance pauses while another instance computes a step. In return, the other instances leave most of the time
+to prefill while prompts wait there: they space their steps out, so that each step has more sequences. The decisions are
+pure; `TimeSliceMemory` shares them with the other processes.
 """
 
 import time
@@ -25,35 +25,36 @@ YieldToOthers = Callable[[int, int, int], object]
 """`engine.kernels.cpu.time_slicing.yield_to_processes`."""
 
 MAX_WAIT_S = 0.2
-"""Whatever the share: so much is added to a gap between two tokens at most."""
+"""Longest pause between two steps, in seconds, whatever the share: it is added to the inter-token latency."""
 MIN_SLICE_S, MAX_SLICE_S = 0.05, 0.25
-"""For how long others pause at most if this process dies, or its step takes longer than steps before."""
+"""Lower and upper bound, in seconds, of how long a step announces to compute. Prefill instances pause at most this long
+if this process dies within the step, or if the step takes longer than earlier ones."""
 PROMPT_SLICE_S = 5.0
-"""For how long a step that computes prompts is believed to go on if nothing else is heard of it."""
+"""Seconds for which a step with prompts announces itself. It expires if the process dies without clearing it."""
 
 
 class TimeSlicer(Protocol):
-    """Called in the engine's thread."""
+    """Coordinates the steps of one engine with other processes. Called in the engine thread only."""
 
     def wait_s(self) -> float:
-        """How long the next step should wait from now."""
+        """Return for how many seconds the next step should wait from now; 0 if it may start."""
         ...
 
     def begin(self) -> None:
-        """A step begins."""
+        """Announce that a step starts."""
         ...
 
     def end(self) -> None:
-        """It has ended."""
+        """Announce that the step has ended."""
         ...
 
     def rest(self) -> None:
-        """There is nothing to do."""
+        """Announce that the engine has no work left."""
         ...
 
 
 class NoTimeSlicing:
-    """The cores are this instance's own."""
+    """Never waits. Used when the cores belong to this instance alone."""
 
     def wait_s(self) -> float:
         return 0.0
@@ -69,7 +70,7 @@ class NoTimeSlicing:
 
 
 class YieldingTimeSlicer(NoTimeSlicing):
-    """Of prefill. Its kernels look for others' turns themselves, once they are told where."""
+    """Time slicing of a prefill instance: its CPU kernels pause while another process computes a step."""
 
     def __init__(self, memory: TimeSliceMemory, yield_to_others: YieldToOthers) -> None:
         self._memory = memory
@@ -77,6 +78,7 @@ class YieldingTimeSlicer(NoTimeSlicing):
         self._has_announced = False
 
     def begin(self) -> None:
+        # Not in __init__: this object is made before the engine thread has loaded the kernel library.
         if not self._has_announced:
             self._has_announced = True
             self._yield_to_others(self._memory.address, MAX_PROCESSES, WORDS_PER_ROW)
@@ -87,7 +89,8 @@ class YieldingTimeSlicer(NoTimeSlicing):
 
 
 class BoundedTimeSlicer(NoTimeSlicing):
-    """Of the others. `share`: of the time, for steps while prompts wait."""
+    """Time slicing of decode and unified instances. `share` is the maximum fraction of the time for their steps while
+    prompts wait on a prefill instance."""
 
     def __init__(self, memory: TimeSliceMemory, share: float) -> None:
         self._memory = memory
@@ -98,31 +101,40 @@ class BoundedTimeSlicer(NoTimeSlicing):
     def wait_s(self) -> float:
         due = self._ended + pause_s(self._ended - self._began, self._share)
         wait = due - time.monotonic()
+        # Waiting helps only while a prefill instance has prompts to compute.
         return wait if wait > 0 and self._memory.is_any(PROMPTS_UNTIL) else 0.0
 
     def begin(self) -> None:
         self._began = time.monotonic()
+        # Four times the usual duration: steps vary, and an announcement that expires within the step lets prefill take
+        # the cores away from it.
         self._memory.write(COMPUTES_UNTIL, min(max(4 * self._usual_s, MIN_SLICE_S), MAX_SLICE_S))
 
     def end(self) -> None:
         self._memory.write(COMPUTES_UNTIL, 0.0)
         self._ended = time.monotonic()
+        # Exponential moving average over about eight steps.
         self._usual_s += (self._ended - self._began - self._usual_s) / 8
 
 
 def pause_s(step_s: float, share: float) -> float:
-    """After a step that took so long."""
+    """Return the pause after a step of `step_s` seconds so that steps take at most `share` of the time."""
     return min(step_s * (1 - share) / share, MAX_WAIT_S)
 
 
 def core_turns(settings: InstanceSettings, role: Role, yield_to_others: YieldToOthers) -> TimeSlicer:
-    """Call in the process that computes. Raises `StartFailed`."""
+    """Return the time slicer for `--core-turns`. Call it in the process that computes the model.
+
+    Raises `StartFailed` if the shared file cannot be used.
+    """
     if not settings.core_turns:
         return NoTimeSlicing()
     try:
         memory = TimeSliceMemory(settings.core_turns)
     except TimeSliceMemoryError as exc:
-        raise StartFailed(f"--core-turns {exc}") from exc
+        raise StartFailed(
+            f"--core-turns: {exc}; name a file that can be created in shared memory, such as /dev/shm/baton"
+        ) from exc
     return (
         YieldingTimeSlicer(memory, yield_to_others)
         if role == "prefill"

@@ -1,1 +1,1 @@
-"""How an instance stops: draining, handing over its most used blocks, and shutting down."""
+"""How an instance stops: it drains, hands its most used blocks to another instance, and shuts down."""

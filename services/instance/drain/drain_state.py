@@ -1,8 +1,8 @@
-"""How an instance stops taking work: asked by a signal, or by an operator over HTTP.
+"""Controls the drain of an instance, started by a signal or by an operator over HTTP.
 
-The registry says so first, so that whoever looks sees it; then what runs gets its time to end, what does not is handed
-over (its router replays it elsewhere), blocks under a lease are waited for, and hot ones handed on. Whether the process
-ends afterwards is for the caller to choose.
+The instance first announces in the registry that it drains. Then running requests get time to finish; the remaining
+ones end and their routers replay them elsewhere. Blocks under a lease are waited for, and the most used blocks are
+handed to another instance. The caller chooses whether the process ends afterwards.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ DrainStatus = Literal["ok", "draining", "drained"]
 
 
 class Drainable(Protocol):
-    """`services.instance.request_server.Serving`."""
+    """The part of `DrainableServer` that a drain needs."""
 
     @property
     def is_draining(self) -> bool: ...
@@ -27,7 +27,11 @@ class Drainable(Protocol):
 
 
 class DrainController:
-    """`announce` renews the registry's record; `request_stop` ends the process by way of `finish`."""
+    """Runs the drain of one process, once. Belongs to the event loop.
+
+    `announce` renews the registry record. `request_stop` starts the shutdown of the process, which calls `begin` and
+    `finish`.
+    """
 
     def __init__(
         self,
@@ -38,7 +42,8 @@ class DrainController:
         timeout_s: float,
         hand_on: Callable[[], Awaitable[None]],
     ) -> None:
-        """`hand_on`: called once, when all requests have ended; it bounds itself."""
+        """`hand_on` moves the most used blocks to another instance. It is called once, after all requests have ended,
+        and must limit its own duration."""
         self._hand_on = hand_on
         self._handing: asyncio.Task[None] | None = None
         self._serving = serving
@@ -54,22 +59,25 @@ class DrainController:
         return "draining" if self._serving.num_requests else "drained"
 
     async def begin(self) -> None:
-        """Refuses new work. The registry is told if it answers; routers that are connected hear of it at once."""
+        """Refuse new requests; notify connected routers at once and the registry if it is available."""
         if not self._serving.is_draining:
             logger.info("draining", extra={"requests": self._serving.num_requests})
             self._serving.refuse_new()
             await self._announce()
 
     async def finish(self) -> None:
-        """Returns when nothing is left."""
+        """Wait until all requests have ended and the blocks have been handed on."""
         await self._serving.drain(self._timeout_s)
+        # An operator's drain and the shutdown may both call this: the blocks are handed on only once. The shield keeps
+        # the hand-over running if one of the two callers is cancelled.
         if self._handing is None:
             self._handing = asyncio.create_task(_all_of(self._hand_on), name="handover")
         await asyncio.shield(self._handing)
 
     async def ask(self, *, exit_afterwards: bool) -> None:
-        """An operator's wish: begins now, and goes on after this returns."""
+        """Start a drain that an operator requested. Return when new work is refused; the drain continues."""
         await self.begin()
+        # The shutdown calls `finish` itself.
         if exit_afterwards:
             self._request_stop("drained on request")
         elif self._task is None:

@@ -1,7 +1,7 @@
-"""An instance that leaves hands its hottest blocks on: it tells a router which they are, the router finds an heir in
-its pool, and the heir fetches them by name. The other end, being an heir, is here too.
+"""Drain migration: a draining instance hands its most used KV blocks to another instance of its pool.
 
-Bounded by time and bytes; whatever goes wrong, the instance leaves in time.
+It sends the hashes of these blocks to a router, the router chooses the target, and the target fetches the blocks. Both
+sides are implemented here. Time and bytes are limited, and a failure never delays the shutdown beyond that limit.
 """
 
 import asyncio
@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class DrainMigration:
+    """Runs both sides of drain migration for one instance; belongs to the event loop.
+
+    `timeout_s` and `max_blocks` limit what this instance hands to others; 0 disables it.
+    """
+
     def __init__(
         self,
         identity: Identity,
@@ -42,7 +47,10 @@ class DrainMigration:
         self._migrations_in: set[asyncio.Task[int]] = set()
 
     async def hand_on(self) -> None:
-        """Returns when the blocks were fetched, nobody wants them, or `timeout_s` is over. Never raises."""
+        """Hand the most used blocks to another instance.
+
+        Return when they have been fetched, if no router or instance takes them, or after `timeout_s`. Never raises.
+        """
         routers = self._router.routers()
         if not routers or self._timeout_s <= 0 or self._max_blocks <= 0:
             return
@@ -58,29 +66,35 @@ class DrainMigration:
                     names=names,
                     timeout_s=self._timeout_s,
                 )
+                # Any one router can choose the target: all have the same view of the cluster, and asking one avoids
+                # that two targets fetch the same blocks.
                 self._router.send(routers[0], hot)
                 tickets = await self._migration_tickets
                 await asyncio.gather(*(self._sharing.ended(ticket) for ticket in tickets))
                 if tickets:
-                    logger.info("hot blocks are handed on", extra={"blocks": len(names)})
+                    logger.info("handed the most used KV blocks to another instance", extra={"blocks": len(names)})
         except TimeoutError:
-            logger.warning("hot blocks were not handed on within %g s", self._timeout_s)
+            logger.warning(
+                "no instance fetched the most used KV blocks within %g s (--drain-handover-s)", self._timeout_s
+            )
         except InstanceError as exc:
-            logger.warning("hot blocks were not handed on: %s", exc)
+            logger.warning("cannot hand the most used KV blocks to another instance: %s", exc)
 
     def on_migration_tickets(self, message: Heirs) -> None:
-        """A router's answer."""
+        """Receive the tickets with which other instances will fetch; empty if the router found no instance."""
+        # A late or repeated answer of a router finds no open question.
         if self._migration_tickets is not None and not self._migration_tickets.done():
             self._migration_tickets.set_result(list(message.tickets))
 
     def on_migrate_in(self, message: Adopt) -> None:
-        """Another instance leaves, and this one takes its blocks."""
+        """Start to fetch the most used blocks of another instance, which is draining."""
         adoption = asyncio.get_running_loop().create_task(self._migrate_in(message), name="adopt")
         self._migrations_in.add(adoption)
+        # asyncio keeps only weak references to tasks: the set keeps them alive.
         adoption.add_done_callback(self._migrations_in.discard)
 
     async def close(self) -> None:
-        """Gives up what is on its way here; before the transfer node closes."""
+        """Cancel all running fetches and wait for their end. Call it before the transfer node is closed."""
         for adoption in self._migrations_in:
             adoption.cancel()
         if self._migrations_in:
@@ -88,5 +102,7 @@ class DrainMigration:
 
     async def _migrate_in(self, message: Adopt) -> int:
         num_blocks = await self._puller.adopt(message.ticket, message.names, is_awaited=True)
-        logger.info("blocks of an instance that leaves", extra={"source": message.ticket.source, "blocks": num_blocks})
+        logger.info(
+            "fetched KV blocks of a draining instance", extra={"source": message.ticket.source, "blocks": num_blocks}
+        )
         return num_blocks

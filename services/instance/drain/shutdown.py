@@ -1,4 +1,4 @@
-"""How what serves routers leaves: it takes nothing new, lets what runs end, then ends the rest."""
+"""Base class of the servers of an instance: how they refuse new requests and end the running ones."""
 
 import asyncio
 import logging
@@ -12,7 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class DrainableServer(ABC):
-    """`_idle` is set by the one who serves whenever no request is left, and cleared with each new one."""
+    """Base class of `RequestServer` and `PoolingServer`.
+
+    A subclass clears `_idle` with each new request and sets it when no request is left.
+    """
 
     def __init__(self, router: RouterPort) -> None:
         self._router = router
@@ -26,40 +29,46 @@ class DrainableServer(ABC):
 
     @abstractmethod
     def _end_all(self, code: ErrorCode, reason: str) -> None:
-        """Ends all that runs; its routers hear why."""
+        """End all running requests and send `Failed` with `code` and `reason` to their routers."""
 
     @abstractmethod
     def _load_report(self) -> LoadReport: ...
 
     def send_load_reports(self) -> None:
-        """Every router hears at once what has changed."""
+        """Send a `LoadReport` to every connected router now, before its next heartbeat asks for one."""
         for router in self._router.routers():
             self._router.send(router, self._load_report())
 
     def fail_all(self, reason: str) -> None:
-        """The engine is gone: all end, and nothing new is taken."""
+        """End all requests because the engine has stopped, and refuse new ones."""
         self.is_draining = True
         self._end_all("internal", reason)
 
     def refuse_new(self) -> None:
-        """From now on; every router is told at once."""
+        """Refuse new requests from now on and report that to all connected routers."""
         self.is_draining = True
         self.send_load_reports()
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, lets what runs end, then ends the rest. Returns when everything is free."""
+        """Refuse new requests and let the running ones finish; after `timeout_s` end the rest.
+
+        Return when all requests have ended and their resources are free.
+        """
         if not self.is_draining:
             self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            logger.warning("%d requests did not end within %g s", self.num_requests, timeout_s)
-            self._end_all("draining", "the instance stops")
+            logger.warning(
+                "%d requests did not finish within %g s (--drain-timeout-s), ending them", self.num_requests, timeout_s
+            )
+            # The router replays a request that failed with "draining" on another instance.
+            self._end_all("draining", "the instance is shutting down")
             await self._idle.wait()
 
     def _refused(self, request_id: RequestId) -> Failed | None:
-        """What the router of a new request hears, if none is taken."""
+        """Return the answer to a new request while draining, or None if the request is accepted."""
         if not self.is_draining:
             return None
-        return Failed(request_id=request_id, code="draining", message="the instance stops")
+        return Failed(request_id=request_id, code="draining", message="the instance is shutting down")

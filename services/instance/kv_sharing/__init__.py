@@ -1,1 +1,1 @@
-"""Exchange of cached blocks between instances, outside a handoff."""
+"""Exchange of cached blocks between instances, outside of handoffs."""

@@ -1,6 +1,7 @@
-"""Fetches blocks from another instance's cache into this one's, before a prompt is computed or because that one leaves.
+"""Fetches KV blocks from the cache of another instance into this one, before a prompt is computed or in a drain
+migration.
 
-Whatever becomes of it, the caller goes on: blocks that have come are found in the cache, the others are computed.
+A failure is not an error: blocks that have arrived are found in the cache, and the engine computes the others.
 """
 
 import asyncio
@@ -22,11 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class PullPort(Protocol):
+    """Fetches the cached prefix of a prompt from another instance before the prompt is computed."""
+
     async def pull(self, request: AttemptEntry, pull: Pull | None) -> None: ...
 
 
 class Puller:
-    """`PullPort`."""
+    """Implements `PullPort` for one instance and fetches the blocks of drain migrations. Event loop only."""
 
     def __init__(
         self,
@@ -44,10 +47,15 @@ class Puller:
         self._clock = clock
 
     async def pull(self, request: AttemptEntry, pull: Pull | None) -> None:
-        """Returns when the engine knows what has come. Never raises but for a cancellation."""
-        if pull is None or request.work.sampling.prompt_logprobs is not None:  # they are computed from the start
+        """Fetch the prefix that the router named, and return when the engine knows the blocks that have arrived.
+
+        Raises only `CancelledError`.
+        """
+        # Prompt logprobs need the logits of every prompt token, so a cached prefix could not be used.
+        if pull is None or request.work.sampling.prompt_logprobs is not None:
             return
         work, size, began = request.work, self._block_tokens, self._clock()
+        # At least the last token is computed here, because its logits give the first token.
         num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // size)
         names = hash_blocks(work.root, work.token_ids[: num_full * size], size, media=work.media)
         arrived = await self.adopt(pull.ticket, names, span=request.span)
@@ -56,8 +64,11 @@ class Puller:
     async def adopt(
         self, ticket: Ticket, names: Sequence[BlockHash], *, span: Span = NO_SPAN, is_awaited: bool = False
     ) -> int:
-        """Number of blocks that came. Never raises but for a cancellation. `is_awaited`: the source waits to be asked,
-        even for nothing."""
+        """Fetch the blocks `names` as far as they are missing here, and return how many have arrived.
+
+        With `is_awaited` the source waits for a fetch, so one is sent even if nothing is missing. Raises only
+        `CancelledError`.
+        """
         import_id = RequestId(f"import:{ticket.ticket}")
         wanted = await self._begin(import_id, names)
         if not wanted and not is_awaited:
@@ -70,7 +81,7 @@ class Puller:
         except TransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             logger.warning(
-                "%d of %d blocks came from %s: %s: %s",
+                "fetched only %d of %d KV blocks from the cache of %s, the others will be computed: %s: %s",
                 len(arrived),
                 len(wanted),
                 ticket.source,
@@ -79,11 +90,12 @@ class Puller:
                 extra={"request_id": ticket.request_id},
             )
         finally:
+            # The fetch is over here, so no copy writes to the blocks any more: the engine may free the others.
             self._engine.post(lambda engine: engine.end_import(import_id, arrived))
         return len(arrived)
 
     async def _begin(self, import_id: RequestId, names: Sequence[BlockHash]) -> Sequence[tuple[BlockHash, int]]:
-        """Once the engine was asked, an answer that nobody waits for any more is undone."""
+        """Let the engine allocate blocks for the missing names. If this is cancelled meanwhile, undo the allocation."""
         begun = self._engine.call(lambda engine: engine.begin_import(import_id, names))
         try:
             return await begun

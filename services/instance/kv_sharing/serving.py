@@ -1,7 +1,7 @@
-"""Serves cached blocks to instances that ask for them by name: the other end of `pulling`.
+"""Serves cached blocks to other instances that fetch them by hash: the opposite end of `pulling`.
 
-Blocks are pinned while they are read, a host tier's copied back to the device first. What is not cached any more is not
-sent: the asking instance takes what there is.
+Blocks are pinned while they are sent; those in the host tier are copied back to the device first. Blocks that are not
+cached any more are not sent: the fetching instance takes what is available.
 """
 
 import asyncio
@@ -19,19 +19,23 @@ from baton_serve.services.instance.request_server import await_uncancelled
 logger = logging.getLogger(__name__)
 
 MAX_SHARES = 32
-"""At once. More are refused, so that those who ask compute instead of waiting."""
+"""Maximum number of fetches served at the same time. Further ones are refused, so that the fetching instance computes
+the blocks instead of waiting."""
 
 
 MAX_ENDED_TICKETS = 1024
+"""Number of ended tickets that are remembered for `KVSharing.ended`, which may be called after the end."""
 
 
 class PullSourcePort(SourcePort, Protocol):
-    """`kvtransfer.TransferNode`."""
+    """The producing end of transfers, with a callback for fetches of unknown tickets: `kvtransfer.TransferNode`."""
 
     def on_fetch(self, handler: Callable[[Ticket, list[BlockHash]], None], /) -> None: ...
 
 
 class KVSharing:
+    """Serves fetches of cached blocks from this instance. Belongs to the event loop."""
+
     def __init__(self, engine: EngineCalls, transfer: PullSourcePort, *, max_shares: int = MAX_SHARES) -> None:
         self._engine = engine
         self._transfer = transfer
@@ -41,22 +45,26 @@ class KVSharing:
         transfer.on_fetch(self._begin)
 
     async def ended(self, ticket: TicketId) -> None:
-        """Returns when the blocks of this ticket, which somebody has been told to ask for, were read."""
+        """Wait until the transfer of this ticket is over. The ticket was given to a target of a drain migration, which
+        may fetch before or after this call."""
         await self._awaited.setdefault(ticket, asyncio.Event()).wait()
 
     async def close(self) -> None:
-        """After the transfer node has closed, which ends all shares."""
+        """Wait for all transfers. Call it after the transfer node was closed, which ends them."""
         while self._shares:
             await asyncio.wait(self._shares)
 
     def _begin(self, ticket: Ticket, names: list[BlockHash]) -> None:
         try:
+            # The ticket may be expired or of another generation of this process.
             self._transfer.open(ticket)
         except LocalTransferError as exc:
             logger.debug("ticket %s: %s", ticket.ticket, exc)
             return
         if len(self._shares) >= self._max_shares:
-            self._transfer.fail(ticket.ticket, f"{self._max_shares} instances fetch from here already")
+            self._transfer.fail(
+                ticket.ticket, f"this instance serves {self._max_shares} fetches already, which is the maximum"
+            )
             self._has_ended(ticket)
             return
         task = asyncio.get_running_loop().create_task(self._share(ticket, names), name=f"share-{ticket.ticket}")
@@ -66,12 +74,14 @@ class KVSharing:
     async def _share(self, ticket: Ticket, names: Sequence[BlockHash]) -> None:
         pin_id = RequestId(f"share:{ticket.ticket}")
         try:
+            # Only the cached prefix of `names` is returned; the transfer ends without the rest.
             pinned = await self._engine.call(lambda engine: engine.pin(pin_id, names))
             self._transfer.publish(ticket.ticket, pinned)
             self._transfer.finish(ticket.ticket, b"")
-        except Exception as exc:  # noqa: BLE001 - the asking instance is told and computes instead
+        except Exception as exc:  # noqa: BLE001 - the fetching instance gets the reason and computes the blocks
             self._transfer.fail(ticket.ticket, f"{type(exc).__name__}: {exc}")
         finally:
+            # Blocks must stay pinned until no transport reads them, even if this task is cancelled.
             await await_uncancelled(self._release(ticket, pin_id))
 
     async def _release(self, ticket: Ticket, pin_id: RequestId) -> None:
@@ -82,4 +92,5 @@ class KVSharing:
     def _has_ended(self, ticket: Ticket) -> None:
         self._awaited.setdefault(ticket.ticket, asyncio.Event()).set()
         while len(self._awaited) > MAX_ENDED_TICKETS:
+            # Dicts keep insertion order, so this drops the oldest entry.
             del self._awaited[next(iter(self._awaited))]

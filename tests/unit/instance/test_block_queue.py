@@ -156,7 +156,7 @@ def test_one_that_finds_no_room_in_time_fails_and_makes_way() -> None:
         (second,) = ask(line, work("b"))
         await settle()
         engine.free_blocks = 2
-        with pytest.raises(RequestFailed, match="no room"):
+        with pytest.raises(RequestFailed, match="not enough free KV blocks"):
             await first
         await settle()
         assert second.result().request_id == "b"

@@ -203,7 +203,7 @@ def test_what_comes_while_it_drains_fails_its_transfer_at_once() -> None:
         b.serving.refuse_new()
         b.serving.on_message(ROUTER, Prefill(work(), ticket()))
         b.serving.on_message(ROUTER, Prefill(work()))
-        assert b.transfer.asked == [("open", "t"), ("fail", "the instance stops")]
+        assert b.transfer.asked == [("open", "t"), ("fail", "the instance is shutting down")]
         b.check()
 
     run(test())

@@ -72,7 +72,7 @@ def test_requests_are_taken_at_a_unix_socket_or_at_a_port() -> None:
     at_socket = settings("--model=/m", "--rpc-socket", "--advertise-host=10.0.0.7")
     assert for_routers(at_socket) == "ipc://@*"
     assert advertised(at_socket, "ipc://@baton-1") == "ipc://@baton-1"
-    with pytest.raises(StartFailed, match="leave out --rpc-port"):
+    with pytest.raises(StartFailed, match="remove --rpc-port"):
         check_ports(settings("--model=/m", "--rpc-socket", "--rpc-port=55"))
 
 
@@ -89,7 +89,7 @@ def test_waits_are_short_unless_the_operator_says_otherwise() -> None:
 def test_peer_access_is_read_from_oneccl_s_own_variable() -> None:
     assert [peer_access(environ) for environ in ({}, {"CCL_TOPO_P2P_ACCESS": "0"})] == ["", "0"]
     assert peer_access({"CCL_TOPO_P2P_ACCESS": "1"}) == "1"
-    with pytest.raises(StartFailed, match="CCL_TOPO_P2P_ACCESS=yes: 1 takes oneccl"):
+    with pytest.raises(StartFailed, match="CCL_TOPO_P2P_ACCESS=yes is invalid"):
         peer_access({"CCL_TOPO_P2P_ACCESS": "yes"})
 
 
