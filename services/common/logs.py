@@ -1,9 +1,9 @@
-"""Log lines: one event per line on stderr, as `key=value` text or as JSON, with the request's id where there is one.
+"""Configures logging: one event per line on stderr, as text with `key=value` fields or as JSON.
 
-Modules log with `logging.getLogger(__name__)`; only a process's `main` configures. Inside `request_logs` every line
-carries the request's id; callbacks that run outside give it as `extra={"request_id": ...}`. A line with many fields
-gives all of them as `extra={"fields": {...}}`, which takes half the time.
-Never log a prompt, an answer or a key.
+Modules log with `logging.getLogger(__name__)`; only the `main` of a process calls `configure_logs`. Inside
+`request_logs` each line carries the request's id; a callback that runs outside of it passes the id as
+`extra={"request_id": ...}`. A line with many fields passes all of them as `extra={"fields": {...}}`, which takes half
+the time. Never log a prompt, an answer or a key.
 """
 
 import asyncio
@@ -20,15 +20,19 @@ import msgspec
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
+# Attributes that every record has; all others were given as `extra` and are printed.
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
+"""Loggers of libraries that would print a line for each request at level info."""
+_NAME_PREFIX = "baton_serve."
+"""Start of the name of every logger of this project. Text lines leave it out."""
 
 
 def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
-    """Replaces whatever was configured before, uvicorn's and warnings' own lines included."""
-    # What no line of ours shows need not be found out for each.
+    """Configure the root logger. This replaces an earlier configuration, also that of uvicorn and of `warnings`."""
+    # No line shows the source line, the thread or the process, so looking them up for each record would be wasted time.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = _BatchingHandler(stream or sys.stderr)
@@ -46,14 +50,17 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
 
 
 def log_at(logger: logging.Logger, event: str, fields: dict[str, object], *, at: float) -> None:
-    """A line with `fields` about a moment that has passed: `at`, in seconds since 1970."""
+    """Log a line with `fields` under the time `at` (seconds since 1970) in place of the current time."""
     record = logger.makeRecord(logger.name, logging.INFO, "", 0, event, (), None, extra={"fields": fields})
     record.created, record.msecs = at, at % 1.0 * 1e3
     logger.handle(record)
 
 
 class _BatchingHandler(logging.StreamHandler[TextIO]):
-    """Lines of one turn of the event loop leave in one write; a warning leaves at once, with those before it."""
+    """Writes all lines of one iteration of the event loop in one call. A warning is written at once.
+
+    A busy router logs a line per request, and a system call for each line would be a large part of its cost.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -62,15 +69,17 @@ class _BatchingHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.append(self.format(record))
-        except Exception:  # noqa: BLE001 - as in logging: a line that cannot be written ends no request
+        except Exception:  # noqa: BLE001 - as in `logging`: a line that cannot be formatted must not fail a request
             self.handleError(record)
             return
+        # A warning may be the last line before a crash. Outside an event loop nothing would flush later.
         if record.levelno >= logging.WARNING or (loop := asyncio._get_running_loop()) is None:
             self.flush()
         elif len(self._lines) == 1:
             loop.call_soon(self.flush)
 
     def flush(self) -> None:
+        """Write the collected lines."""
         with self.lock or contextlib.nullcontext():
             lines, self._lines = self._lines, []
             if lines:
@@ -79,7 +88,7 @@ class _BatchingHandler(logging.StreamHandler[TextIO]):
 
 
 class request_logs:  # noqa: N801 - read as a verb: `with request_logs(request_id):`
-    """Lines of this task, and of tasks that it starts, are about this request."""
+    """Adds a request id to all lines that this task, and tasks that it starts, log inside the `with` block."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -98,8 +107,12 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """`12:30:01.250 INFO  engine.kv.capacity 4096 blocks fit request_id=r-1`"""
+    """Formats a line such as `12:30:01.250 INFO    engine.kv.capacity 4096 blocks fit request_id=r-1`.
 
+    The name of the logger is printed without `baton_serve.`, which all loggers of this project share.
+    """
+
+    # `localtime` and `strftime` are slow, so their result is kept for the lines of the same second.
     _second = -1
     _clock = ""
 
@@ -107,8 +120,9 @@ class TextFormatter(logging.Formatter):
         if int(record.created) != self._second:
             self._second = int(record.created)
             self._clock = time.strftime("%H:%M:%S", time.localtime(self._second))
-        words = [f"{self._clock}.{int(record.msecs):03d} {record.levelname:<7} {record.name} {record.getMessage()}"]
-        # Most values are numbers: no call for each.
+        name = record.name.removeprefix(_NAME_PREFIX)
+        words = [f"{self._clock}.{int(record.msecs):03d} {record.levelname:<7} {name} {record.getMessage()}"]
+        # Most values are numbers; formatting them here saves a function call for each.
         words += [
             f"{key}={value:.6g}"
             if type(value) is float
@@ -120,11 +134,12 @@ class TextFormatter(logging.Formatter):
         ]
         if record.exc_info:
             words.append(f"exception={json.dumps(self.formatException(record.exc_info))}")
+        # One event stays one line, and a client's text with a line break cannot imitate another event.
         return " ".join(words).replace("\n", "\\n")
 
 
 class JsonFormatter(logging.Formatter):
-    """Numbers that are no integers have six decimals: of a time in seconds, microseconds."""
+    """Formats a line as a JSON object. Floats have six decimals, so a time in seconds is exact to a microsecond."""
 
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, object] = {
@@ -138,7 +153,8 @@ class JsonFormatter(logging.Formatter):
             event["exception"] = self.formatException(record.exc_info)
         try:
             return _encoder.encode(event).decode()
-        except (ValueError, OverflowError):  # half of a surrogate pair, or an integer of more than 64 bits
+        except (ValueError, OverflowError):
+            # msgspec encodes neither half of a surrogate pair nor an integer of more than 64 bits.
             return json.dumps(event, default=str, ensure_ascii=False)
 
 
@@ -152,6 +168,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _text_value(value: object) -> str:
+    """Return a value as `key=value` text. Text that a parser could split at the wrong place is quoted."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int):

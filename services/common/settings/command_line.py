@@ -1,4 +1,4 @@
-"""Options as flags: argparse with one-line errors, underscores taken for dashes, and a --help that is worth reading."""
+"""Turns options into flags with argparse: errors of one line, underscores accepted as dashes, and a readable --help."""
 
 import argparse
 import difflib
@@ -9,78 +9,90 @@ from typing import NoReturn
 from baton_serve.services.common.settings.options import Option, Value
 
 _ADVICE_FOR_FLAGS = (
-    ("prompts are logged only with --enable-log-requests: leave it out", "--disable-log-requests"),
+    ("leave it out; requests are logged only with --enable-log-requests", "--disable-log-requests"),
     (
-        "numbers are at /metrics, traces with --otlp-traces-endpoint: leave it out",
+        "leave it out; metrics are at /metrics, and --otlp-traces-endpoint turns traces on",
         "--disable-log-stats --collect-detailed-traces",
     ),
     (
-        "the engine does what is best there by itself: leave it out",
+        "leave it out; the engine always works this way or chooses by itself",
         "--enable-chunked-prefill --num-scheduler-steps --multi-step-stream-outputs --use-v2-block-manager"
         " --disable-async-output-proc --disable-frontend-multiprocessing --preemption-mode --num-lookahead-slots"
         " --scheduler-delay-factor",
     ),
     (
-        "graphs are captured for every length: leave it out, or give --enforce-eager",
+        "leave it out; graphs are captured for all lengths, or for none with --enforce-eager",
         "--max-seq-len-to-capture --max-context-len-to-capture",
     ),
-    ("windows are as the model's config says: leave it out", "--disable-sliding-window"),
+    ("leave it out; the model's config.json decides about sliding windows", "--disable-sliding-window"),
     (
-        "ranks are processes of one host, without Ray: leave it out",
+        "leave it out; tensor-parallel ranks are processes of one host, without Ray",
         "--distributed-executor-backend --worker-use-ray --engine-use-ray --ray-workers-use-nsight",
     ),
     (
-        "tokenizer.json is read by the tokenizers library: leave it out",
+        "leave it out; the tokenizers library reads tokenizer.json",
         "--tokenizer-mode --tokenizer-pool-size --tokenizer-pool-type --tokenizer-pool-extra-config",
     ),
-    ("llguidance does it: leave it out", "--guided-decoding-backend"),
-    ("instances find each other by themselves; --kv-transport may force how blocks travel", "--kv-transfer-config"),
-    ("give --log-level", "--uvicorn-log-level"),
-    ("give --quantization (sym_int4, fp8, …)", "--load-in-low-bit"),
+    ("leave it out; llguidance is always used", "--guided-decoding-backend"),
+    (
+        "leave it out; instances find each other by themselves, and --kv-transport can force a transport",
+        "--kv-transfer-config",
+    ),
+    ("use --log-level", "--uvicorn-log-level"),
+    ("use --quantization (sym_int4, fp8, …)", "--load-in-low-bit"),
     (
         "the model is a folder on this machine: download that revision first",
         "--revision --code-revision --tokenizer-revision --download-dir",
     ),
-    ("change the folder's config.json", "--hf-overrides --rope-scaling --rope-theta"),
-    ("a model is split by --tensor-parallel-size alone", "--pipeline-parallel-size -pp"),
-    ("give more instances: --prefill, --decode, --unified", "--data-parallel-size -dp"),
+    ("change config.json in the model's folder", "--hf-overrides --rope-scaling --rope-theta"),
+    ("use --tensor-parallel-size, the only way to split a model", "--pipeline-parallel-size -pp"),
+    ("start more instances: --prefill, --decode, --unified", "--data-parallel-size -dp"),
     ("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb"),
-    ("there is no speculative decoding", "--speculative-model --num-speculative-tokens --speculative-config"),
-    ("images are read as the model's own processor says: leave it out", "--mm-processor-kwargs"),
     (
-        "there are no prompt adapters; --enable-lora serves low-rank ones",
+        "speculative decoding is not supported",
+        "--speculative-model --num-speculative-tokens --speculative-config",
+    ),
+    ("leave it out; the model's own processor prepares images", "--mm-processor-kwargs"),
+    (
+        "prompt adapters are not supported; --enable-lora serves LoRA adapters",
         "--enable-prompt-adapter --prompt-adapters --max-prompt-adapters --max-prompt-adapter-token",
     ),
 )
+"""Advice for flags of vLLM that Baton does not have, because commands are often copied from vLLM."""
 _BY_FLAG = {flag: text for text, flags in _ADVICE_FOR_FLAGS for flag in flags.split()}
 
 
 def vllm_flag_advice(flag: str) -> str | None:
-    """None: no flag of vLLM's that needs a word."""
+    """Return what to do in place of a flag of vLLM that Baton does not have, or None for any other flag."""
     return _BY_FLAG.get(flag)
 
 
 _HELP_WIDTH = 110
 _SOURCES = (
-    "Each option is also a variable ({flag} is {variable}; lists with commas) and a key of --config FILE."
-    " A flag wins over a variable, a variable over the file, the file over the default."
+    "Each option can also be set by an environment variable ({flag}: {variable}; items of a list separated by commas)"
+    " or by a key in --config FILE. A flag overrides the variable, which overrides the file."
 )
 
 
 class OptionError(Exception):
-    """A flag that does not exist, or that lacks its value."""
+    """A flag does not exist, or lacks its value."""
 
 
 class CommandLine:
+    """The flags of one process. `parse` may be called once or several times; it has no state."""
+
     def __init__(self, options: list[Option], *, program: str, description: str, prefix: str, version: str) -> None:
         self._options = options
         self._program = program
         self._parser = _Parser(
             prog=program,
             description=f"{description} {_sources(options, prefix)}",
+            # An abbreviation could become ambiguous, or mean another flag, in a later version.
             allow_abbrev=False,
+            # `--help` is added below, so that it appears in the last group.
             add_help=False,
             formatter_class=_formatter,
+            # A flag that is not given leaves no trace in the result: variables and the file may still set it.
             argument_default=argparse.SUPPRESS,
             usage=" ".join([program, *(f"[{o.name.upper()}]" for o in options if o.is_positional), "[options]"]),
         )
@@ -91,43 +103,53 @@ class CommandLine:
                 groups[title] = self._parser.add_argument_group(title)
             _add(groups[title], option)
         general = self._parser.add_argument_group("general")
-        general.add_argument("--config", metavar="FILE", help="YAML file of options; a section per role is allowed")
-        general.add_argument("--version", action="version", version=f"baton {version}", help="tell the version")
-        general.add_argument("-h", "--help", action="help", help="show this")
+        general.add_argument(
+            "--config", metavar="FILE", help="YAML file with options; it may have a section for each command"
+        )
+        general.add_argument("--version", action="version", version=f"baton {version}", help="show the version")
+        general.add_argument("-h", "--help", action="help", help="show this help")
 
     def parse(self, argv: Sequence[str]) -> dict[str, object]:
-        """Values by option name, only those given; not converted. Raises `OptionError`."""
+        """Return the values that were given, by option name, not converted yet. Raises `OptionError`."""
         found, unknown = self._parser.parse_known_args([_dashed(word) for word in argv])
         if unknown:
             raise OptionError(self._name_unknown(unknown[0]))
         return {name: value for name, value in vars(found).items() if value is not None and value != []}
 
     def _name_unknown(self, word: str) -> str:
+        """Return the error for a word that is neither a flag nor a value, with the best hint for it."""
         flag = word.split("=", 1)[0]
         if not flag.startswith("-"):
             named = next((option for option in self._options if option.is_required and not option.is_positional), None)
             hint = f"did you mean {named.flag} {word}?" if named is not None else f"see {self._program} --help"
             return f"unexpected {word!r} ({hint})"
         if (instead := vllm_flag_advice(flag)) is not None:
-            return f"vLLM's {flag} is no flag here: {instead}"
+            return f"vLLM's {flag} is not a flag of Baton: {instead}"
+        # argparse has no public list of its flags.
         known = [flag for action in self._parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         return f"unknown flag {flag} (" + (f"did you mean {near[0]}?" if near else f"see {self._program} --help") + ")"
 
 
 class _Parser(argparse.ArgumentParser):
+    """Reports errors as `OptionError`; argparse itself would print its usage and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise OptionError(message.removeprefix("argument "))
 
 
 def _sources(options: list[Option], prefix: str) -> str:
+    """Return the help's paragraph about variables and the file, with an option of this process as example."""
+    # A name with an underscore shows best how a flag becomes a variable.
     example = next((option for option in options if "_" in option.name and option.kind is not bool), options[0])
     return _SOURCES.format(flag=example.flag, variable=prefix + example.name.upper())
 
 
 class _Formatter(argparse.HelpFormatter):
+    """Wraps help texts without breaking names."""
+
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Not within `x-baton-ttft-ms`, which is to be found and copied."""
+        # A name such as `x-baton-ttft-ms` must stay in one piece, so that users can find and copy it.
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
@@ -136,14 +158,16 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def _add(group: "argparse._ArgumentGroup", option: Option) -> None:
-    text = _help(option).replace("%", "%%")
+    text = _help(option).replace("%", "%%")  # argparse formats help texts with the % operator.
     if option.is_positional:
         group.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
+        # Also accept it as a flag, because `to_argv` writes flags alone.
         group.add_argument(option.flag, dest=option.name, metavar="…", help=argparse.SUPPRESS)
         return
     names = [*option.aliases, option.flag]
     if option.kind is bool:
         off = "--no-" + option.flag.removeprefix("--")
+        # The help shows only the flag that changes the default.
         shown, other = (off, option.flag) if option.default is True else (option.flag, off)
         group.add_argument(shown, dest=option.name, action="store_const", const=shown == option.flag, help=text)
         group.add_argument(
@@ -189,7 +213,7 @@ def _shown(value: Value) -> str:
 
 
 def _dashed(word: str) -> str:
-    """`--max_model_len=4` as `--max-model-len=4`."""
+    """Return `--max_model_len=4` as `--max-model-len=4`. The value keeps its underscores."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word.partition("=")

@@ -1,7 +1,7 @@
-"""Settings of a process: a frozen Struct filled from flag > variable > file > default, checked, told about in --help.
+"""Fills the settings of a process, a frozen Struct, from flags, environment variables, a file and defaults.
 
-The only code that reads the environment. Whatever is unknown or not allowed stops the process with one line and
-status 2.
+A flag overrides a variable, a variable overrides the file, and the file overrides the default. This is the only code
+that reads the environment. An unknown name or a value that is not allowed stops the process with one line and status 2.
 """
 
 import difflib
@@ -22,33 +22,42 @@ from baton_serve.services.common.version import VERSION
 S = TypeVar("S", bound=msgspec.Struct)
 
 ROLES = ("serve", "router", "prefill", "decode", "unified", "doctor", "drain", "rotate")
+"""The commands that have settings; each may have a section in the file."""
+# With a double underscore. With one, Kubernetes' own variables for a Service named `baton-router`, such as
+# BATON_ROUTER_PORT=tcp://…, would be read as settings.
 VARIABLE = "BATON__"
+"""Start of the name of every variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """`others` are the values given for options that belong to other processes, by name; `sections` the other roles'
-    sections of the file, unchecked."""
+    """The result of `load_with`."""
 
     settings: S
     others: Mapping[str, Value]
+    """Values that were given for options of other processes, by name."""
     sections: Mapping[str, Mapping[str, object]]
+    """The sections of other roles in the file, not checked yet."""
 
 
 def load(
     cls: type[S], argv: Sequence[str], environ: Mapping[str, str], *, prefix: str, program: str, description: str
 ) -> S:
-    """`prefix` is `BATON__ROUTER__`. Exits: 0 after --help or --version, 2 with one line on stderr for any mistake."""
+    """Return the settings of a process from `argv` and `environ`.
+
+    `prefix` is the start of its variables, such as `BATON__ROUTER__`. Exits with status 0 after --help or --version,
+    and with status 2 and one line on stderr if anything is wrong.
+    """
     return load_with(cls, (), argv, environ, prefix=prefix, program=program, description=description).settings
 
 
 def load_settings(cls: type[S], argv: Sequence[str], *, prefix: str, program: str, description: str) -> S:
-    """`load` with this process's environment."""
+    """Return the settings of this process from `argv` and its own environment; see `load`."""
     return load(cls, argv, os.environ, prefix=prefix, program=program, description=description)
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment, to be passed on to child processes and to `load_with`."""
+    """Return a copy of this process's environment, to be passed to child processes and to `load_with`."""
     return dict(os.environ)
 
 
@@ -62,7 +71,7 @@ def load_with(
     program: str,
     description: str,
 ) -> Loaded[S]:
-    """As `load`, and takes the options of `others` too; of options of one name, the first counts."""
+    """Do the same as `load`, and also accept the options `others`. If options share a name, the first one counts."""
     own = options_of(cls)
     foreign: dict[str, Option] = {}
     for option in others:
@@ -82,13 +91,13 @@ def load_with(
 
 
 def stop(program: str, reason: str) -> NoReturn:
-    """One line on stderr, status 2."""
+    """Exit with status 2 after printing `reason` as one line on stderr."""
     sys.stderr.write(f"{program}: {' '.join(reason.split())}\n")
     raise SystemExit(2)
 
 
 def to_argv(values: Mapping[str, object]) -> list[str]:
-    """Flags that give `values` to another process; None is left out."""
+    """Return the flags that pass `values` to another process. A value of None is left out."""
     argv: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
@@ -99,6 +108,7 @@ def to_argv(values: Mapping[str, object]) -> list[str]:
                 argv.append(flag)
             case False:
                 argv.append("--no-" + flag.removeprefix("--"))
+            # `--flag=item` and not `--flag item`: an item may start with a dash.
             case list():
                 argv += [f"{flag}={item}" for item in value]
             case dict():
@@ -109,7 +119,10 @@ def to_argv(values: Mapping[str, object]) -> list[str]:
 
 
 def _make(cls: type[S], values: Mapping[str, Value]) -> S:
-    """A Struct may refuse a combination of values with `ValueError` in its `__post_init__`."""
+    """Make the Struct. Its `__post_init__` may refuse a combination of values with `ValueError`.
+
+    Raises `ConfigurationError` with the text of that error.
+    """
     try:
         return cls(**values)
     except ValueError as exc:
@@ -117,6 +130,8 @@ def _make(cls: type[S], values: Mapping[str, Value]) -> S:
 
 
 class _Reader:
+    """Collects the values of one process's options from all sources."""
+
     def __init__(self, options: list[Option], prefix: str, program: str) -> None:
         self._options = {option.name: option for option in options}
         self._prefix = prefix
@@ -126,7 +141,10 @@ class _Reader:
     def read(
         self, argv: Sequence[str], environ: Mapping[str, str], description: str
     ) -> tuple[dict[str, Value], dict[str, Mapping[str, object]]]:
-        """All values given, checked, and the sections of other roles."""
+        """Return the checked values that were given, by name, and the sections of other roles.
+
+        Raises `ConfigurationError` or `OptionError`.
+        """
         line = CommandLine(
             list(self._options.values()),
             program=self._program,
@@ -140,6 +158,7 @@ class _Reader:
         in_file, sections = self._file(str(path)) if path else ({}, {})
         given: dict[str, Value] = {}
         for name, option in self._options.items():
+            # The first source that has the name wins. `where` names the source in an error.
             for source, where in (
                 (flags, name if option.is_positional else option.flag),
                 (variables, self._prefix + name.upper()),
@@ -151,7 +170,10 @@ class _Reader:
         return given, sections
 
     def _variables(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """An empty variable counts as not set."""
+        """Return the values of this role's variables. An empty variable counts as not set.
+
+        Raises `ConfigurationError` for an unknown variable, also for one of an unknown role.
+        """
         found: dict[str, object] = {}
         for variable, value in environ.items():
             if not variable.startswith(VARIABLE):
@@ -165,11 +187,13 @@ class _Reader:
             if name not in self._options and name != "config":
                 hint = nearest(variable, [self._prefix + known.upper() for known in self._options])
                 raise ConfigurationError(f"unknown variable {variable}{self._or_help(hint)}")
+            # Compose files and Kubernetes manifests often set a variable that is meant to be absent to "".
             if value:
                 found[name] = value
         return found
 
     def _file(self, path: str) -> tuple[dict[str, object], dict[str, Mapping[str, object]]]:
+        """Return this role's values in a YAML file, and the sections of other roles. Raises `ConfigurationError`."""
         try:
             with open(path, encoding="utf-8") as file:
                 content = yaml.safe_load(file)
@@ -181,6 +205,7 @@ class _Reader:
         sections: dict[str, Mapping[str, object]] = {}
         for key, value in _mapping(content, path).items():
             name = key.replace("-", "_")
+            # `prefill` and `decode` are both roles and options of `serve`: a mapping is a section, a number an option.
             if name in ROLES and (isinstance(value, dict) or name not in self._options):
                 sections[name] = {
                     inner.replace("-", "_"): item for inner, item in _mapping(value, f"{path}: {key}").items()
@@ -203,11 +228,11 @@ def _mapping(content: object, where: str) -> dict[str, object]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigurationError(f"{where} does not hold `name: value` lines")
+        raise ConfigurationError(f"{where} must consist of `name: value` lines")
     return cast(dict[str, object], content)
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """` (did you mean …?)`, or nothing when no known name is near."""
+    """Return ` (did you mean …?)` with the known name that is most similar, or "" if none is similar."""
     found = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {found[0]}?)" if found else ""

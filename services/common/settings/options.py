@@ -1,8 +1,9 @@
-"""One field of a settings Struct as an option: which flag it is, what it takes, and how a text becomes its value.
+"""Describes a field of a settings Struct as an option: its flag, its allowed values, and how text becomes a value.
 
-Understands `str`, `int`, `float`, `bool`, `Literal`, lists of those, `dict` (as JSON) and each of them `| None`. A
-field's `msgspec.Meta` gives description and bounds; its `extra` may hold `group` (a heading of --help, for this field
-and those after it), `aliases` (more flags), `positional` and `secret` (implied by a name that ends with `_key`).
+Supported types are `str`, `int`, `float`, `bool`, `Literal`, lists of these, `dict` (as JSON), and each of them
+`| None`. The `msgspec.Meta` of a field gives its description and bounds. Its `extra` may contain `group` (a heading of
+--help, for this field and the next ones), `aliases` (more flags), `positional`, and `secret` (also set for names that
+end with `_key`).
 """
 
 import json
@@ -19,7 +20,9 @@ from baton_serve.services.common.errors import ConfigurationError
 
 Value = str | int | float | bool | list[str] | list[int] | list[float] | dict[str, object] | None
 
+# A unit is the end of a field's name.
 _UNITS = {"s": "seconds", "bytes": "bytes", "tokens": "tokens", "model_len": "tokens", "port": "port"}
+# As in vLLM, a small letter is a power of 1000 and a capital letter is a power of 1024.
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SCALED = re.compile(r"(-?[0-9.]+) ?([kmgtKMGT])(?:iB)?")
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -27,14 +30,16 @@ _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True, slots=True)
 class Option:
+    """One option of a process, made from one field of its settings."""
+
     name: str
     kind: type
-    """`str`, `int`, `float`, `bool` or `dict`; of each item when `is_list`."""
+    """One of `str`, `int`, `float`, `bool` and `dict`. For a list it is the type of each item."""
     is_list: bool
     is_optional: bool
     choices: tuple[str, ...]
     bounds: Mapping[str, float]
-    """`ge`, `gt`, `le`, `lt`, `min_length`, `max_length`."""
+    """Limits by their names in `msgspec.Meta`: `ge`, `gt`, `le`, `lt`, `min_length`, `max_length`."""
     pattern: str | None
     description: str
     group: str
@@ -43,20 +48,22 @@ class Option:
     is_secret: bool
     is_required: bool
     default: Value
+    """The default value; None if the option is required."""
 
     @property
     def flag(self) -> str:
+        """The main flag, such as `--drain-timeout-s`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def unit(self) -> str:
-        """`seconds` for `drain_timeout_s`: the name carries it."""
+        """The unit by the end of the name, such as `seconds` for `drain_timeout_s`; "" if there is none."""
         if self.kind not in (int, float):
             return ""
         return next((unit for end, unit in _UNITS.items() if f"_{self.name}".endswith(f"_{end}")), "")
 
     def allowed(self) -> str:
-        """For an error: `an integer >= 1`."""
+        """Return what is allowed, for an error message, such as `an integer >= 1`."""
         if self.choices:
             kind = "one of " + ", ".join(self.choices)
         else:
@@ -76,10 +83,14 @@ class Option:
         return " ".join([("a list, each " if self.is_list else "") + kind, " and ".join(limits)]).strip()
 
     def convert(self, given: object, where: str) -> Value:
-        """Checks a flag's or variable's text, or a file's value. Raises `ConfigurationError` that names `where`."""
+        """Return the value for the text of a flag or variable, or for a value of the file.
+
+        Raises `ConfigurationError` if it is not allowed; `where` names the flag, variable or key in the message.
+        """
         try:
             return self._convert(given)
         except (ValueError, TypeError, OverflowError):
+            # An error ends up in logs, where a secret must not appear.
             shown = "the value given" if self.is_secret else repr(given)
             raise ConfigurationError(f"{where}: {shown} is not allowed (allowed: {self.allowed()})") from None
 
@@ -96,6 +107,7 @@ class Option:
         value = _CONVERTERS[self.kind](given)
         if self.choices and value not in self.choices:
             raise ValueError
+        # Bounds limit the length of a text and the value of a number. A bool is an int in Python, but has no bounds.
         size = len(value) if isinstance(value, str) else value
         if isinstance(size, int | float) and not isinstance(size, bool):
             self._check(size, value)
@@ -109,12 +121,13 @@ class Option:
         else:
             is_good = bounds.get("ge", -math.inf) <= size <= bounds.get("le", math.inf)
             is_good = is_good and bounds.get("gt", -math.inf) < size < bounds.get("lt", math.inf)
+        # Infinity fails `gt < size < lt` even without bounds; it is allowed only then.
         if not is_good and not (size == math.inf and not bounds):
             raise ValueError
 
 
 def options_of(settings: type[msgspec.Struct]) -> list[Option]:
-    """In the order of the fields, those of base classes first."""
+    """Return the options of a settings Struct in the order of its fields, the fields of base classes first."""
     hints = typing.get_type_hints(settings, include_extras=True)
     options: list[Option] = []
     group = ""
@@ -157,12 +170,12 @@ def _option(field: msgspec.structs.FieldInfo, hint: object, group: str) -> Optio
 
 
 def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
-    """Kind, is a list, is optional, choices."""
+    """Return the kind of a type hint, whether it is a list, whether it is optional, and its choices."""
     is_optional = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
         is_optional = len(members) < len(typing.get_args(hint))
-        assert len(members) == 1, f"a setting is of one type, not {hint}"
+        assert len(members) == 1, f"a setting has one type, not {hint}"
         (hint,) = members
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
@@ -173,11 +186,12 @@ def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
         return str, False, is_optional, tuple(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is dict:
         return dict, False, is_optional, ()
-    assert isinstance(hint, type) and hint in _CONVERTERS, f"no setting can be a {hint}"
+    assert isinstance(hint, type) and hint in _CONVERTERS, f"{hint} is not supported as the type of a setting"
     return hint, False, is_optional, ()
 
 
 def _items(given: object) -> list[object]:
+    """Return the items of a list: of a JSON array, of a text with commas, or of a list of the file."""
     if isinstance(given, str):
         text = given.strip()
         given = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
@@ -185,8 +199,8 @@ def _items(given: object) -> list[object]:
 
 
 def _to_int(given: object) -> int:
-    """Also `16k` (16,000) and `4GiB` or `4G` (2**32), as vLLM reads them."""
-    if isinstance(given, bool):
+    """Convert a number or a text. `16k` is 16,000, and `4G` and `4GiB` are 2**32, as in vLLM."""
+    if isinstance(given, bool):  # `true` in a file is an int for Python, but surely a mistake here.
         raise ValueError
     if isinstance(given, str) and (scaled := _SCALED.fullmatch(given.strip())):
         given = float(scaled[1]) * _SCALES[scaled[2].upper() if given.endswith("iB") else scaled[2]]

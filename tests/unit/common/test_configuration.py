@@ -187,7 +187,7 @@ def test_help_shows_groups_defaults_and_units(capsys: pytest.CaptureFixture[str]
         "--drain-timeout-s SECONDS time to end (default: 30 s)",
         "--max-request-bytes BYTES greatest body (default: 8388608 (8 MiB))",
         "--no-enable-prefix-caching do not keep blocks",
-        "--max-model-len is BATON__ROUTER__MAX_MODEL_LEN",
+        "--max-model-len: BATON__ROUTER__MAX_MODEL_LEN",
         "--device auto|cpu",
     ):
         assert part in text, text

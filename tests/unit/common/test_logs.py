@@ -36,6 +36,16 @@ def test_text_lines_carry_fields() -> None:
     assert line.endswith('INFO    services.test handoff done request_id=r-1 seconds=0.123457 note="a \\"b\\" c"\n')
 
 
+def test_the_package_is_left_out_of_the_logger_name_in_text_and_kept_in_json() -> None:
+    own = logging.getLogger("baton_serve.services.test")
+    stream = configured("text")
+    own.info("started")
+    assert stream.getvalue().endswith("INFO    services.test started\n")
+    stream = configured("json")
+    own.info("started")
+    assert json.loads(stream.getvalue())["logger"] == "baton_serve.services.test"
+
+
 def test_json_lines_have_microseconds() -> None:
     stream = configured("json")
     logger.info("handoff done", extra={"fields": {"seconds": 0.123456789, "count": 3, "none": None}})
