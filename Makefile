@@ -1,5 +1,5 @@
-# Everything runs in .venv, made here from nothing but Python 3.11+ and pip. On a machine without a GPU the CPU build of
-# torch is installed first, so that nothing pulls gigabytes of CUDA. For Arc: make demo TORCH_INDEX=<index of the XPU wheels>.
+# Everything runs in .venv, which is made here with Python 3.11 or newer and pip. PyPI's torch is the CUDA build; choose another
+# build by its index: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu (or .../whl/xpu for Arc).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 INTEL := .venv-intel
-# Pins that work together; newer ones of each miss a library of another (docs/hardware.md). 2.8 GB, under a minute to install.
+# Pins that work together; newer ones of each miss a library of another (docs/reference/hardware.md). 2.8 GB, under a minute to install.
 INTEL_PINS := oneccl==2021.17.2 impi-rt==2021.18.1 intel-sycl-rt==2025.3.3 intel-opencl-rt==2025.3.3 dpctl==0.21.1
 
 FUZZ := .venv-fuzz

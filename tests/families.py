@@ -1,4 +1,6 @@
-"""Model families that are compared with transformers, as tiny random-weight models; docs/models.md is made of this.
+"""Model families that tests compare with transformers, as tiny random-weight models.
+
+docs/reference/models.md is generated from them.
 
 Every one is compared inside one process, engine by engine and through router, prefill, transfer and decode; those in
 `IN_PROCESSES` also as real processes.

@@ -1,4 +1,4 @@
-"""Draws the states of a transfer from `kvtransfer.session.table` into docs/protocol.md, between its two markers.
+"""Draw the states of a transfer into docs/reference/protocol.md, between two markers, from `kvtransfer.session.table`.
 
 python -m tools.draw_protocol          rewrite the drawing
 python -m tools.draw_protocol --check  fail if it is out of date
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from baton_serve.kvtransfer.session.table import CONSUMER, PRODUCER
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "reference" / "protocol.md"
 State = TypeVar("State", bound=StrEnum)
 Trigger = TypeVar("Trigger", bound=StrEnum)
 BEGIN, END = "<!-- drawn by tools/draw_protocol.py -->\n", "<!-- end of the drawing -->\n"

@@ -23,8 +23,9 @@ helm test llm
 ```
 
 A router Deployment, a Deployment for each pool (`prefill`, `decode` and, if wanted, `unified`), one Redis for the
-registry. How to install, upgrade, scale, rotate keys, monitor and debug: [docs/operations.md](../docs/operations.md);
-how many cards a model needs: [docs/sizing.md](../docs/sizing.md). `ci/` holds complete examples: {variants}.
+registry. The guide says how to [install and upgrade](../docs/guide/deploy.md), [scale](../docs/guide/scale.md) and
+[debug](../docs/guide/debug.md); [sizing](../docs/reference/sizing.md) how many cards a model needs. `ci/` has complete
+examples: {variants}.
 
 `decode` and `unified` take the keys of `prefill`; `unified` has 0 replicas unless told otherwise. Made by
 `tools/helm_readme.py` from the comments in `values.yaml`: change those.

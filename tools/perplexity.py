@@ -2,7 +2,7 @@
 
 Perplexity of fresh conversations, of seeds that no training batch has, computed by transformers in float32 on the
 numbers that the codes stand for. Answers alone are nearly certain (the model knows its tasks), so questions count too;
-a second column gives the mean loss of the answers. Prints a table for docs/quantization.md.
+a second column gives the mean loss of the answers. Prints a table for docs/reference/quantization.md.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The tables of docs/sizing.md, from the formulas in `bench/cards.py`; a test keeps the document equal to them.
+"""Print the tables of docs/reference/sizing.md from the formulas in `bench/cards.py`; a test compares them.
 
 `PYTHONPATH=. python tools/sizing.py` prints them.
 """

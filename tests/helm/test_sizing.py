@@ -1,4 +1,4 @@
-"""docs/sizing.md shows what its formulas give."""
+"""docs/reference/sizing.md shows what its formulas give."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from baton_serve.bench.cards import CARDS, MODELS, GpuSpec, batch_size, kv_token
 from tests.helm.chart import ROOT
 from tools.sizing import EXAMPLE, one_card_table, pool_table
 
-PAGE = (ROOT / "docs" / "sizing.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "sizing.md").read_text()
 
 
 def test_the_tables_are_those_of_the_formulas() -> None:

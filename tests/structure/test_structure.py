@@ -1,4 +1,4 @@
-"""Rules of docs/style that no linter checks: sizes of files, words of the domain, isolation of devices."""
+"""Rules of CONTRIBUTING.md that no linter checks: sizes of files, words of the domain, isolation of devices."""
 
 import re
 import subprocess

@@ -1,6 +1,6 @@
 """Nothing is accepted and ignored: of each field of the OpenAPI document, a value other than its default changes what
 instances are asked or what the client gets, or is an error. What has no effect by design stands in NO_EFFECT, and each
-field has a row with a test in docs/compatibility.md."""
+field has a row with a test in docs/reference/api.md."""
 
 import re
 from pathlib import Path
@@ -222,7 +222,7 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"), USER),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), USER),
 }
-"""They tell who asks, or ask for what is so anyway; docs/compatibility.md says so."""
+"""They tell who asks, or ask for what is so anyway; docs/reference/api.md says so."""
 
 UNSERVED: dict[str, set[str]] = {
     "/v1/responses": set(responses_schema.UNSERVED),

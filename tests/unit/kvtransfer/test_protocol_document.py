@@ -1,4 +1,4 @@
-"""docs/protocol.md shows the states that the code has."""
+"""docs/reference/protocol.md shows the states that the code has."""
 
 from baton_serve.kvtransfer.session.table import CONSUMER, PRODUCER, ConsumerState, ProducerState
 from tools.draw_protocol import DOCUMENT, with_drawing

@@ -1,4 +1,4 @@
-"""docs/compatibility.md tells the truth: its tests exist, and what it calls refused is refused by name."""
+"""docs/reference/api.md tells the truth: its tests exist, and what it calls refused is refused by name."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.unit.router.conftest import Router, Serve
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
-DOCUMENT = (TESTS.parent / "docs" / "compatibility.md").read_text()
+DOCUMENT = (TESTS.parent / "docs" / "reference" / "api.md").read_text()
 
 
 def test_what_is_not_served_is_refused_by_name(serve: Serve) -> None:
