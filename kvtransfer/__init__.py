@@ -1,7 +1,7 @@
 """Moves blocks of KV cache between two processes. Knows nothing of models, requests or routing.
 
 `TransferNode` has two verbs: a consumer fetches named blocks, the producer publishes them as they are computed.
-The states are in docs/protocol.md, the reasons in docs/design.md.
+The states are in docs/reference/protocol.md, the reasons in docs/architecture.md.
 """
 
 from baton_serve.kvtransfer.consumer.fetching import FetchResult

@@ -1,4 +1,4 @@
-"""What a model runs at on a card, computed from data sheets: the formulas of docs/sizing.md. Nothing was measured."""
+"""Compute the rates of a model on a card from data sheets (docs/reference/sizing.md). Nothing was measured."""
 
 from dataclasses import dataclass
 

@@ -90,9 +90,9 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
         raise UnsupportedModelError(
             f"{reason}; {folder} brings Python code for it, which runs only with --trust-remote-code, and is served"
             " only if it attends through transformers' attention interface. A copy of the model in transformers' own"
-            " format needs neither (docs/models.md)"
+            " format needs neither (docs/reference/models.md)"
         )
-    raise UnsupportedModelError(f"{reason}; docs/models.md lists what is served")
+    raise UnsupportedModelError(f"{reason}; docs/reference/models.md lists what is served")
 
 
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:

@@ -1,4 +1,4 @@
-"""States and transitions of both ends of a transfer. The drawing in docs/protocol.md is generated from here.
+"""States and transitions of both ends of a transfer. The drawing in docs/reference/protocol.md is generated from here.
 
 A trigger that a state does not list is late or repeated and changes nothing.
 """
