@@ -47,7 +47,9 @@ def add_trace(made: argparse.ArgumentParser, *, many: bool) -> None:
 
 def add_cost(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("what simulated instances cost")
-    group.add_argument("--card", default="B60", help="B580, A770, B60 or B70: data sheet rates (docs/reference/sizing.md)")
+    group.add_argument(
+        "--card", default="B60", help="B580, A770, B60 or B70: data sheet rates (docs/reference/sizing.md)"
+    )
     group.add_argument("--model", default="Qwen2.5-7B", help="as in docs/reference/sizing.md")
     group.add_argument("--measured", type=Path, help="rates from `baton-bench engine --json` of the model instead")
     group.add_argument("--kv-cache-tokens", type=int, help="tokens of KV cache of an instance (needed with --measured)")
