@@ -1,7 +1,9 @@
-"""Moves blocks of KV cache between two processes. Knows nothing of models, requests or routing.
+"""Transfer blocks of KV cache between two instance processes. This package knows nothing of models, requests or
+routing.
 
-`TransferNode` has two verbs: a consumer fetches named blocks, the producer publishes them as they are computed.
-The states are in docs/reference/protocol.md, the reasons in docs/architecture.md.
+`TransferNode` is its entry point: a consumer fetches blocks by their hashes, and a producer publishes blocks as they
+are computed. docs/reference/protocol.md describes the states of a transfer, docs/architecture.md the reasons behind
+them.
 """
 
 from baton_serve.kvtransfer.consumer.fetching import FetchResult

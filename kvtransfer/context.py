@@ -1,4 +1,4 @@
-"""What both sides of a node share. Values and ports only."""
+"""Values and ports that the consumer side and the producer side of one `TransferNode` share."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -23,18 +23,34 @@ from baton_serve.kvtransfer.workers import Workers
 
 
 class TransferObserver(Protocol):
-    """Told on the event loop; must be quick."""
+    """Receives transfer events for metrics. Its methods are called on the event loop and must not block."""
 
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
-    ) -> None: ...
-    def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None: ...
-    def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None: ...
-    def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None: ...
-    def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None: ...
+    ) -> None:
+        """Count `num_bytes` of blocks that were received from `peer`, or served to it by a ticket that has ended."""
+        ...
+
+    def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None:
+        """Count a fetch that starts another attempt, and why."""
+        ...
+
+    def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
+        """Count blocks, or parts of blocks, whose bytes did not match their checksum on arrival."""
+        ...
+
+    def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None:
+        """Count a probe of one transport to `peer` by its outcome."""
+        ...
+
+    def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None:
+        """Count a transport that was given up (`demoted`) or taken into use after a probe (`promoted`)."""
+        ...
 
 
 class SilentObserver:
+    """Ignores all transfer events. It is the default of `NodePorts`."""
+
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
     ) -> None:
@@ -55,6 +71,10 @@ class SilentObserver:
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
+    """Holds what one `TransferNode` creates at start and both of its sides use. Only the event loop of the node may use
+    it, except for members that are documented as thread-safe.
+    """
+
     instance: InstanceId
     generation: Generation
     layout: KVLayout
@@ -71,11 +91,14 @@ class NodeContext:
     workers: Workers
     staging_buffers: StagingBuffers
     sums: ChecksumCache
+    """Checksums of this node's blocks in host memory; used from several threads."""
     pages: Pages
     probe_command: Sequence[str]
+    """Command line of the throw-away process that probes a transport."""
 
 
 def limits_of(settings: TransferSettings) -> SessionLimits:
+    """Return the time and retry limits that the pure sessions need, taken from the settings of the node."""
     return SessionLimits(
         connect_timeout_s=settings.connect_timeout_s,
         answer_timeout_s=settings.answer_timeout_s,

@@ -1,74 +1,75 @@
-"""What can go wrong, split by fault.
+"""Exceptions of this package, divided by whose fault they are, because this decides whether a retry can help.
 
 TransferError
-├── LocalTransferError      our side is wrong; never retried
-│   ├── UnknownTicket       the ticket was not opened here, or names another instance
-│   ├── TooManyFetches      this node already runs as many fetches as its settings allow
-│   └── NodeClosed          the node was closed meanwhile
-├── TransferCancelled       `cancel()` was called here
-└── RemoteTransferError     the peer or the link; another attempt may succeed
-    ├── PeerLost            died, froze, unreachable, or another generation answers at its address
-    ├── TransferTimeout     a deadline passed
-    ├── Refused             the peer does not serve us: other layout, unknown ticket, too busy
-    ├── SourceFailed        the producer called `fail()` or `cancel()`
-    ├── Incomplete          the producer finished without blocks that were wanted
-    └── Corrupt             bytes did not match their checksum on every transport tried
+ ├── LocalTransferError      the caller or this node made a mistake; a retry does not help
+ │   ├── UnknownTicket       the ticket was not opened here, or it names another instance
+ │   ├── TooManyFetches      this node already runs as many fetches as `max_fetches` allows
+ │   └── NodeClosed          the node was not started, or was closed during the call
+ ├── TransferCancelled       `cancel()` was called on this node
+ └── RemoteTransferError     the peer or the link failed; another attempt may succeed
+     ├── PeerLost            the peer died, froze or is unreachable, or another generation answers at its address
+     ├── TransferTimeout     a deadline passed
+     ├── Refused             the peer does not serve this node: other layout, unknown ticket, too busy
+     ├── SourceFailed        the producer called `fail()` or `cancel()`
+     ├── Incomplete          the producer finished without publishing all wanted blocks
+     ├── Corrupt             the bytes did not match their checksums on any transport that was tried
+     └── TransportUnavailable  one transport cannot connect this pair; the caller tries the next one of the ladder
 """
 
-# ruff: noqa: N818 -- the names say what happened
+# ruff: noqa: N818 -- each name states what happened, so a suffix "Error" would add nothing
 
 
 class TransferError(Exception):
-    pass
+    """Base class of all errors of this package."""
 
 
 class LocalTransferError(TransferError):
-    pass
+    """The caller or this node made a mistake. A retry does not help."""
 
 
 class UnknownTicket(LocalTransferError):
-    pass
+    """The ticket was not opened on this node, or it names another instance or generation."""
 
 
 class TooManyFetches(LocalTransferError):
-    pass
+    """This node already runs as many fetches as `TransferSettings.max_fetches` allows."""
 
 
 class NodeClosed(LocalTransferError):
-    pass
+    """The node was not started yet, or it was closed while the call ran."""
 
 
 class TransferCancelled(TransferError):
-    pass
+    """The transfer was cancelled on this node with `cancel()`."""
 
 
 class RemoteTransferError(TransferError):
-    pass
+    """The peer or the connection to it failed. Another attempt, or another peer, may succeed."""
 
 
 class PeerLost(RemoteTransferError):
-    pass
+    """The peer died, froze or is unreachable, or another generation answers at its address."""
 
 
 class TransferTimeout(RemoteTransferError):
-    pass
+    """A deadline of the transfer passed."""
 
 
 class Refused(RemoteTransferError):
-    pass
+    """The peer does not serve this node: its layout differs, the ticket is unknown there, or it is too busy."""
 
 
 class SourceFailed(RemoteTransferError):
-    pass
+    """The producer gave the transfer up: it called `fail()` or `cancel()`, or it shuts down."""
 
 
 class Incomplete(RemoteTransferError):
-    pass
+    """The producer finished without publishing all wanted blocks."""
 
 
 class Corrupt(RemoteTransferError):
-    pass
+    """Bytes did not match their checksums on any transport that was tried."""
 
 
 class TransportUnavailable(RemoteTransferError):
-    """A transport cannot connect this pair; the ladder's next one is tried."""
+    """One transport cannot connect this pair of instances. The caller tries the next one of the ladder."""

@@ -1,7 +1,8 @@
 """Control messages between a consumer (ZeroMQ DEALER) and a producer (ZeroMQ ROUTER).
 
-Each is one MessagePack frame of `contracts.wire`; the bytes of blocks, where a transport sends them here, follow
-`Blocks` as further frames of the same multipart message. Every length is bounded. No I/O.
+Each message is one MessagePack frame, encoded by `contracts.wire`. If a transport sends the bytes of blocks over the
+same connection, they follow a `Blocks` or `Bytes` message as further frames of its multipart message. Every length is
+bounded before memory is allocated. This module does no I/O.
 """
 
 from typing import Annotated, Literal
@@ -16,9 +17,15 @@ from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
 from baton_serve.kvtransfer.settings import MAX_CONNECTIONS
 
 PROTOCOL = 5
+"""Version of this protocol. A producer refuses a consumer of another version. Increase it with every incompatible
+change.
+"""
 MAX_BLOCKS = 65_536
+"""Largest number of blocks, or parts of blocks, in one message."""
 MAX_PAYLOAD_BYTES = 256 * 1024
+"""Largest payload in bytes that `TransferNode.finish` hands to the consumer."""
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
+"""Largest control message in bytes that is decoded."""
 
 Text = Annotated[str, Meta(max_length=4096)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -36,24 +43,31 @@ Outcome = Literal["received", "cancelled", "failed", "unknown"]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What is needed to reach the producer by one transport. `dialect` is the way of it that the producer chose."""
+    """The data that a consumer needs to reach the producer by one transport."""
 
     name: Id
     address: Annotated[bytes, Meta(max_length=512)] = b""
     secret: Annotated[bytes, Meta(max_length=4096)] = b""
     dialect: Annotated[str, Meta(max_length=256)] = ""
+    """The variant of the transport that the producer chose, or empty if the transport has only one."""
 
 
 class Host(msgspec.Struct, frozen=True):
-    """Where a process runs. Equal boot ids: one kernel. Equal pid namespaces too: `pid` means the same process."""
+    """Identifies the machine and the process of a peer.
+
+    Processes with equal boot ids run under one kernel and can share memory. If their pid namespaces are equal too,
+    `pid` denotes the same process for both.
+    """
 
     boot_id: Text
     pid_namespace: Text
     pid: Natural
 
 
+# A boot id alone is not enough for `pidfd_open`: containers of one machine share it, but number their processes
+# separately.
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """First message on a connection, from the consumer."""
+    """The first message of a consumer on a connection. The producer answers with `Welcome` or `Refuse`."""
 
     protocol: Natural
     instance: InstanceField
@@ -62,17 +76,23 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     host: Host
     transports: Annotated[list[Id], Meta(max_length=16)]
     connections: Connections = 1
-    """That it would make, this one included."""
+    """Number of connections that the consumer wants to make, including this one."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """First message on a further connection: it belongs to the one whose `Welcome` said this secret."""
+    """The first message on a further connection of a consumer. `secret` is from the `Welcome` of its
+    first connection.
+    """
 
     secret: Annotated[bytes, Meta(min_length=16, max_length=64)]
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
-    """The consumer is about to use this transport. `dialects` are the ways of it that it knows, best first."""
+    """Ask the producer to prepare a transport. The producer answers with `Attached`.
+
+    `epoch` numbers the attachments of one connection. `dialects` are the variants of the transport that the consumer
+    supports, best first.
+    """
 
     transport: Id
     epoch: Natural
@@ -80,16 +100,17 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
 
 
 class Detach(msgspec.Struct, frozen=True, tag="detach"):
-    """The consumer uses this transport no more: the producer frees what it holds for it."""
+    """Report that the consumer stops using a transport. The producer frees the resources it holds for it."""
 
     transport: Id
     epoch: Natural
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The producer's layout need not be the consumer's, if blocks can be converted.
+    """Accept a consumer and describe the producer.
 
-    A block can travel as `parts` equal ones: what `Done` and `Again` say of blocks by number is said of these.
+    The producer's layout may differ from the consumer's if blocks can be converted. A block can travel as `parts` parts
+    of equal size: the block numbers in `Done` and `Again` then count parts.
     """
 
     instance: InstanceField
@@ -100,12 +121,12 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     num_blocks: Natural
     transports: Annotated[list[Id], Meta(max_length=16)]
     connections: Connections = 1
-    """How many the consumer may make, this one included: each says `Join`, with the `secret`."""
+    """Number of connections that the consumer may make, including this one; it opens each other one with `Join`."""
     secret: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
-    """The answer to `Attach`. Without an offer the transport cannot be had, for this reason."""
+    """Answer `Attach`. Without an `offer` the transport cannot be used; `reason` states why."""
 
     transport: Id
     epoch: Natural
@@ -114,7 +135,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class Detached(msgspec.Struct, frozen=True, tag="detached"):
-    """The producer's end of this transport broke: what it announced by it may never come."""
+    """Report that the producer's end of a transport broke. Blocks that were announced over it may never arrive."""
 
     transport: Id
     epoch: Natural
@@ -122,15 +143,19 @@ class Detached(msgspec.Struct, frozen=True, tag="detached"):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """Instead of `Welcome`, or when a connection is used without one. `reason` prints both layouts if they differ."""
+    """Reject a connection: instead of `Welcome`, or if its first message is not `Hello`. `reason` prints both layouts
+    if they differ.
+    """
 
     reason: Text
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Send these blocks, by the producer's names, each as soon as it exists. A higher `attempt` replaces lower ones.
+    """Ask for blocks by the producer's block hashes; each is sent as soon as it exists. A higher `attempt` replaces
+    lower ones.
 
-    With `partial` the producer serves what it has; otherwise to finish without a wanted block is an error.
+    With `partial` the producer serves the blocks it has; without it, finishing before all wanted blocks are published
+    is an error.
     """
 
     ticket: TicketField
@@ -143,18 +168,22 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The fetch is accepted and its lease runs. `is_open` is false while nobody here has opened the ticket yet."""
+    """Confirm that the fetch is accepted and that its lease runs. `is_open` is False while nobody has opened the ticket
+    on the producer.
+    """
 
     ticket: TicketField
     attempt: Natural
     is_open: bool
 
 
+# `array_like` keeps a piece small: a long prompt announces thousands of them in one message.
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A block, or a part of one: its number in the fetch, its number in the producer's memory, xxh3_64 of its bytes.
+    """A block, or a part of one: its number in the fetch, its number in the producer's memory, and the xxh3_64 of its
+    bytes.
 
-    Part `p` of the block that `Fetch.names` has at `i` is number `i * parts + p`, with the message's `parts`; in memory
-    likewise.
+    Part `p` of the block at position `i` of `Fetch.names` has the number `i * parts + p`, with `parts` from the
+    message. Numbers in the producer's memory are built in the same way. `checksum` is None if the piece is not checked.
     """
 
     index: Natural
@@ -163,12 +192,12 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
-    """These blocks (`parts` is 1) or parts of blocks exist and do not move until the consumer lets go.
+    """Announce blocks (`parts` is 1) or parts of blocks. They exist, and do not move until the consumer releases them.
 
-    A transport that sends bytes here sends them in order: as frames behind this message if they are few, else behind
-    `Bytes` messages that name the `parcel`, on the same connection. With `epoch` they come over the pair of that
-    epoch, in the order of these messages, and the consumer must take them out of it whether it still wants them or
-    not.
+    A transport that uses this connection for the bytes sends them in order: a few bytes as frames of this message, more
+    of them in `Bytes` messages that name the `parcel`, on the same connection. If `epoch` is set, the bytes come over
+    the separate channel of that attachment, in the order of these messages. The consumer must then read them even if it
+    no longer wants them, because the channel has no other way to skip them.
     """
 
     ticket: TicketField
@@ -177,20 +206,20 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     parcel: Natural = 0
     epoch: Natural = 0
     parts: PartCount = 1
-    """Each piece is one of so many of its block: 1, or as `Welcome` says."""
+    """Number of parts of each block that the pieces count in: 1, or the number in `Welcome`."""
 
 
 class Bytes(msgspec.Struct, frozen=True, tag="bytes"):
-    """The frames behind this message are the next bytes of a parcel announced on this connection."""
+    """Carry the next bytes of a parcel that was announced on this connection, as the frames behind this message."""
 
     parcel: Natural
     offset: Natural
 
 
 class Got(msgspec.Struct, frozen=True, tag="got"):
-    """Credit: so many bytes that travelled on this connection were taken out of it (used or discarded).
+    """Return credit: the consumer has taken `num_bytes` out of this connection, whether it used or discarded them.
 
-    With `parcel`: nothing of that parcel is read any more where the producer staged it.
+    If `parcel` is set, the consumer no longer reads that parcel from the producer's staging memory.
     """
 
     num_bytes: Natural
@@ -198,7 +227,7 @@ class Got(msgspec.Struct, frozen=True, tag="got"):
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """These blocks did not match their checksums."""
+    """Ask for blocks again whose bytes did not match their checksums."""
 
     ticket: TicketField
     attempt: Natural
@@ -206,9 +235,11 @@ class Again(msgspec.Struct, frozen=True, tag="again"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Nothing more will be published: `num_blocks` (parts of them) of the wanted were served. May overtake `Blocks`.
+    """Report that the producer publishes nothing more and has served `num_blocks` of the wanted blocks, counted in
+    parts.
 
-    `finished_at` is the producer's monotonic clock, of use on the same host only.
+    This message may overtake `Blocks`. `finished_at` is a time of the producer's monotonic clock, so only a consumer on
+    the same host can use it.
     """
 
     ticket: TicketField
@@ -219,7 +250,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
-    """The producer gives up. A consumer that still copies answers with `Release` once it has stopped."""
+    """Report that the producer gives up. A consumer that is still copying answers with `Release` when its copies have
+    stopped.
+    """
 
     ticket: TicketField
     attempt: Natural
@@ -228,19 +261,21 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """The consumer still wants these tickets: their leases start anew."""
+    """Renew the leases of these tickets. The producer answers with `Renewed`."""
 
     sequence: Natural
     tickets: Annotated[list[TicketField], Meta(max_length=MAX_BLOCKS)]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
+    """Confirm a renewal; `unknown` lists the tickets that the producer does not serve any more."""
+
     sequence: Natural
     unknown: Annotated[list[TicketField], Meta(max_length=MAX_BLOCKS)]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The consumer lets go: it copies nothing any more and wants nothing more of this ticket."""
+    """Report that the consumer copies nothing of this ticket any more and wants nothing more of it."""
 
     ticket: TicketField
     attempt: Natural
@@ -248,14 +283,14 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Start a throw-away process that serves known bytes by these transports."""
+    """Ask the producer to start a throw-away process that serves known bytes over these transports."""
 
     number: Natural
     rungs: Annotated[list[Rung], Meta(min_length=1, max_length=16)]
 
 
 class Probing(msgspec.Struct, frozen=True, kw_only=True, tag="probing"):
-    """The answer to `Probe`: where that process serves, and what its bytes are made of; or why there is none."""
+    """Answer `Probe`: the address of that process and the seed of its bytes, or the reason why it does not run."""
 
     number: Natural
     address: Annotated[str, Meta(max_length=512)] = ""
@@ -265,7 +300,7 @@ class Probing(msgspec.Struct, frozen=True, kw_only=True, tag="probing"):
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
-    """The process of this probe is needed no more."""
+    """Report that the producer may end the process of this probe."""
 
     number: Natural
 
@@ -278,4 +313,5 @@ consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)
 
 
 def peer_of(message: Hello | Welcome) -> tuple[InstanceId, Generation]:
+    """Return the instance and generation of the sender."""
     return message.instance, message.generation

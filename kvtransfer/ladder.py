@@ -1,7 +1,8 @@
-"""Which transport carries the blocks of one pair of instances, and when another one is tried. No I/O, no clock.
+"""Choose the transport for the blocks of one pair of instances, and the time when another one is tried.
 
-Rules: what needs a proof is used only after a probe gave one; what failed is tried again by a probe, after an interval
-that grows; of what one probe measured the fastest is used; where nothing is left, what was demoted is tried again.
+The rules: A transport that needs a proof is used only after a probe has proved it. A transport that failed is probed
+again after an interval that grows with each failure. Among transports that one probe has measured, the fastest is used.
+If nothing else is left, a demoted transport is tried again. This module is pure: no I/O, no clock.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,17 +13,23 @@ import msgspec
 from msgspec import Meta
 
 UNSEEN = ("memory",)
-"""Transports that join nodes of one process: no probe can try them."""
+"""Transports between nodes of one process. A probe runs in processes of its own, so it cannot try them."""
 
 ProbeOutcome = Literal["proved", "wrong bytes", "deadline", "crashed", "unavailable", "skipped"]
-"""Of a probe. `skipped`: it ended before this one's turn came."""
+"""Result of probing one rung. `skipped` means that the probe ended before it reached this rung."""
 Choice = Literal["rule", "proved", "forced", "fallback", "none"]
-"""Why a pair uses its transport: first of those that need no proof; fastest in a probe; told by the operator; what
-comes before it was demoted or could not be had; nothing is left."""
+"""Why a pair uses its transport.
+
+ * `rule`: it is the first in the order of preference that needs no proof.
+ * `proved`: it was the fastest in a probe.
+ * `forced`: the operator demands it by a setting.
+ * `fallback`: the transports before it were demoted or cannot connect the pair.
+ * `none`: no transport is left.
+"""
 
 
 class Rung(msgspec.Struct, frozen=True, array_like=True):
-    """A transport, and which dialect of it where it has several."""
+    """One step of the ladder: a transport, and its dialect if the transport has several."""
 
     transport: Annotated[str, Meta(min_length=1, max_length=64)]
     dialect: Annotated[str, Meta(max_length=64)] = ""
@@ -32,7 +39,7 @@ class Rung(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a probe found out about one rung."""
+    """The result of probing one rung, with the measured speed if it was proved."""
 
     rung: Rung
     outcome: ProbeOutcome
@@ -42,36 +49,48 @@ class Verdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
+    """Time limits of a ladder, and the gain in speed for which it changes the transport."""
+
     retry_s: float = 30.0
-    """First interval until what failed is probed again; it doubles."""
+    """Seconds until a failed rung is probed again; they double with each further failure."""
     max_retry_s: float = 3600.0
-    """The longest one. What served for so long since starts with the shortest again."""
+    """Upper bound of that interval in seconds. A rung that has served for this long starts again with `retry_s` when it
+    fails.
+    """
     busy_retry_s: float = 2.0
+    """Seconds until the next try if the peer could not run a probe."""
     last_resort_s: float = 1.0
-    """Where nothing else is left, what was demoted rests for so long."""
+    """Seconds until a demoted rung is used again without a probe if no other rung is left."""
     gain: float = 1.1
-    """So many times faster must another transport be."""
+    """Factor in speed by which another rung must beat the current one, so that noise in the measurement causes no
+    change.
+    """
 
 
 @dataclass(slots=True)
 class Standing:
+    """The state of one rung of a ladder. Only its `Ladder` changes it."""
+
     is_usable: bool
     needs_proof: bool
     trouble: str = ""
+    """Why the rung is not usable; empty if it is, or if it waits for its first proof."""
     detail: str = ""
     bytes_per_second: float = 0.0
-    """In the last probe; 0: there was none."""
+    """Speed in the last probe; 0 without a probe."""
     failures: int = 0
     failed_at: float = 0.0
     retry_at: float = 0.0
     served_since: float = 0.0
+    """Time of the last successful attachment; 0 while the rung is barred."""
 
 
 class Ladder:
-    """For one consumer and one process at the other end. `rungs`: what both ends can do, best first.
+    """Chooses among the transports that one consumer and one producer process have in common.
 
-    `unproved`: those that need a probe. `forced`: by what the operator told to use a transport. `notes`: what is not
-    among the rungs, and why.
+    `rungs` is ordered by preference, best first. `unproved` names the transports that need a probe before use. `forced`
+    maps a transport to the setting by which the operator demands it. `notes` explains which transports are missing from
+    the rungs; `why` repeats it.
     """
 
     def __init__(
@@ -89,56 +108,64 @@ class Ladder:
         self._limits = limits or LadderLimits()
         self._best: Rung | None = None
         self.current: Rung | None = None
-        """In use."""
+        """The rung that carries blocks now, or None."""
 
     def order(self, now: float) -> list[Rung]:
-        """What a connection may try now, best first."""
+        """Return the rungs that a new connection may try now, best first."""
         usable = [rung for rung, standing in self._standings.items() if standing.is_usable]
         if not usable:
+            # Nothing is usable. Rather than fail every fetch until the next probe, use rungs again that need no proof
+            # and have rested.
             rested = now - self._limits.last_resort_s
             return [r for r, s in self._standings.items() if not s.needs_proof and s.failed_at <= rested]
         return sorted(usable, key=lambda rung: rung != self._best)
 
     def attached(self, rung: Rung, now: float, detail: str = "") -> None:
-        """Blocks go this way from now on. `detail` is told with it."""
+        """Record that blocks travel by this rung from now on. `detail` is appended to its line in `why`."""
         standing = self._standings[rung]
         standing.detail = detail
         standing.is_usable, standing.trouble, standing.served_since = True, "", now
         self.current = rung
 
     def missing(self, rung: Rung, reason: str, now: float) -> None:
-        """The instances themselves could not be joined this way."""
+        """Bar a rung because the two instances could not connect by it."""
         self._bar(rung, reason, now)
 
     def demoted(self, rung: Rung, reason: str, now: float) -> None:
-        """It was in use, and damaged blocks or broke."""
+        """Bar the rung in use because it broke or damaged blocks."""
         self._bar(rung, f"demoted, {reason}", now)
 
     def due(self, now: float) -> list[Rung]:
-        """What a probe should try now, with what is in use to compare; empty: nothing."""
+        """Return the rungs that a probe should try now; empty if none is due.
+
+        The rung in use is among them for comparison, unless a probe cannot try it.
+        """
         waiting = [rung for rung, standing in self._standings.items() if _is_due(rung, standing, now)]
         if not waiting or self.current is None or self.current.transport in UNSEEN:
             return waiting
         return [self.current, *(rung for rung in waiting if rung != self.current)]
 
     def postponed(self, now: float) -> None:
-        """No probe could be had just now."""
+        """Delay the next probe by `busy_retry_s`, because the peer or this node could not run one now."""
         for standing in self._standings.values():
             if not standing.is_usable:
                 standing.retry_at = max(standing.retry_at, now + self._limits.busy_retry_s)
 
     def probed(self, verdicts: Sequence[Verdict], now: float) -> Rung | None:
-        """The results of one probe. Returns the rung to move to, if any."""
+        """Apply the results of one probe. Return the rung to move to, or None to stay."""
         proved: dict[Rung, float] = {}
         for verdict in verdicts:
             standing = self._standings.get(verdict.rung)
+            # A verdict comes from another process: ignore rungs that are not of this pair.
             if standing is None:
                 continue
             if verdict.outcome == "proved":
                 standing.is_usable, standing.trouble = True, ""
                 proved[verdict.rung] = standing.bytes_per_second = verdict.bytes_per_second
             elif verdict.rung == self.current:
-                standing.bytes_per_second = 0.0  # blocks that arrive through it are verified: it stays
+                standing.bytes_per_second = (
+                    0.0  # the blocks themselves are verified, so a failed probe does not demote it
+                )
             elif verdict.outcome == "skipped":
                 standing.retry_at = now + self._limits.retry_s
             else:
@@ -146,6 +173,7 @@ class Ladder:
         return self._move_to(proved)
 
     def choice(self) -> Choice:
+        """Return why the current rung is used."""
         if self.current is None:
             return "none"
         if self.current.transport in self._forced:
@@ -160,15 +188,16 @@ class Ladder:
         return "rule"
 
     def why(self) -> list[str]:
-        """A line for each rung that is used or was tried, best first, and for what both ends lack."""
-        lines = [f"{rung.transport}: {said}" for rung in self._standings if (said := self._said(rung))]
+        """Return one line for each rung that is used or was tried, best first, then `notes`."""
+        lines = [f"{rung.transport}: {line}" for rung in self._standings if (line := self._line_of(rung))]
         return lines + self._notes
 
     def speed(self) -> float:
-        """Bytes per second of what is in use, in the last probe; 0: there was none."""
+        """Return the speed of the current rung in its last probe, in bytes/s, or 0 if there was none."""
         return self._standings[self.current].bytes_per_second if self.current is not None else 0.0
 
     def _move_to(self, proved: Mapping[Rung, float]) -> Rung | None:
+        # If only the current rung was proved, there is nothing to compare: `_best` stays as it is.
         if not proved or list(proved) == [self.current]:
             return None
         best = max(proved, key=lambda rung: proved[rung])
@@ -181,6 +210,7 @@ class Ladder:
 
     def _bar(self, rung: Rung, trouble: str, now: float) -> None:
         standing, limits = self._standings[rung], self._limits
+        # A rung that worked for long and fails once is not punished for its failures of long ago.
         if standing.served_since and now - standing.served_since > limits.max_retry_s:
             standing.failures = 0
         standing.failures += 1
@@ -192,7 +222,7 @@ class Ladder:
         if self.current == rung:
             self.current = None
 
-    def _said(self, rung: Rung) -> str:
+    def _line_of(self, rung: Rung) -> str:
         standing, by = self._standings[rung], f"by {rung.dialect}, " if rung.dialect else ""
         speed = f", {standing.bytes_per_second / 1e9:.1f} GB/s in a probe" if standing.bytes_per_second else ""
         if rung == self.current:
@@ -204,4 +234,5 @@ class Ladder:
 
 
 def _is_due(rung: Rung, standing: Standing, now: float) -> bool:
+    """Return whether a rung that cannot be used now should be probed."""
     return not standing.is_usable and standing.retry_at <= now and rung.transport not in UNSEEN

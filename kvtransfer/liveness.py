@@ -1,4 +1,6 @@
-"""Is the process of a peer on this host still there? A pidfd answers at once, whatever its sockets say."""
+"""Detect the death of a peer process on the same host through a pidfd, which reports it at once even if sockets still
+seem alive.
+"""
 
 import asyncio
 import os
@@ -9,22 +11,27 @@ from baton_serve.kvtransfer.frames import Host
 
 
 def this_host() -> Host:
-    """Identity of this kernel and process. Processes with equal boot ids can share memory."""
+    """Return the identity of this kernel and process. Processes with equal boot ids can share memory."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()
     return Host(boot_id, os.readlink("/proc/self/ns/pid"), os.getpid())
 
 
 class ProcessWatch:
-    """Calls `on_death` once when the process ends. `close()` before it is forgotten."""
+    """Watches one process through a pidfd, which it owns. It calls `on_death` once, on the event loop, when the process
+    ends. Call `close` to stop watching; it closes the pidfd.
+    """
 
     def __init__(self, pidfd: int, on_death: Callable[[], None]) -> None:
+        # The descriptor becomes readable when the process ends. It is not inherited by another process with the same
+        # pid.
         self._fd = pidfd
         self._on_death = on_death
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._died)
 
     def is_dead(self) -> bool:
+        """Return whether the process has ended. This also works before the event loop has run `on_death`."""
         if self._fd < 0:
             return True
         poll = select.poll()
@@ -32,6 +39,7 @@ class ProcessWatch:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Stop watching and close the pidfd. A second call does nothing."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
@@ -43,7 +51,11 @@ class ProcessWatch:
 
 
 def watch_process(peer: Host, mine: Host, on_death: Callable[[], None]) -> ProcessWatch | None:
-    """None: the peer is not visible here (another host or pid namespace), or it is this process."""
+    """Watch the process of a peer. Return None if it cannot be watched: it runs on another host or in another pid
+    namespace, it is this process, or it has already ended.
+    """
+    # In another pid namespace the same number may belong to an unrelated process, whose end would be taken for the
+    # peer's.
     if (peer.boot_id, peer.pid_namespace) != (mine.boot_id, mine.pid_namespace) or peer.pid == mine.pid:
         return None
     try:

@@ -1,7 +1,7 @@
-"""The memory that blocks lie in, as the transfer sees it: `num_blocks` pieces of `block_bytes` bytes.
+"""Ports and adapters for the memory of KV blocks, seen as `num_blocks` pieces of `block_bytes` bytes.
 
-The engine's KV cache satisfies `BlockMemory` without importing it. `HostMemory` is one in plain shared memory, for
-tests and benchmarks. Nothing here knows what is in a block.
+The engine's KV cache satisfies `BlockMemory` without importing it. `HostMemory` implements it in plain shared memory,
+for tests and benchmarks. This module does not know what a block contains.
 """
 
 import ctypes
@@ -15,13 +15,17 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameter numbers of `mallopt`, from glibc's malloc.h."""
 F_SEAL_GROW_SHRINK = 0x0002 | 0x0004
+"""`F_SEAL_SHRINK | F_SEAL_GROW` of linux/fcntl.h, which Python does not name for `F_ADD_SEALS`."""
 
 
 class BlockMemory(Protocol):
-    """`host_view` shows all bytes where the host can address them, else it is None.
+    """The memory of an instance's blocks. `host_view` shows all bytes if the host can address them, otherwise it is
+    None.
 
-    `shared_fd` is a memfd with the same bytes from offset 0, else None. Memory of a device has neither: `DeviceMemory`.
+    `shared_fd` is a memfd with the same bytes from offset 0, or None. Memory of a device has neither and implements
+    `DeviceMemory`.
     """
 
     @property
@@ -39,38 +43,41 @@ class DeviceMemory(BlockMemory, Protocol):
 
     @property
     def device_tensor(self) -> Any:
-        """torch uint8 `[num_blocks, block_bytes]`."""
+        """Return the blocks as a torch tensor, uint8 `[num_blocks, block_bytes]`."""
         ...
 
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
-        """torch events after which these blocks may be read, or overwritten. Called from any thread."""
+        """Return torch events after which these blocks may be read or overwritten. Any thread may call it."""
         ...
 
 
 @runtime_checkable
 class Versioned(Protocol):
-    """A `BlockMemory` that counts what its places were given out for. The engine's KV cache does."""
+    """A `BlockMemory` that counts how often each place was given to new content, as the engine's KV cache does."""
 
     def version(self, block: int) -> int | None:
-        """Another number when the bytes of a published block may be others than before; None: nobody counts."""
+        """Return a number that changes when the bytes of a published block may have changed, or None if nothing is
+        counted.
+        """
         ...
 
 
 def version_of(memory: BlockMemory, block: int) -> int | None:
-    """None where nobody counts."""
+    """Return `memory.version(block)`, or None if `memory` does not count versions."""
     return cast(Versioned, memory).version(block) if _counts_versions(type(memory)) else None
 
 
 @functools.cache
 def _counts_versions(kind: Any) -> bool:
-    """By type: `isinstance` of a protocol takes 5 µs."""
+    """Check a type once: `isinstance` with a protocol takes 5 µs, which is too long for each block."""
     return issubclass(kind, Versioned)
 
 
 class PartitionedMemory:
-    """Each block as `count` neighbours, which can travel one by one: part `p` of block `b` is number `b * count + p`.
+    """Shows each block of `memory` as `count` neighbours that can travel one by one. Part `p` of block `b` has the
+    number `b * count + p`.
 
-    `DeviceMemory` if `memory` is; nobody counts versions where `memory` does not.
+    It implements `DeviceMemory` if `memory` does, and it returns None as version if `memory` counts none.
     """
 
     def __init__(self, memory: BlockMemory, count: int) -> None:
@@ -102,11 +109,12 @@ class PartitionedMemory:
 
 
 def parts_of(memory: BlockMemory, count: int) -> BlockMemory:
+    """Return `memory` with each block divided into `count` parts, or `memory` itself if `count` is 1."""
     return memory if count == 1 else PartitionedMemory(memory, count)
 
 
 class HostMemory:
-    """Blocks in a memfd that peers on this host can map. `close()` frees it."""
+    """Blocks in a memfd that processes on this host can map. It owns the memfd; `close()` frees it."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -116,9 +124,10 @@ class HostMemory:
         self._map = mmap.mmap(self.shared_fd, num_blocks * block_bytes)
         self.host_view: memoryview | None = memoryview(self._map)
         self.versions: list[int] | None = None
-        """One for each block, once somebody counts."""
+        """The version of each block, or None until a test starts to count."""
 
     def block(self, index: int) -> memoryview:
+        """Return a view of the bytes of one block."""
         assert self.host_view is not None
         return self.host_view[index * self.block_bytes : (index + 1) * self.block_bytes]
 
@@ -126,6 +135,7 @@ class HostMemory:
         return self.versions[block] if self.versions is not None else None
 
     def close(self) -> None:
+        """Close the memfd. Processes that have mapped it keep their mappings."""
         if self.shared_fd is not None:
             os.close(self.shared_fd)
             self.shared_fd = None
@@ -133,35 +143,39 @@ class HostMemory:
 
 
 def address_of(buffer: "memoryview | mmap.mmap | bytes | bytearray") -> int:
-    """Where a contiguous buffer starts. The caller keeps the buffer alive."""
+    """Return the address of a contiguous buffer. The caller keeps the buffer alive."""
     address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
     return address
 
 
 def copy_bytes(destination: int, source: int, size: int) -> None:
-    """memmove between two addresses; other Python threads run meanwhile."""
+    """Copy `size` bytes between two addresses. Other Python threads run meanwhile, since ctypes releases the GIL."""
     ctypes.memmove(destination, source, size)
 
 
 def view_at(address: int, size: int) -> memoryview:
-    """The bytes at an address. The caller keeps the memory alive."""
+    """Return a view of the bytes at an address. The caller keeps the memory alive."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse freed buffers of up to 32 MiB instead of giving them back to the kernel at once.
+    """Make glibc reuse freed buffers of up to 32 MiB instead of returning them to the kernel at once.
 
-    ZeroMQ allocates each frame; without this its 1 MB come with 50 page faults and more on average, which is half of
-    the receiver's time (docs/log/block-transfer.md). Holds for the process; up to 256 MiB of freed memory stay with it.
+    ZeroMQ allocates memory for each frame. Without this setting, the 1 MB of such a frame cost more than 50 page faults
+    on average, half of the receiver's time (docs/log/block-transfer.md). It applies to the whole process, which keeps
+    up to 256 MiB of freed memory.
     """
     libc = ctypes.CDLL(None)
+    # musl has no `mallopt`; there the setting is skipped.
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(M_TRIM_THRESHOLD, 256 << 20)
 
 
 def seal_size(fd: int) -> None:
-    """Nobody can shrink the memory any more: reading a mapping of it can never fault. Ignored where not allowed."""
+    """Prevent any process from changing the size of a memfd, so that reading a mapping of it cannot fault. Ignore it if
+    the kernel forbids sealing.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_GROW_SHRINK)
     except OSError:

@@ -1,11 +1,21 @@
-"""How fast a connection delivers: bytes over the time in which any were outstanding, not that spent on prefill."""
+"""Measure how fast a connection delivers, over the time in which bytes were outstanding. Time spent on prefill does not
+count.
+"""
 
 EMA_WEIGHT = 0.3
+"""Weight of a new sample in the moving average."""
 MIN_SAMPLE_BYTES = 1 << 20
-"""Less than this tells of latency, not of speed; it counts only until something larger came."""
+"""Bytes from which a sample measures throughput rather than latency. A smaller sample counts only until one of this
+size exists.
+"""
 
 
 class ThroughputMeter:
+    """Measures the throughput of one consumer connection, `bytes_per_second`; 0 until the first sample.
+
+    A sample runs from the first announced byte until no byte is outstanding.
+    """
+
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         self._outstanding = 0
@@ -14,17 +24,19 @@ class ThroughputMeter:
         self._best_sample = 0
 
     def announced(self, num_bytes: int, now: float) -> None:
+        """Count bytes that the producer has announced and that are wanted here."""
         if self._outstanding == 0:
             self._busy_since, self._delivered = now, 0
         self._outstanding += num_bytes
 
     def delivered(self, num_bytes: int, now: float) -> None:
-        """Or given up: `num_bytes` of those announced are no longer waited for."""
+        """Count announced bytes as arrived or given up: they are not outstanding any more."""
         self._delivered += num_bytes
         self._outstanding -= num_bytes
         seconds = now - self._busy_since
         if self._outstanding > 0 or seconds <= 0 or self._delivered < min(self._best_sample, MIN_SAMPLE_BYTES):
             return
+        # The first large sample replaces the average of small ones, which measured latency.
         rate = self._delivered / seconds
         is_first_of_size = self._best_sample < MIN_SAMPLE_BYTES
         self.bytes_per_second += (rate - self.bytes_per_second) * (1.0 if is_first_of_size else EMA_WEIGHT)

@@ -1,6 +1,7 @@
-"""`TransferNode`: everything of this package that an instance process sees.
+"""The entry point of this package: `TransferNode`, which each instance process owns.
 
-Belongs to one event loop and is used from its thread alone. Owns its sockets, threads and mappings; never the blocks.
+A node belongs to one event loop and may be used from its thread only. It owns its sockets, threads and mappings, but
+never the blocks.
 """
 
 import asyncio
@@ -39,17 +40,22 @@ from baton_serve.kvtransfer.workers import Workers
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
+"""Seconds that `close` waits for consumers that are still copying blocks."""
 DEVICE_THREADS = 4
+"""Minimum number of copy threads for memory of a device."""
 MAX_REASON_CHARS = 1024
-"""Characters: it travels with each report to the router."""
+"""Longest `LinkStatus.reason` in characters: it is part of each load report to the router."""
 
 TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dict[str, Transport]]
 
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """What a node may be given. `transports` replaces those that the settings name; `in_process` enables `memory`.
-    `probe_command` is the throw-away process of probes."""
+    """Optional dependencies of a node. `transports` replaces the transports that the settings name; `in_process`
+    enables the transport `memory`.
+
+    `probe_command` is the command line of the throw-away process that probes a transport.
+    """
 
     observer: TransferObserver = field(default_factory=SilentObserver)
     in_process: InProcess | None = None
@@ -58,7 +64,9 @@ class NodePorts:
 
 
 class TransferNode:
-    """`start()` it, `close()` it."""
+    """Fetches blocks from peers and serves blocks to them. Call `start` before any other method, and `close` at the
+    end.
+    """
 
     def __init__(
         self,
@@ -89,10 +97,12 @@ class TransferNode:
         self._consumer: ConsumerSide | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self.address = ""
-        """Where peers reach this node; known after `start`."""
+        """The address at which peers reach this node; empty before `start`."""
 
     async def start(self) -> None:
-        """Raises `LocalTransferError` when the address cannot be bound."""
+        """Open the sockets and threads, and serve peers from now on. Raises `LocalTransferError` if the address cannot
+        be bound.
+        """
         settings, loop = self._settings, asyncio.get_running_loop()
         self._context = NodeContext(
             instance=self._instance,
@@ -114,6 +124,8 @@ class TransferNode:
             pages=Pages(self._memory),
             probe_command=self._ports.probe_command,
         )
+        # The first call may compile the C++ copy loop, which takes seconds: do it before the first fetch, and not on
+        # the loop.
         await asyncio.to_thread(copy_hash)
         for transport in self._transports.values():
             await transport.start()
@@ -128,7 +140,9 @@ class TransferNode:
         self._ticking = loop.call_later(settings.tick_s, self._tick)
 
     async def close(self) -> None:
-        """Running fetches raise `NodeClosed`; tickets are released as `closed` once no peer copies any more."""
+        """Stop serving and fetching. Running fetches raise `NodeClosed`; tickets are released as `closed` once no peer
+        copies their blocks, or after `CLOSE_TIMEOUT_S`.
+        """
         if self._context is None:
             return
         context, self._context = self._context, None
@@ -139,33 +153,46 @@ class TransferNode:
         await self._free(context)
 
     async def connect(self, address: str) -> None:
-        """Say hello to a producer now, so that the first fetch need not. Raises `RemoteTransferError`."""
+        """Connect to a producer now, so that the first fetch is faster. Raises `RemoteTransferError` if it cannot be
+        reached within `connect_timeout_s`.
+        """
         await self._consuming.connections.warm(address)
 
     def open(self, ticket: Ticket) -> None:
-        """Fetches for this ticket are now served; those that came earlier were waiting for it."""
+        """Start serving a ticket. Fetches that arrived before are served now.
+
+        Raises `UnknownTicket` if the ticket names another source, and `LocalTransferError` if it was opened before.
+        """
         self._producing.open(ticket)
 
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
-        """These blocks are computed and will not move or change until `released` returns."""
+        """Offer computed blocks, given as hash and block number. They must not move or change until
+        `released` returns.
+        """
         self._producing.publish(ticket, blocks)
 
     def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
-        """As `publish`, for these of the `settings.parts` of each block; the block is whole with `publish` alone."""
+        """Offer some of the `settings.parts` parts of each block. A block counts as complete only when `publish` names
+        it.
+
+        Raises `LocalTransferError` if `parts` is out of range.
+        """
         if not 0 <= parts.start < parts.stop <= self._settings.parts:
             raise LocalTransferError(f"parts {parts.start} to {parts.stop - 1} are not all of {self._settings.parts}")
         self._producing.publish_parts(ticket, blocks, parts)
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
-        """Nothing more will be published. `payload` (up to 256 KiB) is handed to the consumer."""
+        """Declare that nothing more will be published for a ticket. `payload` (up to 256 KiB) is handed to the
+        consumer.
+        """
         self._producing.finish(ticket, payload)
 
     def fail(self, ticket: TicketId, reason: str) -> None:
-        """The consumer's fetch raises `SourceFailed(reason)`."""
+        """Give a ticket up: the fetch of the consumer raises `SourceFailed(reason)`."""
         self._producing.give_up(ticket, "failed", reason)
 
     async def released(self, ticket: TicketId) -> ReleaseReason:
-        """Returns when nobody reads the ticket's blocks any more."""
+        """Wait until nothing reads the blocks of a ticket any more, and return why. The caller may free them then."""
         return await asyncio.shield(self._producing.outcome(ticket))
 
     async def fetch(
@@ -178,31 +205,38 @@ class TransferNode:
         partial: bool = False,
         translation: Translation | None = None,
     ) -> FetchResult:
-        """Place the wanted blocks (name, place here) and return the producer's payload.
+        """Fetch `wanted` blocks (hash, block number in this node's memory) and return the result with the producer's
+        payload.
 
-        `on_blocks` hears of blocks as they arrive, `on_end` of the result as soon as there is one, before the
-        caller's own task runs again. With `partial`, what the producer has is enough; see `names`.
-        Where the producer's layout is not this node's, `translation` says how it names the same tokens; `wanted` are
-        then the last blocks of them, in order.
-        Raises `TransferError`; after that, and after a cancellation, nothing writes into the wanted places any more.
+        `on_blocks` is called with the hashes of blocks as they arrive. `on_end` is called with the result before the
+        caller's task runs again. With `partial`, the producer may send fewer blocks than wanted; `FetchResult.names`
+        lists the blocks that came. If the producer's layout differs from this node's, `translation` gives the
+        producer's hashes of the same tokens; `wanted` must then be the last blocks of these tokens, in order.
+
+        Raises `TransferError`. After an error or a cancellation of the task, nothing writes to the wanted blocks any
+        more.
         """
         options = FetchOptions(on_blocks=on_blocks, on_end=on_end, partial=partial, translation=translation)
         return await self._consuming.fetch(ticket, wanted, options)
 
     def cancel(self, ticket: TicketId) -> None:
-        """On either side, at any time: before `open` or `fetch` it leaves a tombstone for them."""
+        """Cancel a ticket on either side, at any time. A later `open` or `fetch` of it ends at once."""
         self._producing.cancel(ticket)
         self._consuming.cancel(ticket)
 
     def on_fetch(self, handler: FetchHandler) -> None:
-        """Called for each partial fetch of a ticket that nobody opened, with the names it wants.
+        """Set the handler of partial fetches whose ticket nobody has opened. It receives a ticket and the wanted
+        hashes.
 
-        The handler answers like any producer: `open`, `publish` what it has, `finish`, and `released` before it unpins.
+        The handler acts like any producer: it calls `open`, publishes the blocks that exist, calls `finish`, and awaits
+        `released` before it unpins them.
         """
         self._producing.on_fetch = handler
 
     def links(self) -> list[LinkStatus]:
-        """Connections to producers: how fast each was measured to be, and why it goes that way."""
+        """Return the state of each connection to a producer: transport, measured speed, and why that
+        transport is used.
+        """
         return [
             LinkStatus(
                 peer=link.name,
@@ -217,10 +251,11 @@ class TransferNode:
         ]
 
     def num_sessions(self) -> int:
-        """Transfers in progress, both directions."""
+        """Return the number of transfers in progress in both directions."""
         return self._producing.num_sessions() + self._consuming.num_sessions()
 
     def check_invariants(self) -> None:
+        """Assert that the state of all transfers is consistent. Tests call it."""
         self._producing.check_invariants()
         self._consuming.check_invariants()
 
@@ -251,11 +286,12 @@ class TransferNode:
 
 
 def _num_threads(settings: TransferSettings, memory: BlockMemory) -> int:
-    """Threads that copy to or from a device wait for it most of the time."""
+    """Return the number of copy threads: more for a device, because they spend most of their time waiting for it."""
     return max(settings.copy_threads, DEVICE_THREADS) if memory.host_view is None else settings.copy_threads
 
 
 def _advertised(endpoint: str, host: str) -> str:
+    """Return `endpoint` with its host replaced by `host`, unless that is empty."""
     if not host:
         return endpoint
     scheme, _, rest = endpoint.partition("://")

@@ -1,4 +1,4 @@
-"""Settings of a transfer node: one frozen Struct, embedded in the settings of each instance process."""
+"""Settings of a transfer node: one frozen Struct that the settings of each instance process embed."""
 
 from typing import Annotated, Literal
 
@@ -12,93 +12,117 @@ OneCclBackend = Literal[
 ChecksumMode = Literal["full", "sampled", "off"]
 
 PeerAccess = Literal["", "0", "1"]
+"""Value of CCL_TOPO_P2P_ACCESS; empty if it is not set."""
 
 LADDER: tuple[str, ...] = ("memory", "usm", "zeromq")
-"""What `auto` uses without a proof, best first."""
+"""Transports that `auto` uses without a probe, best first."""
 PROBED = "oneccl"
-"""What `auto` uses between devices once a probe has proved it."""
+"""Transport that `auto` uses between devices after a probe has proved it."""
 
 MAX_CONNECTIONS = 16
-"""Of one link."""
+"""Largest number of ZeroMQ connections of one link."""
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
-    bind: Annotated[str, Meta(description="ZeroMQ address of this node; port * picks a free one")] = "tcp://127.0.0.1:*"
-    advertise_host: Annotated[str, Meta(description="host that peers use; empty: the bound one")] = ""
+    """The settings of one transfer node. Times are in seconds, sizes in bytes."""
+
+    bind: Annotated[str, Meta(description="ZeroMQ address on which this node listens; port * picks a free port")] = (
+        "tcp://127.0.0.1:*"
+    )
+    advertise_host: Annotated[
+        str, Meta(description="host name that peers connect to; empty: the host of the bound address")
+    ] = ""
     transports: Annotated[
-        tuple[TransportName, ...], Meta(min_length=1, description="allowed transports, best first; auto: all")
+        tuple[TransportName, ...], Meta(min_length=1, description="allowed transports, best first; auto allows all")
     ] = ("auto",)
     oneccl_backend: Annotated[
-        OneCclBackend, Meta(description="of oneccl; auto: the device's, on hosts oneCCL's own library or gloo")
+        OneCclBackend,
+        Meta(description="backend of oneccl; auto: the device's backend, or libccl, else gloo, for host memory"),
     ] = "auto"
-    oneccl_library: Annotated[str, Meta(description="folder of libccl.so.2; empty: this Python's lib")] = ""
+    oneccl_library: Annotated[str, Meta(description="folder of libccl.so.2; empty: the lib folder of this Python")] = ""
     peer_access: Annotated[
-        PeerAccess, Meta(description="CCL_TOPO_P2P_ACCESS, for auto: 1 takes oneccl unproved, 0 leaves it out")
+        PeerAccess, Meta(description="CCL_TOPO_P2P_ACCESS, for auto: 1 uses oneccl without a probe, 0 never uses it")
     ] = ""
-    probe: Annotated[bool, Meta(description="try what needs a proof, and what was demoted, between two processes")] = (
-        True
-    )
-    probe_timeout_s: Annotated[float, Meta(gt=0, description="longest life of such a process")] = 60.0
-    probe_retry_s: Annotated[float, Meta(gt=0, description="first interval until what failed is tried again")] = 30.0
+    probe: Annotated[
+        bool, Meta(description="probe unproved and demoted transports between two throw-away processes")
+    ] = True
+    probe_timeout_s: Annotated[float, Meta(gt=0, description="longest life of a probe process")] = 60.0
+    probe_retry_s: Annotated[
+        float, Meta(gt=0, description="first interval until a failed transport is probed again")
+    ] = 30.0
     stall_timeout_s: Annotated[float, Meta(gt=0, description="an oneccl pair that stands still is given up")] = 10.0
     run_dir: Annotated[
         str,
-        Meta(description="folder of the socket that hands out shared memory; empty: a name of this host's network"),
+        Meta(description="folder of the socket that hands out shared memory; empty: an abstract socket"),
     ] = ""
     parts: Annotated[
-        int, Meta(ge=1, le=4096, description="a block can be published in so many, and then travels as such")
+        int, Meta(ge=1, le=4096, description="number of parts in which a block can be published and sent")
     ] = 1
     checksum: Annotated[
-        ChecksumMode, Meta(description="of each block, of a sample (one block in eight, or words of each), or none")
+        ChecksumMode,
+        Meta(description="check each block, a sample (one block in eight; words of each on devices), or none"),
     ] = "full"
 
-    curve_secret_key: Annotated[bytes, Meta(description="Z85, of all nodes; empty: ZeroMQ is not encrypted")] = b""
-    curve_public_key: Annotated[bytes, Meta(description="Z85, of the secret one; never sent")] = b""
+    curve_secret_key: Annotated[
+        bytes, Meta(description="CURVE secret key (Z85) of all nodes; empty: no encryption")
+    ] = b""
+    curve_public_key: Annotated[bytes, Meta(description="CURVE public key (Z85) that belongs to the secret key")] = b""
 
     heartbeat_interval_s: Seconds = 0.2
     heartbeat_timeout_s: Seconds = 0.6
-    connect_timeout_s: Annotated[float, Meta(gt=0, description="first connection to a peer")] = 5.0
-    relink_timeout_s: Annotated[float, Meta(gt=0, description="answer to a second hello after a connection broke")] = (
-        0.3
-    )
+    connect_timeout_s: Annotated[float, Meta(gt=0, description="time for the first connection to a peer")] = 5.0
+    relink_timeout_s: Annotated[float, Meta(gt=0, description="time to connect again after a connection broke")] = 0.3
     answer_timeout_s: Annotated[
-        float, Meta(gt=0, description="a fetch that nobody acknowledges, or whose ticket nobody opens")
+        float, Meta(gt=0, description="time for a peer to acknowledge a fetch, or to open its ticket")
     ] = 10.0
-    attach_timeout_s: Annotated[float, Meta(gt=0, description="both ends of a transport must be ready by then")] = 10.0
-    lease_s: Annotated[float, Meta(gt=0, description="a silent consumer loses its claim after this")] = 10.0
-    tick_s: Annotated[float, Meta(gt=0, description="granularity of all deadlines")] = 0.05
+    attach_timeout_s: Annotated[float, Meta(gt=0, description="time until both ends of a transport are ready")] = 10.0
+    lease_s: Annotated[
+        float, Meta(gt=0, description="time without a renewal after which the producer frees the blocks of a consumer")
+    ] = 10.0
+    tick_s: Annotated[float, Meta(gt=0, description="interval at which deadlines are checked")] = 0.05
 
-    max_attempts: Annotated[int, Meta(ge=1, description="fetches of one transfer, the first included")] = 4
-    max_mismatches: Annotated[int, Meta(ge=1, description="checksum errors before a transport is demoted")] = 2
-    max_fetches: Annotated[int, Meta(ge=1, description="running fetches of this node")] = 4096
-    max_fetches_per_peer: Annotated[int, Meta(ge=1, description="fetches one peer may have here")] = 1024
+    max_attempts: Annotated[int, Meta(ge=1, description="attempts of one transfer, including the first")] = 4
+    max_mismatches: Annotated[
+        int, Meta(ge=1, description="checksum errors of one transfer before the transport is demoted")
+    ] = 2
+    max_fetches: Annotated[int, Meta(ge=1, description="fetches that this node may run at once")] = 4096
+    max_fetches_per_peer: Annotated[int, Meta(ge=1, description="fetches that one peer may run here at once")] = 1024
     max_tombstones: Count = 4096
 
-    frame_bytes: Annotated[int, Meta(ge=4096, description="largest ZeroMQ frame of blocks")] = 8 << 20
-    window_bytes: Annotated[int, Meta(ge=1, description="bytes on their way, of each connection")] = 32 << 20
+    frame_bytes: Annotated[int, Meta(ge=4096, description="largest ZeroMQ frame that carries blocks")] = 8 << 20
+    window_bytes: Annotated[int, Meta(ge=1, description="bytes in flight on each connection")] = 32 << 20
     batch_bytes: Annotated[
-        int, Meta(ge=1, description="bytes announced by one message, at most; and at most half a window")
+        int, Meta(ge=1, description="bytes that one message announces at most; never more than half a window")
     ] = 32 << 20
     device_batch_bytes: Annotated[
         int,
         Meta(
-            ge=1, description="as batch_bytes, of a device's blocks; of oneccl, a quarter where all messages are staged"
+            ge=1, description="as batch_bytes, for blocks of a device; oneccl uses a quarter if it stages all messages"
         ),
     ] = 256 << 20
-    device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, of a device's blocks")] = 1 << 30
-    ring_bytes: Annotated[int, Meta(ge=1, description="pinned memory of one connection between devices")] = 256 << 20
-    inline_bytes: Annotated[int, Meta(ge=0, description="up to here no thread is woken for a copy")] = 1 << 20
+    device_window_bytes: Annotated[int, Meta(ge=1, description="as window_bytes, for blocks of a device")] = 1 << 30
+    ring_bytes: Annotated[int, Meta(ge=1, description="pinned shared memory of one connection between devices")] = (
+        256 << 20
+    )
+    inline_bytes: Annotated[
+        int, Meta(ge=0, description="copies up to this size run on the event loop, not in a thread")
+    ] = 1 << 20
     copy_threads: Count = 2
     io_threads: Count = 1
     zeromq_connections: Annotated[
-        int, Meta(ge=1, le=MAX_CONNECTIONS, description="to one peer, which blocks take in turns; a thread for each")
+        int,
+        Meta(ge=1, le=MAX_CONNECTIONS, description="connections to one peer, used alternately; each has an I/O thread"),
     ] = 1
 
     def ladder(self, *, is_device: bool) -> tuple[str, ...]:
-        """Transport names in order of preference. On hosts nothing beats shared memory, and no probe need tell."""
+        """Return the names of the transports that this node may use, in order of preference.
+
+        Blocks in host memory need no probe, because shared memory is always the fastest way between two processes of a
+        host.
+        """
         if "auto" not in self.transports:
             return self.transports
         if not is_device or self.peer_access == "0":
@@ -106,11 +130,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (LADDER[0], PROBED, *LADDER[1:]) if self.peer_access == "1" else (*LADDER, PROBED)
 
     def unproved(self) -> tuple[str, ...]:
-        """Of these, what needs a proof."""
+        """Return the transports that need a probe before their first use."""
         return (PROBED,) if "auto" in self.transports and self.peer_access != "1" else ()
 
     def forced(self) -> dict[str, str]:
-        """What told to use a transport, by its name."""
+        """Return the setting by which the operator demands a transport, by the name of the transport."""
         if "auto" in self.transports:
             return {PROBED: "CCL_TOPO_P2P_ACCESS=1"} if self.peer_access == "1" else {}
         return {name: f"--kv-transport {name}" for name in self.transports} if len(self.transports) == 1 else {}

@@ -1,6 +1,6 @@
-"""A ZeroMQ socket on the event loop: every message that has arrived is handled in one wake-up, sending never blocks.
+"""Run a ZeroMQ socket on the event loop: one wake-up handles every message that has arrived, and sending never blocks.
 
-A connection is used once: it is never repaired by ZeroMQ, since a silent reconnect would hide lost messages.
+A connection is used once. ZeroMQ must not reconnect it, because a silent reconnect would hide lost messages.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from baton_serve.kvtransfer.settings import TransferSettings
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 32
+"""Messages handled before other tasks of the event loop may run."""
 CONNECTION_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -25,36 +26,43 @@ CONNECTION_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""Each says that a connecting socket will never be of use again."""
+"""Monitor events after which a connecting socket cannot be used any more."""
 
 LINGER_MS = 100
-"""For the last words of a node that closes."""
+"""Milliseconds that a closing node waits for its last messages to leave."""
 
 CURVE_BYTES = 1024
-"""More than encryption adds to a frame."""
+"""Upper bound of the bytes that CURVE encryption adds to a frame."""
 
 Parts = Sequence[bytes | memoryview]
 
 
 def configure(socket: "zmq.Socket[bytes]", settings: TransferSettings) -> None:
-    """Unbounded queues (credits bound them), bounded frames, heartbeats answered by ZeroMQ's own thread, no
-    reconnection."""
+    """Set the options of a new socket: unbounded queues, bounded frames, heartbeats and no reconnection.
+
+    The queues need no bound because credits limit the bytes on their way. ZeroMQ's I/O thread answers heartbeats
+    itself, so a busy event loop does not look dead.
+    """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    # ZeroMQ checks the length before it allocates a frame, so a peer cannot exhaust the memory.
     longest = max(MAX_CONTROL_BYTES, settings.frame_bytes, settings.inline_bytes)
-    socket.setsockopt(zmq.MAXMSGSIZE, longest + CURVE_BYTES)  # before a frame is allocated
+    socket.setsockopt(zmq.MAXMSGSIZE, longest + CURVE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.heartbeat_interval_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.heartbeat_timeout_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TTL, int(settings.heartbeat_timeout_s * 1000))
 
 
 def encrypt(socket: "zmq.Socket[bytes]", settings: TransferSettings, *, listens: bool) -> None:
-    """With keys, only a peer that has them too can connect. Call before the socket binds or connects."""
+    """Enable CURVE if the settings have keys, so that only a peer with the same keys can connect. Call it before the
+    socket binds or connects.
+    """
     if not settings.curve_secret_key:
         return
     socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
+    # All nodes share one key pair, so the client's own key and the server's key are the same.
     if listens:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
     else:
@@ -63,9 +71,10 @@ def encrypt(socket: "zmq.Socket[bytes]", settings: TransferSettings, *, listens:
 
 
 class MonitoredSocket:
-    """`on_message` gets the frames of each message, `on_down` the value of each monitored event.
+    """Owns a socket and its monitor. It passes the frames of each message to `on_message` and the value of each
+    monitored event to `on_down`.
 
-    With EVENT_DISCONNECTED alone, that is the file descriptor of the connection.
+    If only EVENT_DISCONNECTED is monitored, that value is the file descriptor of the connection. Event loop only.
     """
 
     def __init__(
@@ -89,25 +98,29 @@ class MonitoredSocket:
         self._loop.add_reader(self._fd, self._drain)
         self._loop.add_reader(self._monitor_fd, self.drain_monitor)
         self._schedule()
-        self._loop.call_soon(self.drain_monitor)  # a descriptor signals only after a first look found nothing
+        # The monitor's descriptor signals an event only after a first read has found the monitor empty.
+        self._loop.call_soon(self.drain_monitor)
 
     def send(self, parts: Parts, *, copy: bool = True) -> zmq.MessageTracker | None:
-        """With `copy=False` the parts' memory is read until the returned tracker is done.
+        """Send one message without blocking. With `copy=False`, ZeroMQ reads the memory of `parts` until the returned
+        tracker is done.
 
-        Raises zmq.ZMQError when the peer is gone (EHOSTUNREACH on a ROUTER, EAGAIN on a DEALER).
+        Raises `zmq.ZMQError` if the peer is gone (EHOSTUNREACH on a ROUTER, EAGAIN on a DEALER).
         """
         tracker: Any = self._socket.send_multipart(parts, zmq.DONTWAIT, copy=copy, track=not copy)
         self._schedule()
         return tracker  # type: ignore[no-any-return]
 
     def drain_monitor(self) -> None:
-        """Hear of connections that ended. `on_down` must first handle what they still had to say: `drain`."""
+        """Handle the connections that ended. `on_down` must first call `drain`, to handle messages that arrived before
+        the end.
+        """
         while not self._is_closed and _is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
             self._on_down(event["value"])
 
     def drain(self, limit: int = sys.maxsize) -> bool:
-        """Handle messages that are here; True when none is left."""
+        """Handle up to `limit` messages that have arrived. Return True if none is left."""
         for _ in range(limit):
             if self._is_closed or not _is_readable(self._socket):
                 return True
@@ -115,7 +128,7 @@ class MonitoredSocket:
         return False
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """`linger_ms`: how long messages already sent may still leave."""
+        """Close the socket and its monitor. Messages already sent may still leave for `linger_ms` milliseconds."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -126,7 +139,9 @@ class MonitoredSocket:
         self._socket.close(linger_ms)
 
     def _schedule(self) -> None:
-        """ZeroMQ's descriptor signals edges, and sending may swallow one: look again soon."""
+        """Read the socket again on the next turn of the loop: ZeroMQ's descriptor is edge-triggered, and a send may
+        consume the edge.
+        """
         if not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
             self._loop.call_soon(self._again)

@@ -1,4 +1,4 @@
-"""Threads that copy and hash, so that the event loop does not. Results come back on the loop, many per wake-up."""
+"""Threads that copy and hash blocks for the event loop. Their results return to the loop, many for each wake-up."""
 
 import asyncio
 import logging
@@ -10,10 +10,12 @@ from queue import SimpleQueue
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
-"""Runs in a thread. Must not raise; tells its results by `Workers.post`."""
+"""A function that runs in a worker thread. It must not raise; it reports its result with `Workers.post`."""
 
 
 class Workers:
+    """A pool of `count` threads that belongs to one `TransferNode`. `close` ends it."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
         self._loop = loop
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -25,19 +27,25 @@ class Workers:
             thread.start()
 
     def submit(self, job: Job) -> None:
+        """Queue a job for the next free thread."""
         self._jobs.put(job)
 
     def post(self, result: Callable[[], None]) -> None:
-        """From a job: call this on the loop, in the order of posting."""
+        """Run `result` on the event loop. Call it from a worker thread; results run in the order in which they were
+        posted.
+        """
         with self._lock:
             self._results.append(result)
+            # One wake-up serves all results that are posted until the loop runs: waking it writes to a pipe each time.
             wake = not self._is_woken
             self._is_woken = True
         if wake and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver)
 
     def close(self) -> None:
-        """Ends the threads after the jobs already given; their results are dropped."""
+        """Wait until the queued jobs have run, then end the threads. Results that were posted and not yet run are
+        dropped.
+        """
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -54,4 +62,5 @@ class Workers:
             self._results.clear()
             self._is_woken = False
         for result in results:
+            # Each result is a callback of its own, so that one that raises does not prevent the others.
             self._loop.call_soon(result)

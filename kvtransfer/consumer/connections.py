@@ -1,4 +1,4 @@
-"""Connections of this node's consumer to producers, one per address. Opened once for all who wait."""
+"""The connections of this node's consumer side to producers: one for each address, shared by all fetches."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,17 @@ from baton_serve.kvtransfer.sockets import LINGER_MS
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
+"""Seconds between two attempts of `warm`."""
 
 
 class Connections:
+    """Opens, replaces and closes the connections to producers. Event loop only.
+
+    Fetches that want the same address while it is being opened wait for one task. `on_message` receives each message
+    with its further frames, `on_lost` each lost connection, and `on_broken` each transport that broke while its
+    connection works.
+    """
+
     def __init__(
         self,
         context: NodeContext,
@@ -38,35 +46,39 @@ class Connections:
         self._links: dict[str, ConsumerLink] = {}
         self._opening: dict[str, asyncio.Task[ConsumerLink]] = {}
         self._outgrown: list[ConsumerLink] = []
-        """Replaced by faster ones; fetches that began on them end there."""
+        """Connections that were replaced by faster ones. Fetches that began on them end there."""
         self._prober = Prober(context, self.promote)
 
     def __iter__(self) -> Iterator[ConsumerLink]:
         return iter([*self._links.values(), *self._outgrown])
 
     def current(self) -> list[ConsumerLink]:
-        """One for each peer: where new fetches go."""
+        """Return the connections that new fetches use, one for each peer."""
         return list(self._links.values())
 
     def tick(self, now: float, in_use: Collection[ConsumerLink]) -> None:
+        """Close replaced connections that no fetch uses any more, and let due probes start."""
         for link in [link for link in self._outgrown if link not in in_use]:
             self._outgrown.remove(link)
             link.lose("outgrown", linger_ms=LINGER_MS)
         self._prober.tick(now, self.current())
 
     def ready(self, address: str, generation: Generation) -> ConsumerLink | None:
-        """A connection that can carry a fetch right now."""
+        """Return a connection that can carry a fetch now, or None."""
         link = self._links.get(address)
         usable = link is not None and link.is_ready() and link.peer is not None and link.peer[1] == generation
         return link if usable else None
 
     async def get(self, address: str, generation: Generation, timeout_s: float) -> ConsumerLink:
-        """Raises `PeerLost`, `Refused` or `TransportUnavailable`."""
+        """Return a connection to this generation of a producer; open one if necessary. Raises `PeerLost`, `Refused` or
+        `TransportUnavailable`.
+        """
         link = self._links.get(address)
         if link is not None and link.is_up and link.peer is not None and link.peer[1] != generation:
             link.lose("another generation is expected there")
             link = None
-        if link is None or not link.is_up or link.peer is None:  # none, lost, or still being opened for another fetch
+        # There is none, it was lost, or another fetch is still opening it: `open` waits for that one task.
+        if link is None or not link.is_up or link.peer is None:
             link = await self.open(address, timeout_s)
         if link.peer is None or link.peer[1] != generation:
             raise PeerLost(f"another generation answers at {address}")
@@ -74,7 +86,7 @@ class Connections:
         return link
 
     async def open(self, address: str, timeout_s: float) -> ConsumerLink:
-        """The connection to `address`, whatever generation is there."""
+        """Return the connection to `address`, whatever generation answers there; open it if necessary."""
         link = self._links.get(address)
         if link is not None and link.is_ready():
             return link
@@ -83,10 +95,13 @@ class Connections:
             task = self._context.loop.create_task(self._open(address, timeout_s))
             self._opening[address] = task
             task.add_done_callback(partial(self._opened, address))
+        # Other fetches wait for the same task: cancelling this one must not cancel it.
         return await asyncio.shield(task)
 
     async def warm(self, address: str) -> None:
-        """Try until the peer is there or `connect_timeout_s` is over."""
+        """Connect to a producer before the first fetch, and retry until `connect_timeout_s` is over. Raises `PeerLost`,
+        `Refused` or `TransportUnavailable`.
+        """
         timeout_s = self._context.settings.connect_timeout_s
         deadline = self._context.loop.time() + timeout_s
         while True:
@@ -99,14 +114,16 @@ class Connections:
                 await asyncio.sleep(RETRY_S)
 
     async def promote(self, old: ConsumerLink, rung: Rung) -> bool:
-        """A second connection, by a better transport; it takes over once it stands. False: it never did."""
+        """Open a second connection by a better transport, which replaces `old` once it works. Return False if it cannot
+        be opened.
+        """
         link = self._new_link(old.address, rung)
         try:
             await link.open(self._context.settings.connect_timeout_s)
             if link.peer != old.peer:
                 raise PeerLost(f"another generation answers at {old.address}")
         except (PeerLost, Refused, TransportUnavailable) as exc:
-            logger.warning("peer=%s stays where it is, %s cannot be had: %s", old.name, rung, exc)
+            logger.warning("peer=%s keeps its transport, cannot connect by %s: %s", old.name, rung, exc)
             await link.close()
             return False
         except asyncio.CancelledError:
@@ -119,6 +136,7 @@ class Connections:
         return True
 
     async def close(self) -> None:
+        """Stop probes and attempts to connect, and close all connections."""
         await self._prober.close()
         for task in list(self._opening.values()):
             task.cancel()
@@ -149,7 +167,8 @@ class Connections:
     def _opened(self, address: str, task: "asyncio.Task[ConsumerLink]") -> None:
         self._opening.pop(address, None)
         if not task.cancelled():
-            task.exception()  # all who waited may have given up: then nobody else looks at it
+            # If all waiting fetches have given up, nothing else reads the exception, and asyncio would log it.
+            task.exception()
 
     def _lost(self, link: ConsumerLink, reason: str, dead: bool) -> None:
         if self._links.get(link.address) is link:

@@ -1,4 +1,4 @@
-"""The consuming side of a node: fetches, each driven by a `ConsumerSession`, over connections to producers."""
+"""The consumer side of a node: runs fetches, each driven by a `ConsumerSession`, over connections to producers."""
 
 import asyncio
 import logging
@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerSide:
+    """Runs all fetches of one node. It carries messages and results of copies to the sessions and performs their steps;
+    the sessions decide. Event loop only.
+    """
+
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._fetches: dict[TicketId, Fetching] = {}
@@ -53,6 +57,7 @@ class ConsumerSide:
     async def fetch(
         self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]], options: FetchOptions
     ) -> FetchResult:
+        """Fetch `wanted` blocks (hash, block number here). See `TransferNode.fetch` for the errors."""
         self._check(ticket, wanted)
         fetching = self._begin(ticket, wanted, options)
         session, context = fetching.session, self._context
@@ -61,19 +66,21 @@ class ConsumerSide:
         try:
             return await asyncio.shield(fetching.future)
         except asyncio.CancelledError:
+            # A thread may be copying into the wanted blocks: the caller must not get them back before it has ended.
             self._apply(fetching, session.cancel())
             await _settled(fetching.future)
             raise
         finally:
             del self._fetches[ticket.ticket]
-            if fetching.landing is not None:
-                context.staging_buffers.end(fetching.landing)
+            if fetching.staged is not None:
+                context.staging_buffers.end(fetching.staged)
             if fetching.connecting is not None:
                 fetching.connecting.cancel()
 
     def cancel(self, ticket: TicketId) -> None:
-        """A fetch that has not begun yet will meet a tombstone."""
+        """Cancel a fetch. If it has not begun yet, the tombstone that is left here ends it at once."""
         self._cancelled[ticket] = None
+        # The tombstones are bounded: a ticket that is cancelled and never fetched would stay for ever.
         while len(self._cancelled) > self._context.settings.max_tombstones:
             self._cancelled.popitem(last=False)
         fetching = self._fetches.get(ticket)
@@ -81,6 +88,7 @@ class ConsumerSide:
             self._apply(fetching, fetching.session.cancel())
 
     def tick(self, now: float) -> None:
+        """Check the deadlines of fetches, the connections, and the leases to renew."""
         for fetching in list(self._fetches.values()):
             self._apply(fetching, fetching.session.tick(now))
         self.connections.tick(now, {fetching.link for fetching in self._fetches.values() if fetching.link is not None})
@@ -89,9 +97,11 @@ class ConsumerSide:
                 self._renew(link, now)
 
     def num_sessions(self) -> int:
+        """Return the number of running fetches."""
         return len(self._fetches)
 
     async def close(self) -> None:
+        """End all fetches with `NodeClosed`, wait for their copies, and close the connections."""
         running = list(self._fetches.values())
         for fetching in running:
             self._apply(fetching, fetching.session.close())
@@ -100,6 +110,7 @@ class ConsumerSide:
         await self.connections.close()
 
     def check_invariants(self) -> None:
+        """Assert that the sessions of all fetches are consistent."""
         for fetching in self._fetches.values():
             fetching.session.check_invariants()
 
@@ -119,17 +130,17 @@ class ConsumerSide:
 
     def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]], options: FetchOptions) -> Fetching:
         context, translation = self._context, options.translation
-        now, layout, landing = context.clock(), context.layout, None
+        now, layout, staged = context.clock(), context.layout, None
         context.pages.make(block for _, block in wanted)
         if translation is not None and translation.layout != layout:
-            layout, landing = translation.layout, context.staging_buffers.begin(translation, wanted)
-            wanted = landing.wanted
+            layout, staged = translation.layout, context.staging_buffers.begin(translation, wanted)
+            wanted = staged.wanted
         session = ConsumerSession(ticket, wanted, now=now, limits=context.limits, partial=options.partial)
         future: asyncio.Future[FetchResult] = context.loop.create_future()
-        return Fetching(session, future, options, now, layout=layout, landing=landing)
+        return Fetching(session, future, options, now, layout=layout, staged=staged)
 
     def _connect(self, fetching: Fetching, timeout_s: float) -> None:
-        """At once if a connection is ready."""
+        """Start the next attempt now if a connection is ready, otherwise when one is open."""
         ticket = fetching.ticket
         link = self.connections.ready(ticket.source_address, ticket.source_generation)
         if link is not None:
@@ -175,7 +186,7 @@ class ConsumerSide:
                 self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
 
     def _broken(self, link: ConsumerLink, transport: str, reason: str) -> None:
-        """This transport carries nothing any more: all that use it fetch again by another."""
+        """Demote a transport that delivers nothing more: all fetches that use it start again by another one."""
         if not link.demote(transport, reason):
             return
         now = self._context.clock()
@@ -190,16 +201,20 @@ class ConsumerSide:
             case Renewed():
                 self._renewed(link, message, self._context.clock())
             case Ready() | Blocks() | Done() | Fail():
-                self._hear(link, message, frames)
+                self._handle_ticket(link, message, frames)
             case _:
-                link.lose("it sent a message out of turn")
+                link.lose("it sent an unexpected message")
 
-    def _hear(self, link: ConsumerLink, message: Ready | Blocks | Done | Fail, frames: list[zmq.Frame]) -> None:
+    def _handle_ticket(
+        self, link: ConsumerLink, message: Ready | Blocks | Done | Fail, frames: list[zmq.Frame]
+    ) -> None:
         now, fetching = self._context.clock(), self._fetches.get(message.ticket)
         if fetching is None or fetching.link is not link:
             if isinstance(message, Blocks):
                 self._pass_over(link, message, frames)
             if fetching is None and isinstance(message, Blocks | Done):
+                # The producer still holds blocks for a fetch that has ended here: without an answer it would keep them
+                # until its lease runs out.
                 link.send(Release(message.ticket, message.attempt, "unknown"))
             return
         if isinstance(message, Done):
@@ -209,6 +224,7 @@ class ConsumerSide:
             copies = [step for step in steps if isinstance(step, Copy)]
             for step in copies:
                 self._copy(fetching, step.placements, message, frames)
+            # Nothing is wanted of this message, but its bytes occupy the connection and count against the window.
             if not copies:
                 self._pass_over(link, message, frames)
         self._apply(fetching, steps)
@@ -220,9 +236,9 @@ class ConsumerSide:
                     if fetching.link is not None:
                         fetching.link.send(step.message)
                 case Copy():
-                    continue  # done where its message was received
+                    continue  # `_handle_ticket` has started it, because the frames are needed
                 case Arrived():
-                    self._tell(fetching, step)
+                    self._notify_caller(fetching, step)
                 case StopCopies():
                     self._stop(fetching)
                 case Relink():
@@ -230,8 +246,8 @@ class ConsumerSide:
                 case Succeed() | Give():
                     self._end(fetching, step)
 
-    def _tell(self, fetching: Fetching, step: Arrived) -> None:
-        if not fetching.tell(step):
+    def _notify_caller(self, fetching: Fetching, step: Arrived) -> None:
+        if not fetching.notify(step):
             self._apply(fetching, fetching.session.cancel())
 
     def _end(self, fetching: Fetching, step: Succeed | Give) -> None:
@@ -242,7 +258,7 @@ class ConsumerSide:
 
     def _relink(self, fetching: Fetching, step: Relink) -> None:
         link, settings, peer = fetching.link, self._context.settings, fetching.ticket.source
-        logger.warning("peer=%s fetch again: %s", peer, step.reason, extra=fetching.log_fields)
+        logger.warning("peer=%s fetch is retried: %s", peer, step.reason, extra=fetching.log_fields)
         self._context.observer.retried(peer=peer, transport=fetching.session.transport, reason=step.reason)
         if step.demote is not None and link is not None:
             self._broken(link, step.demote, step.reason)
@@ -258,7 +274,9 @@ class ConsumerSide:
     def _copy(
         self, fetching: Fetching, placements: Sequence[BlockPlacement], message: Blocks, frames: Sequence[zmq.Frame]
     ) -> None:
-        """Inline if it is little, else in a thread, or as the bytes come in."""
+        """Copy announced blocks: at once if they are few bytes, otherwise in a worker thread, or as
+        their bytes arrive.
+        """
         context, link, receiver = self._context, fetching.link, fetching.receiver
         assert link is not None and receiver is not None
         size = fetching.block_bytes // message.parts
@@ -267,8 +285,8 @@ class ConsumerSide:
         report = partial(self._reported, fetching, link, size)
         if message.epoch:
             assembly = ParcelAssembly(receiver, placements, size)
-            landing = StreamedParcel(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
-            self._expect(link, message, landing)
+            incoming = StreamedParcel(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
+            self._expect(link, message, incoming)
             return
         if fetching.is_buffered and not frames:
             assembly = ParcelAssembly(receiver, placements, size)
@@ -276,9 +294,11 @@ class ConsumerSide:
                 assembly, num_bytes=num_bytes, stop=fetching.stop, workers=context.workers, report=report
             )
             return
+        # All pieces of a message have the same number of frames, in the order of the pieces.
         each = len(frames) // len(message.pieces)
         buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
         job = CopyJob(receiver, placements, buffers, fetching.stop)
+        # Only a parcel that the producer has staged needs a receipt of its own: its slots are freed by it.
         credit, parcel = sum(len(frame) for frame in frames), message.parcel if receiver.stages else 0
         if len(placements) * size <= context.settings.inline_bytes and not receiver.stages:
             report(job.run(), credit)
@@ -289,15 +309,17 @@ class ConsumerSide:
 
         context.workers.submit(run)
 
-    def _expect(self, link: ConsumerLink, message: Blocks, landing: StreamedParcel) -> None:
+    def _expect(self, link: ConsumerLink, message: Blocks, incoming: StreamedParcel) -> None:
         stream = link.stream(message.epoch)
         if stream is None:
-            landing.abandon("the pair was given up")
+            incoming.abandon("the pair was given up")
         else:
-            stream.expect(message.pieces, landing)
+            stream.expect(message.pieces, incoming)
 
     def _pass_over(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
-        """Nobody wants these blocks (any more), but their bytes must be taken out of the way."""
+        """Discard the bytes of blocks that are not wanted any more, because they occupy the connection or the pair's
+        channel.
+        """
         link.credit(sum(len(frame) for frame in frames))
         if not message.epoch and not frames:
             link.send(Got(0, message.parcel))
@@ -308,8 +330,8 @@ class ConsumerSide:
                 len(message.pieces) * size,
                 lambda _, credit: link.credit(credit),
             )
-            landing = StreamedParcel(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
-            self._expect(link, message, landing)
+            incoming = StreamedParcel(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
+            self._expect(link, message, incoming)
 
     def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
         receipt = link.receipts.get(message.parcel)
@@ -321,7 +343,9 @@ class ConsumerSide:
     def _reported(
         self, fetching: Fetching, link: ConsumerLink, size: int, result: CopyResult, credit: int, parcel: int = 0
     ) -> None:
-        """`size`: of each placement."""
+        """Return credit for a parcel and apply the result of its copies. `size` is the number of bytes of each
+        placement.
+        """
         if parcel:
             link.send(Got(credit, parcel))
         elif credit:
@@ -366,11 +390,14 @@ class ConsumerSide:
 
 
 async def _settled(future: "asyncio.Future[FetchResult]") -> None:
-    """Wait for the end, whatever it is, even if cancelled meanwhile: copies are bounded."""
+    """Wait until a fetch has ended, even if this task is cancelled again meanwhile. Copies are bounded in time, and the
+    caller may free the blocks only after them.
+    """
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             continue
     if not future.cancelled():
+        # Mark the exception as read, or asyncio logs it when the future is deleted.
         future.exception()

@@ -1,4 +1,4 @@
-"""Placing the bytes that messages announce or carry: what runs in a thread, or inline when it is little."""
+"""Place the bytes that messages announce or carry, in a worker thread, or on the event loop if they are few."""
 
 import logging
 import threading
@@ -16,16 +16,22 @@ from baton_serve.kvtransfer.workers import Workers
 logger = logging.getLogger(__name__)
 
 MIN_REPORT_BYTES = 2 << 20
-"""What arrived is told, and credit returned, at least this often."""
+"""Bytes after which a parcel in progress reports what has arrived and returns credit, so that the producer can send
+more.
+"""
 
 
 @dataclass(slots=True)
 class StopFlag:
+    """Asks the copies of one attempt to stop. The event loop sets it and worker threads read it."""
+
     is_set: bool = False
 
 
 @dataclass(slots=True)
 class CopyResult:
+    """Indexes of placements (`BlockPlacement.index`) by the result of their copies, and the error if a copy failed."""
+
     copied: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     abandoned: list[int] = field(default_factory=list)
@@ -36,37 +42,45 @@ class CopyResult:
 
 
 Report = Callable[[CopyResult, int], None]
-"""Called on the loop with what became of placements, and how many bytes were taken out of the connection."""
+"""Callback on the event loop: receives the result of some placements, and the number of bytes that were taken out of
+the connection.
+"""
 
 
 @runtime_checkable
 class ReceivesAll(Protocol):
-    """An inlet that places all blocks of a message at once more cheaply than one after another."""
+    """A receiver that places all blocks of a message at once, which costs less than one after another."""
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
-        """As `Receiver.receive`, for each."""
+        """Place each block as `Receiver.receive` does. Return for each whether it matches its checksum."""
         ...
 
 
 @runtime_checkable
 class ReceivesWholeBlocks(Protocol):
-    """An inlet that places blocks which lie whole in a frame more cheaply at once than one after another."""
+    """A receiver that places several blocks of one frame by one call, if the frame contains them whole."""
 
     def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
-        """As `Receiver.receive`, for each: its bytes begin at its offset in the frame."""
+        """Place blocks whose bytes begin at these offsets of the frame. Return for each whether it matches its
+        checksum.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
+    """Places blocks whose bytes are available already: in the producer's memory or in the frames of one message."""
+
     receiver: Receiver
     placements: Sequence[BlockPlacement]
     frames: Sequence[Sequence[Buffer]]
-    """Of each placement."""
+    """The frames of each placement; empty if the receiver reads the producer's memory."""
     stop: StopFlag
 
     def run(self) -> CopyResult:
-        """Never raises: the session must hear of every placement."""
+        """Copy, and return a result for every placement. It never raises, because the session waits for
+        each placement.
+        """
         result = CopyResult()
         if isinstance(self.receiver, ReceivesAll) and not self.stop.is_set:
             self._receive_all(self.receiver, result)
@@ -81,7 +95,7 @@ class CopyJob:
                 result.error = str(exc)
                 result.abandoned.append(placement.index)
             except Exception as exc:
-                logger.exception("a copy failed")
+                logger.exception("copying a received block failed")
                 result.error = f"{type(exc).__name__}: {exc}"
                 result.abandoned.append(placement.index)
             else:
@@ -93,7 +107,7 @@ class CopyJob:
             right = receiver.receive_all(self.placements)
         except Exception as exc:
             if not isinstance(exc, TransportUnavailable):
-                logger.exception("a copy failed")
+                logger.exception("copying received blocks failed")
             result.error = f"{type(exc).__name__}: {exc}"
             result.abandoned += [placement.index for placement in self.placements]
             return
@@ -102,12 +116,15 @@ class CopyJob:
 
 
 class ParcelAssembly:
-    """Blocks of one parcel from bytes that come in order, cut anywhere. Knows no thread; never raises."""
+    """Assembles the blocks of one parcel from frames that come in order and may be cut anywhere. It knows nothing of
+    threads and never raises.
+    """
 
     def __init__(self, receiver: Receiver, placements: Sequence[BlockPlacement], block_bytes: int) -> None:
         self.open = {placement.position: placement for placement in placements}
+        """Placements that have no result yet, by their position in the parcel."""
         self.num_taken = 0
-        """Bytes, wanted or not."""
+        """Bytes of the parcel taken so far, whether they were wanted or not."""
         self._receiver = receiver
         self._block_bytes = block_bytes
         self._position = 0
@@ -117,15 +134,16 @@ class ParcelAssembly:
 
     @property
     def has_trouble(self) -> bool:
+        """Return whether a result that was not popped yet has damaged or abandoned placements."""
         return bool(self._result.damaged or self._result.abandoned)
 
     def pop_result(self) -> CopyResult:
-        """What happened since the last call."""
+        """Return the results since the last call."""
         result, self._result = self._result, CopyResult()
         return result
 
     def take(self, frame: Buffer) -> None:
-        """A frame may end one block and begin the next."""
+        """Place the next bytes of the parcel. A frame may end one block and begin the next."""
         rest = memoryview(frame)
         try:
             if (
@@ -133,6 +151,7 @@ class ParcelAssembly:
                 and len(rest) >= self._block_bytes
                 and isinstance(self._receiver, ReceivesWholeBlocks)
             ):
+                # The frame starts at the beginning of a block: place its whole blocks by one call.
                 rest = self._take_whole(self._receiver, rest)
             while len(rest):
                 step = min(self._block_bytes - self._in_block, len(rest))
@@ -141,23 +160,24 @@ class ParcelAssembly:
         except TransportUnavailable as exc:
             self.abandon(str(exc))
         except Exception as exc:
-            logger.exception("a copy failed")
+            logger.exception("copying a received block failed")
             self.abandon(f"{type(exc).__name__}: {exc}")
         self.num_taken += len(frame)
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
-        """The transport has placed this block itself."""
+        """Record the result of a block that the transport or the receiver has placed itself."""
         if self.open.pop(placement.position, None) is not None:
             (self._result.copied if matches else self._result.damaged).append(placement.index)
 
     def abandon(self, reason: str) -> None:
+        """Give up all placements without a result. `reason` is empty if they were stopped on purpose."""
         self._result.error = self._result.error or reason
         self._result.abandoned += [placement.index for placement in self.open.values()]
         self.open.clear()
         self._intake = None
 
     def _take_whole(self, receiver: ReceivesWholeBlocks, frame: memoryview) -> memoryview:
-        """Returns what follows the frame's last whole block."""
+        """Place the whole blocks at the start of a frame. Return the rest of the frame behind them."""
         size, first = self._block_bytes, self._position
         count = len(frame) // size
         wanted = [self.open[position] for position in range(first, first + count) if position in self.open]
@@ -169,7 +189,7 @@ class ParcelAssembly:
         return frame[count * size :]
 
     def _take_of_block(self, part: memoryview) -> None:
-        """Blocks whose placement is not (or no longer) wanted are skipped."""
+        """Take bytes of the current block, or skip them if the block is not wanted any more."""
         placement = self.open.get(self._position)
         if placement is not None:
             if self._in_block == 0:
@@ -185,7 +205,7 @@ class ParcelAssembly:
 
 
 class StreamedParcel:
-    """`transports.port.Landing`: a parcel that a transport's own thread takes out of its stream."""
+    """Implements `transports.port.IncomingParcel`: a parcel that a transport's own thread reads from its channel."""
 
     def __init__(
         self, assembly: ParcelAssembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report, *, parts: int
@@ -199,33 +219,34 @@ class StreamedParcel:
 
     @property
     def placements(self) -> Sequence[BlockPlacement]:
-        self._heed()
+        """Return the placements that have no result yet; none if the attempt was stopped."""
+        self._check_stop()
         return list(self._assembly.open.values())
 
     def take(self, frame: Buffer) -> None:
-        self._heed()
+        self._check_stop()
         self._assembly.take(frame)
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
         self._assembly.placed(placement, matches=matches)
 
     def end(self) -> None:
-        self._tell(self._assembly.pop_result(), self._num_bytes)
+        self._post_report(self._assembly.pop_result(), self._num_bytes)
 
     def abandon(self, reason: str) -> None:
         self._assembly.abandon(reason)
-        self._tell(self._assembly.pop_result(), self._num_bytes)
+        self._post_report(self._assembly.pop_result(), self._num_bytes)
 
-    def _tell(self, result: CopyResult, credit: int) -> None:
+    def _post_report(self, result: CopyResult, credit: int) -> None:
         self._workers.post(partial(self._report, result, credit))
 
-    def _heed(self) -> None:
+    def _check_stop(self) -> None:
         if self._stop.is_set:
             self._assembly.abandon("")
 
 
 class BufferedParcel:
-    """A parcel whose bytes come in several messages: copied as they come, by one thread at a time."""
+    """A parcel whose bytes come in several messages. They are copied as they arrive, by one worker thread at a time."""
 
     def __init__(
         self, assembly: ParcelAssembly, *, num_bytes: int, stop: StopFlag, workers: Workers, report: Report
@@ -241,7 +262,7 @@ class BufferedParcel:
         self._credit = 0
 
     def feed(self, frames: Sequence[Buffer]) -> bool:
-        """True when these were the parcel's last."""
+        """Queue the frames of one message. Return True if the parcel has all its bytes now. Event loop only."""
         self._missing -= sum(len(frame) for frame in frames)
         with self._lock:
             self._frames.extend(frames)
@@ -249,7 +270,7 @@ class BufferedParcel:
         return self._missing <= 0
 
     def schedule_run(self) -> None:
-        """Let a thread look at what is here, and whether to stop."""
+        """Make a worker thread look at the queued frames and the stop flag, unless one is doing so already."""
         with self._lock:
             if self._is_scheduled:
                 return
@@ -266,23 +287,27 @@ class BufferedParcel:
                 self._assembly.take(frame)
                 self._credit += len(frame)
             if self._is_news():
-                self._tell()
+                self._post_report()
             if frame is None and self._is_left_alone():
                 return
 
     def _is_news(self) -> bool:
-        """Trouble, the parcel's end, or enough to be worth waking the loop."""
+        """Return whether there is something worth waking the event loop for: damage, the end of the parcel, or
+        `MIN_REPORT_BYTES`.
+        """
         is_whole = self._assembly.num_taken >= self._num_bytes
         return self._assembly.has_trouble or self._credit >= MIN_REPORT_BYTES or (is_whole and self._credit > 0)
 
     def _is_left_alone(self) -> bool:
-        """The last thing this thread does here: from then on another may run."""
+        """Return whether nothing is left to do. Call it last: after True another thread may run this parcel."""
         with self._lock:
+            # Check and release under one lock: a frame that was queued in between would otherwise wait for a thread in
+            # vain.
             if self._frames or (self.stop.is_set and self._assembly.open):
                 return False
             self._is_scheduled = False
             return True
 
-    def _tell(self) -> None:
+    def _post_report(self) -> None:
         self._workers.post(partial(self._report, self._assembly.pop_result(), self._credit))
         self._credit = 0

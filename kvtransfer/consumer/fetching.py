@@ -1,4 +1,4 @@
-"""One running fetch, and what it returns."""
+"""The driver's state of one running fetch, and the result that a fetch returns."""
 
 import asyncio
 import logging
@@ -21,7 +21,9 @@ from baton_serve.kvtransfer.transports.port import Receiver
 logger = logging.getLogger(__name__)
 
 OnBlocks = Callable[[list[BlockHash]], None]
+"""Callback that receives the hashes of blocks which have arrived."""
 OnEnd = Callable[["FetchResult"], None]
+"""Callback that receives the result of a successful fetch."""
 
 ERROR_OF: dict[Fault, type[errors.TransferError]] = {
     Fault.LOST: errors.PeerLost,
@@ -33,13 +35,16 @@ ERROR_OF: dict[Fault, type[errors.TransferError]] = {
     Fault.CANCELLED: errors.TransferCancelled,
     Fault.CLOSED: errors.NodeClosed,
 }
+"""The exception that a fetch raises, by the fault that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """`names` are the blocks that have come; `num_blocks` with `num_bytes` travelled, as the producer counts them.
+    """The result of a successful fetch. `names` lists the hashes of the blocks that arrived.
 
-    `exposed_s` runs from the producer's `finish` to the end of the fetch, which was at `ended_at` of the node's clock.
+    `num_blocks` and `num_bytes` count the blocks as the producer sent them, which differs from `names` if the layouts
+    differ. `exposed_s` runs from the producer's `finish` to the end of the fetch at `ended_at`, a time of the node's
+    clock: it is the part of the transfer that was not hidden behind computation.
     """
 
     payload: bytes
@@ -54,7 +59,7 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
-    """As `TransferNode.fetch` explains them."""
+    """Optional arguments of `TransferNode.fetch`, which describes them."""
 
     on_blocks: OnBlocks | None = None
     on_end: OnEnd | None = None
@@ -63,7 +68,11 @@ class FetchOptions:
 
 
 class Fetching:
-    """One running fetch. `landing`: the producer's layout is another one, `layout`."""
+    """One running fetch: its session, its connection and the caller's callbacks. Event loop only.
+
+    `layout` is the layout of the blocks that the fetch expects. If it differs from this node's, `staged` maps the
+    producer's blocks to this node's.
+    """
 
     def __init__(
         self,
@@ -73,24 +82,27 @@ class Fetching:
         began: float,
         *,
         layout: KVLayout,
-        landing: StagedFetch | None,
+        staged: StagedFetch | None,
     ) -> None:
         self.session = session
         self.future = future
         self.layout = layout
-        self.landing = landing
+        self.staged = staged
         self._on_blocks = options.on_blocks
         self._on_end = options.on_end
         self.began = began
         self.link: ConsumerLink | None = None
         self.receiver: Receiver | None = None
-        """Of this attempt: the connection may have changed to another transport since."""
+        """The receiver of this attempt. The connection may have changed to another transport since."""
         self.is_buffered = False
         self.block_bytes = 0
-        """Of a whole block as it travels in this attempt."""
+        """Bytes of a whole block as it travels in this attempt."""
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False
+        """True after a block of this fetch did not match its checksum. If no transport is left, the fetch then raises
+        `Corrupt`.
+        """
         self._error: errors.LocalTransferError | None = None
         self.done_at = began
 
@@ -98,13 +110,18 @@ class Fetching:
     def ticket(self) -> Ticket:
         return self.session.ticket
 
-    def tell(self, step: Arrived) -> bool:
-        """False: the caller's own callback raised, which is to end its fetch, not the node."""
-        names = list(step.names) if self.landing is None else self.landing.arrived(step.names)
+    def notify(self, step: Arrived) -> bool:
+        """Report blocks to the caller. Return False if its callback raised: this ends the caller's fetch, and not the
+        node.
+        """
+        names = list(step.names) if self.staged is None else self.staged.arrived(step.names)
         return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
 
     def result(self, step: Succeed, now: float) -> FetchResult:
+        """Return the result for the caller, measured at `now`."""
         session = self.session
+        # CLOCK_MONOTONIC is common to all processes of a kernel. From another host, use the time when `Done` arrived
+        # here.
         is_one_clock = self.link is not None and self.link.is_same_host()
         finished_at = step.finished_at if is_one_clock else self.done_at
         return FetchResult(
@@ -119,6 +136,7 @@ class Fetching:
         )
 
     def succeed(self, result: FetchResult) -> None:
+        """Call `on_end`, then resolve the future with the result, or with the error of a callback."""
         if self._on_end is not None and self._error is None:
             self._call("on_end", partial(self._on_end, result))
         if self._error is None:
@@ -127,20 +145,25 @@ class Fetching:
             self.future.set_exception(self._error)
 
     def fail(self, fault: Fault, reason: str) -> None:
+        """Resolve the future with the exception that matches the fault, or with the error of a callback."""
         self.future.set_exception(self._error or ERROR_OF[fault](reason))
 
     @property
     def received(self) -> Sequence[BlockHash]:
-        """Blocks of this node that are here and verified."""
-        return self.session.received if self.landing is None else self.landing.received
+        """Return the hashes of this node's blocks that are complete and verified."""
+        return self.session.received if self.staged is None else self.staged.received
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Callbacks of sockets and timers run outside the request's own task."""
+        """Return the fields that identify the request in log lines. Callbacks of sockets and timers run outside the
+        request's task, so they have no context of it.
+        """
         return {"request_id": self.ticket.request_id, "ticket": self.ticket.ticket}
 
     def _call(self, name: str, callback: Callable[[], None]) -> bool:
-        """Callbacks are not called again after one that raised."""
+        """Call a callback of the caller and return whether it succeeded. After one that raised, none is called any
+        more.
+        """
         if self._error is not None:
             return True
         try:

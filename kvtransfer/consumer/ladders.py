@@ -1,4 +1,6 @@
-"""The ladders of a node's consumer, one per producing process: they outlive connections, not processes."""
+"""The ladders of a node's consumer side, one for each producing process. A ladder outlives connections, but not the
+process.
+"""
 
 from collections import OrderedDict
 
@@ -9,16 +11,24 @@ from baton_serve.kvtransfer.settings import PROBED, TransferSettings
 from baton_serve.kvtransfer.transports.port import Transport
 
 MAX_LADDERS = 4096
+"""Largest number of ladders to remember; the least recently used is dropped. It bounds the memory if peers restart
+often.
+"""
 
 
 class Ladders:
+    """Creates and remembers the ladder of each producing process. Event loop only."""
+
     def __init__(self, settings: TransferSettings, transports: dict[str, Transport]) -> None:
         self._settings = settings
         self._transports = transports
         self._known: OrderedDict[tuple[str, InstanceId, Generation], Ladder] = OrderedDict()
 
     def of(self, address: str, welcome: Welcome) -> Ladder:
-        """Of the process that answers at this address. What it offers does not change while it lives."""
+        """Return the ladder of the process that answers at this address. The transports that it offers do not change
+        while it lives.
+        """
+        # The generation is part of the key: a restarted process begins with a new ladder, since its faults may be gone.
         key = (address, welcome.instance, welcome.generation)
         ladder = self._known.get(key)
         if ladder is None:

@@ -1,4 +1,6 @@
-"""A connection to one producer: hello, the ladder of transports, liveness. Broken, it is replaced, never repaired."""
+"""The consumer's connection to one producer: handshake, choice of a transport, and liveness. A broken connection is
+replaced, never repaired.
+"""
 
 import asyncio
 import contextlib
@@ -45,11 +47,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DEATH_DETECTION_S = 0.25
-"""A dying peer's own connections may break before the system says that it is dead."""
+"""Seconds to wait for news of the peer's death before no transport counts as working: a dying peer's sockets may break
+before the system reports its death.
+"""
 
 
 class ConsumerLink:
-    """`open()` it once; then `receiver` is the best transport that works, or `only`."""
+    """One connection to a producer. Call `open` once; then `receiver` belongs to the best transport that works, or to
+    `only`.
+
+    It owns its sockets, its receiver and the watch on the peer's process. `Connections` owns it. Event loop only.
+    """
 
     def __init__(
         self,
@@ -64,16 +72,17 @@ class ConsumerLink:
         self.address = address
         self.peer: tuple[InstanceId, Generation] | None = None
         self.layout = context.layout
-        """The producer's, once it has said so."""
+        """The producer's layout; this node's until `Welcome` has arrived."""
         self.parts = 1
         self.block_bytes = 0
-        """Of a whole block as it travels by `transport`."""
+        """Bytes of a whole block as it travels by `transport`."""
         self.transport: Transport | None = None
         self.receiver: Receiver | None = None
         self.ladder: Ladder | None = None
-        """Known once the producer has answered."""
+        """The ladder of this pair of processes; None until the producer has answered."""
         self.is_up = True
         self.receipts: dict[int, BufferedParcel] = {}
+        """Parcels whose bytes are arriving in `Bytes` messages, by number."""
         self.meter = ThroughputMeter()
         self._context = context
         self._on_message = on_message
@@ -91,10 +100,12 @@ class ConsumerLink:
         self._watch: ProcessWatch | None = None
         self._socket = self._connected()
         self._joined: list[MonitoredSocket] = []
-        """Further connections, for bytes alone. One that breaks is the link's end."""
+        """Further connections, which carry bytes of blocks only. If one of them breaks, the whole link is lost."""
 
     async def open(self, timeout_s: float) -> None:
-        """Raises `PeerLost`, `Refused` or `TransportUnavailable`."""
+        """Connect, greet the producer and attach a transport. Raises `PeerLost`, `Refused` or
+        `TransportUnavailable`.
+        """
         context = self._context
         self.send(
             Hello(
@@ -108,7 +119,8 @@ class ConsumerLink:
             )
         )
         try:
-            async with asyncio.timeout(timeout_s):  # `wait_for` may forget that it was cancelled
+            # Not `asyncio.wait_for`, which may swallow a cancellation that comes at the same time as the result.
+            async with asyncio.timeout(timeout_s):
                 welcome = await asyncio.shield(self._welcome)
         except TimeoutError as exc:
             self.lose("no answer to hello")
@@ -122,34 +134,41 @@ class ConsumerLink:
 
     @property
     def name(self) -> InstanceId:
-        """Of the instance at the other end; its address until that is known."""
+        """Return the id of the producer's instance, or its address until the id is known."""
         return self.peer[0] if self.peer is not None else InstanceId(self.address)
 
     @property
     def is_attaching(self) -> bool:
+        """Return whether a transport is being attached."""
         return self._attaching is not None
 
     def is_ready(self) -> bool:
+        """Return whether a fetch can start now."""
         return self.is_up and self.receiver is not None and self._attaching is None
 
     async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
-        """The producer's answer once its process serves. Raises `PeerLost` or TimeoutError."""
+        """Ask the producer to start a probe process, and return its answer. Raises `PeerLost`, or TimeoutError after
+        twice `timeout_s`.
+        """
         self._probing = self._context.loop.create_future()
         self.send(Probe(number, list(rungs)))
         async with asyncio.timeout(2 * timeout_s):
+            # An answer to an earlier probe may come late: ignore it.
             while (answer := await self._unless_lost(_result_of(self._probing))).number != number:
                 self._probing = self._context.loop.create_future()
             return answer
 
     async def attach(self) -> None:
-        """Wait for the best transport that is left. Raises `TransportUnavailable` or `PeerLost`."""
+        """Attach the best transport that is left, or wait for a running attempt. Raises `TransportUnavailable` or
+        `PeerLost`.
+        """
         if self.receiver is None and self._attaching is None:
             self._attaching = self._context.loop.create_task(self._climb())
         if self._attaching is not None:
             await asyncio.shield(self._attaching)
 
     def demote(self, name: str, reason: str) -> bool:
-        """Use this transport no more until a probe has proved it again. False: it is not in use."""
+        """Stop using this transport until a probe has proved it again. Return False if it is not the one in use."""
         if self.transport is None or self.transport.name != name:
             return False
         logger.warning("peer=%s transport %s demoted: %s", self.name, name, reason)
@@ -164,32 +183,40 @@ class ConsumerLink:
         return True
 
     def stream(self, epoch: int) -> Stream | None:
-        """Where the bytes of this epoch's announcements are to be taken from; None: it was given up."""
+        """Return the channel that carries the bytes of this epoch's announcements, or None if that attachment was given
+        up.
+        """
         return self.receiver.stream if self.receiver is not None and epoch == self._epoch else None
 
     def is_same_host(self) -> bool:
+        """Return whether the producer runs under the same kernel."""
         return self._welcome.done() and self._welcome.result().host.boot_id == self._context.host.boot_id
 
     def is_dead(self) -> bool:
+        """Return whether the producer's process is known to have ended."""
         return self._watch is not None and self._watch.is_dead()
 
     def send(self, message: ToProducer) -> None:
+        """Send a message to the producer. If that fails, the connection is lost on the next turn of the loop."""
         if not self.is_up:
             return
         try:
             self._socket.send([encode(message)])
         except zmq.ZMQError as exc:
             logger.info("%s connection lost on send: %s", self.address, exc)
+            # The caller may be in the middle of a step of a session: `lose` would enter the session again.
             self._context.loop.call_soon(self.lose, "connection lost")
 
     def credit(self, num_bytes: int) -> None:
-        """Tell the producer, once for all that this turn of the loop has taken out of the connection."""
+        """Return credit to the producer, once for all bytes that this turn of the loop takes out of the connection."""
         if num_bytes and not self._credit:
             self._context.loop.call_soon(self._give_credit)
         self._credit += num_bytes
 
     def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
-        """The connection is of no use any more; `on_lost` is told once."""
+        """Close the connection after a failure: fail all pending answers with `PeerLost`, then call `on_lost`. Further
+        calls do nothing.
+        """
         if not self.is_up:
             return
         self.is_up = False
@@ -206,10 +233,11 @@ class ConsumerLink:
         for answer in waiting:
             if not answer.done():
                 answer.set_exception(PeerLost(f"{self.address}: {reason}"))
-                answer.exception()
+                answer.exception()  # marks it as read: asyncio logs exceptions that nobody has read
         self._on_lost(self, reason, dead)
 
     async def close(self) -> None:
+        """Close the connection and cancel an attachment that runs."""
         self.lose("closed", linger_ms=LINGER_MS)
         if self._attaching is not None:
             self._attaching.cancel()
@@ -234,6 +262,7 @@ class ConsumerLink:
                 why = "; ".join(ladder.why())
                 logger.info("peer=%s transport=%s chosen by %s (%s)", self.name, rung, ladder.choice(), why)
                 return
+            # If the peer is dying, this raises `PeerLost`, which names the cause better than "no transport".
             await self._unless_lost(asyncio.sleep(DEATH_DETECTION_S))
             raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(ladder.why())}")
         finally:
@@ -247,7 +276,7 @@ class ConsumerLink:
         return MonitoredSocket(socket, on_message=self._receive, on_down=self._on_down)
 
     def _widen(self, welcome: Welcome) -> None:
-        """Make the connections that both ends allow; the producer uses each once it has joined."""
+        """Open the further connections that both ends allow. The producer uses each of them once it has joined."""
         allowed = min(welcome.connections, self._context.settings.zeromq_connections)
         for _ in range(allowed - 1 - len(self._joined)):
             joined = self._connected()
@@ -255,7 +284,9 @@ class ConsumerLink:
             joined.send([encode(Join(welcome.secret))])
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises `PeerLost` as soon as the connection is: what cannot be interrupted is left behind."""
+        """Return the result of `work`, or raise `PeerLost` as soon as the connection is lost. `work` is
+        cancelled then.
+        """
         task = self._context.loop.create_task(work)
         try:
             either: set[asyncio.Future[Any]] = {task, self._gone}
@@ -279,7 +310,7 @@ class ConsumerLink:
         except Exception as exc:
             logger.exception("transport %s cannot be attached", transport.name)
             raise TransportUnavailable(f"{type(exc).__name__}: {exc}") from exc
-        if not self.is_up:
+        if not self.is_up:  # lost during `attach`: `lose` could not close a receiver that did not exist yet
             receiver.close()
             raise PeerLost(f"{self.address}: connection lost")
         self.block_bytes = wire.block_bytes
@@ -304,7 +335,9 @@ class ConsumerLink:
         return f", converting {ends[0]} to {ends[1]}"
 
     async def _ask_for(self, rung: Rung) -> Offer:
-        """Each attachment is an epoch of its own. Raises `TransportUnavailable` or `PeerLost`."""
+        """Ask the producer to prepare a transport, and return its offer. Each attachment has an epoch of its own.
+        Raises `TransportUnavailable` or `PeerLost`.
+        """
         self._epoch += 1
         epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s
         answer: asyncio.Future[Attached] = self._context.loop.create_future()
@@ -315,7 +348,7 @@ class ConsumerLink:
             async with asyncio.timeout(timeout_s):
                 attached = await answer
         except TimeoutError as exc:
-            raise TransportUnavailable(f"the producer was not ready for it within {timeout_s:g} s") from exc
+            raise TransportUnavailable(f"the producer was not ready within {timeout_s:g} s") from exc
         finally:
             del self._answers[epoch]
         if attached.offer is None:
@@ -323,6 +356,7 @@ class ConsumerLink:
         return attached.offer
 
     def _on_down(self, _: int) -> None:
+        # Messages that arrived before the end may complete fetches: handle them first.
         for socket in (self._socket, *self._joined):
             socket.drain()
         self.lose("connection lost")
@@ -342,6 +376,7 @@ class ConsumerLink:
         elif isinstance(message, Welcome | Attached | Probing):
             self._answered(message)
         elif isinstance(message, Detached):
+            # A late `Detached` of an earlier attachment must not end this one.
             if message.epoch == self._epoch and self.transport is not None:
                 self._on_broken(self, self.transport.name, message.reason)
         else:
@@ -358,14 +393,16 @@ class ConsumerLink:
 
 
 def _converter(context: NodeContext, wire: KVLayout) -> Converter:
-    """Loads torch, which every process that has a model has loaded."""
+    """Return a converter from the producer's layout. It imports torch, which every process with a model has loaded
+    already.
+    """
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
     converter: Converter = module.LayoutConverter(context.staging_buffers, wire, context.layout, context.memory)
     return converter
 
 
 def _resolve(future: "asyncio.Future[T] | None", value: T) -> None:
-    """Answers that nobody waits for, or that come twice, change nothing."""
+    """Set the result of a future. Answers that nothing waits for, or that come twice, are ignored."""
     if future is not None and not future.done():
         future.set_result(value)
 

@@ -1,7 +1,8 @@
-"""Pages of blocks that nobody has written yet, made while their bytes are still awaited.
+"""Create the memory pages of blocks that were never written, while their bytes are still on their way.
 
-The kernel makes a page of shared memory when it is first written: 0.7 µs and more for 4 KiB, which a copy of a short
-prompt would wait for longer than for its bytes. Only a matter of speed: what cannot be made is left to the copies.
+The kernel creates a page of shared memory on the first write, which takes 0.7 µs and more for 4 KiB. A short prompt
+would wait longer for its pages than for its bytes. This is an optimization only: if a page cannot be created here, the
+copy creates it.
 """
 
 import ctypes
@@ -13,14 +14,18 @@ from queue import SimpleQueue
 from baton_serve.kvtransfer.memory import BlockMemory, address_of
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Contents stay as they are."""
+"""Advice of `madvise` since Linux 5.14: create the pages and keep their content."""
 
 
 class Pages:
-    """Of one memory. Its methods belong to one thread; `close` it before the memory."""
+    """Creates the pages of one memory, in a thread of its own. Only one thread may call the methods; call `close`
+    before the memory is freed.
+    """
 
     def __init__(self, memory: BlockMemory, make: Callable[[int, int], bool] | None = None) -> None:
-        """`make`: of so many bytes from an address on; `make_pages`."""
+        """Create no thread yet. `make` creates the pages of a number of bytes from an address on; the default is
+        `make_pages`.
+        """
         view = memory.host_view
         self._start = 0 if view is None else address_of(view)
         self._block_bytes = memory.block_bytes
@@ -31,7 +36,9 @@ class Pages:
         self._make = make or make_pages
 
     def make(self, blocks: Iterable[int]) -> None:
-        """Soon, in a thread of this object. Each block once: then its pages are there."""
+        """Create the pages of these blocks soon, in the background. Each block is handled only once, since its pages
+        stay.
+        """
         if not self._is_of_use:
             return
         fresh = [block for block in blocks if not self._is_made[block]]
@@ -45,7 +52,7 @@ class Pages:
         self._asked.put(fresh)
 
     def close(self) -> None:
-        """What has not been made yet is not made any more."""
+        """End the thread. Pages that were not created yet are left to the copies."""
         self._is_of_use = False
         if self._thread is not None:
             self._asked.put(None)
@@ -57,11 +64,15 @@ class Pages:
             for block in blocks:
                 if not self._is_of_use:
                     return
+                # After the first failure the kernel would refuse every block: stop trying.
                 self._is_of_use = self._make(self._start + block * self._block_bytes, self._block_bytes)
 
 
 def make_pages(address: int, num_bytes: int) -> bool:
-    """Where these bytes lie. Other Python threads run meanwhile. False: not by this kernel, or not of this memory."""
+    """Create the pages of a range of bytes. Return False if this kernel or this kind of memory does not support it.
+
+    Other Python threads run meanwhile, because ctypes releases the GIL.
+    """
     begin = address - address % mmap.PAGESIZE
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is None:

@@ -1,4 +1,4 @@
-"""Renewals of leases that were sent and not confirmed yet: when, and for which attempts. No I/O."""
+"""Track the lease renewals that were sent and not confirmed yet, with their times and attempts. This module is pure."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -8,11 +8,14 @@ from baton_serve.contracts.identity import TicketId
 from baton_serve.kvtransfer.frames import Renew, Renewed
 
 MAX_UNCONFIRMED = 1024
+"""Largest number of renewals to remember while a producer does not answer; the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """One ticket of a renewal that the producer answered. Not `is_known`: it serves the ticket no more."""
+    """One ticket of a renewal that the producer has answered. If `is_known` is False, the producer does not serve the
+    ticket any more.
+    """
 
     ticket: TicketId
     attempt: int
@@ -21,6 +24,12 @@ class Confirmed:
 
 
 class Renewals:
+    """Decides when leases are renewed, and matches confirmations to the renewals.
+
+    A lease counts from the time when its renewal was sent, not from the answer: only then is it sure that the
+    producer's lease does not end earlier.
+    """
+
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._due_at = 0.0
@@ -28,13 +37,16 @@ class Renewals:
         self._unconfirmed: OrderedDict[int, tuple[float, Mapping[TicketId, int]]] = OrderedDict()
 
     def is_due(self, now: float) -> bool:
+        """Return whether it is time to renew, and start the next interval if so."""
         if now < self._due_at:
             return False
         self._due_at = now + self._interval_s
         return True
 
     def renew(self, attempts: Mapping[TicketId, int], now: float) -> Renew:
-        """`attempts`: the current attempt of each ticket fetched over one connection."""
+        """Return the renewal for one connection. `attempts` maps each ticket that is fetched over it to its current
+        attempt.
+        """
         self._sequence += 1
         self._unconfirmed[self._sequence] = (now, attempts)
         while len(self._unconfirmed) > MAX_UNCONFIRMED:
@@ -42,6 +54,7 @@ class Renewals:
         return Renew(self._sequence, list(attempts))
 
     def confirm(self, message: Renewed) -> list[Confirmed]:
+        """Return the tickets that an answer confirms; none if the renewal is unknown."""
         sent_at, attempts = self._unconfirmed.pop(message.sequence, (0.0, {}))
         unknown = set(message.unknown)
         return [Confirmed(ticket, attempt, sent_at, ticket not in unknown) for ticket, attempt in attempts.items()]

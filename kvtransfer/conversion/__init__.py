@@ -1,5 +1,5 @@
-"""Blocks between ends whose layouts differ: other block sizes, other dtypes.
+"""Move blocks between instances whose layouts differ in block size or dtype.
 
-`plan` says which tokens of which block go where, `staging_buffers` keeps that for running fetches; both are pure.
-`tensors` carries it out, `inlets` and `outlets` do so on the way of the bytes: those three load torch.
+`plan` computes which tokens of which block go where, and `staging_buffers` keeps that for running fetches; both are
+pure. `tensors` converts the bytes; `receivers` and `senders` connect it to the transports. These three import torch.
 """

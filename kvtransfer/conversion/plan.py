@@ -1,4 +1,6 @@
-"""Which tokens of a producer's blocks become which of a consumer's, and in which dtype they travel. Pure."""
+"""Compute which tokens of a producer's blocks become which tokens of the consumer's, and in which dtype they travel.
+This module is pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +13,9 @@ from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """`count` tokens of block `source` from `source_token` on, to block `sink` from `sink_token` on.
+    """Copy `count` tokens of block `source`, from `source_token` on, to block `sink`, from `sink_token` on.
 
-    Blocks are counted along the sequence of tokens, at each end in its own size.
+    Both ends count blocks along the sequence of tokens, each in its own block size.
     """
 
     source: int
@@ -25,10 +27,10 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a producer of another layout calls the tokens of a fetch.
+    """The producer's description of the tokens of a fetch, for a producer whose layout differs.
 
-    `names` are those of all its blocks of these `num_tokens` tokens, from the first on. The fetch wants this node's
-    blocks from `first_block` to the end.
+    `names` are the producer's hashes of all blocks of the first `num_tokens` tokens. The fetch wants this node's blocks
+    from `first_block` to the end.
     """
 
     layout: KVLayout
@@ -38,7 +40,9 @@ class Translation:
 
 
 def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int) -> list[TokenRun]:
-    """All of the sink's blocks from `first_block` on, in the order of their tokens; each piece within one of both."""
+    """Return the token runs that fill the sink's blocks from `first_block` on, in token order. Each run lies within one
+    block of either end.
+    """
     pieces: list[TokenRun] = []
     token = first_block * sink.block_tokens
     while token < num_tokens:
@@ -58,9 +62,11 @@ def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int)
 
 
 def wire_layout(source: KVLayout, sink: KVLayout, *, narrows: bool) -> KVLayout:
-    """How blocks travel: in the producer's size; in the consumer's dtype if it is smaller and the transport `narrows`.
+    """Return the layout in which blocks travel: the producer's block size, and the consumer's dtype if it is smaller
+    and the transport `narrows`.
 
-    Both ends compute it. The producer converts what differs from its own layout, the consumer the rest.
+    Both ends compute it. The producer converts from its own layout to this one, and the consumer from this one to its
+    own.
     """
     if narrows and DTYPE_BYTES[sink.dtype] < DTYPE_BYTES[source.dtype]:
         return msgspec.structs.replace(source, dtype=sink.dtype)

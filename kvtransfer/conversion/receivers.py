@@ -1,7 +1,8 @@
-"""Blocks of another layout, verified as they travelled and then placed token by token in this node's own blocks.
+"""Receive blocks of another layout: verify the bytes as they travelled, then place their tokens in this node's own
+blocks.
 
-A placement's destination is a place of `StagingBuffers`. Host memory and memory of a device are written alike, as
-tensors.
+The destination of a placement is a place of `StagingBuffers`. Host memory and memory of a device are written in the
+same way, as tensors.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ from baton_serve.kvtransfer.transports.port import Buffer, Intake
 
 
 class HostTensor:
-    """`kvtransfer.memory.DeviceMemory` over memory of the host."""
+    """Adapts host memory to `kvtransfer.memory.DeviceMemory`, so that one code path serves both."""
 
     shared_fd = None
     host_view = None
@@ -35,10 +36,12 @@ class HostTensor:
         self.device_tensor: Any = as_tensor(memory.host_view).view(self.num_blocks, self.block_bytes)
 
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        """Return no events: host memory can always be read."""
         return ()
 
 
 def as_tensors(memory: BlockMemory) -> DeviceBlocks:
+    """Return the blocks of any memory as tensors."""
     if memory.host_view is not None:
         return DeviceBlocks(HostTensor(memory))
     device: Any = memory
@@ -47,13 +50,13 @@ def as_tensors(memory: BlockMemory) -> DeviceBlocks:
 
 
 def as_tensor(view: memoryview) -> Tensor:
-    """uint8, the same memory, which the caller keeps alive."""
+    """Return the bytes of `view` as a uint8 tensor that shares its memory. The caller keeps the memory alive."""
     size = view.nbytes
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address_of(view)), dtype=torch.uint8)
 
 
 class LayoutConverter:
-    """Places bytes of the `wire` layout in a node's memory. From any thread."""
+    """Converts bytes of the `wire` layout into blocks of a node's memory. Any thread may call it."""
 
     def __init__(self, staging_buffers: StagingBuffers, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:
         self.wire = wire
@@ -61,10 +64,10 @@ class LayoutConverter:
         self._layout = layout
         self._blocks = as_tensors(memory)
         self.waits = memory.host_view is None
-        """`place` waits for a device."""
+        """True if `place` waits for a device."""
 
     def place(self, destination: int, block: memoryview) -> None:
-        """`block` is a whole one of the producer's, verified."""
+        """Convert one whole, verified block of the producer to its targets, and wait until they are written."""
         targets = self._staging_buffers.targets(destination)
         blocks = [target.block for target in targets]
         self._blocks.check(blocks)
@@ -75,7 +78,7 @@ class LayoutConverter:
 
 
 class MappedReceiver:
-    """Reads blocks where a producer shows them to this process: its memory, or slots of its ring."""
+    """Converts blocks that the producer shows to this process: its whole memory, or the slots of its ring."""
 
     stream = None
 
@@ -88,6 +91,7 @@ class MappedReceiver:
         source = self._source
         if source is None:
             raise TransportUnavailable("the connection was closed")
+        # Verify before the conversion: the checksum covers the bytes as they travelled.
         if placement.checksum is not None and source.checksum(placement.source) != placement.checksum:
             return False
         self._converter.place(placement.destination, source.view(placement.source))
@@ -101,7 +105,7 @@ class MappedReceiver:
 
 
 class ConvertingFrameReceiver:
-    """Gathers a block's frames, and converts it when it is whole."""
+    """Collects the frames of a block, and converts the block when it is complete."""
 
     stream = None
 
@@ -123,6 +127,8 @@ class ConvertingFrameReceiver:
 
 
 class GatheredIntake:
+    """Collects one block in a buffer of its own; conversion needs all its bytes at once."""
+
     def __init__(self, converter: LayoutConverter, placement: BlockPlacement) -> None:
         size = converter.wire.block_bytes
         self._view = memoryview(bytearray(size))

@@ -1,4 +1,6 @@
-"""Blocks that leave in a smaller dtype than the one they lie in: the consumer would round them anyway."""
+"""Send blocks in a smaller dtype than they are stored in, if the consumer would round them to it anyway: fewer bytes
+travel.
+"""
 
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.conversion.receivers import as_tensors
@@ -12,6 +14,8 @@ from baton_serve.kvtransfer.transports.staged import StagedFrames, hashed, pinne
 
 
 class NarrowingSender(StagedFrames):
+    """Sends blocks converted to the `wire` layout, staged in pinned memory."""
+
     def __init__(
         self, offer: Offer, memory: BlockMemory, settings: TransferSettings, *, layout: KVLayout, wire: KVLayout
     ) -> None:
@@ -20,7 +24,7 @@ class NarrowingSender(StagedFrames):
         self._layout, self._wire = layout, wire
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """Blocks that are converted travel whole."""
+        """Convert and stage blocks. `chosen.parts` is always 1 here: blocks that are converted travel whole."""
         source, size, blocks = self._blocks, self._wire.block_bytes, chosen.blocks
         source.check(blocks)
         view = pinned(len(blocks) * size, source.device)

@@ -1,4 +1,6 @@
-"""Where the tokens of a producer's blocks go in this node's memory, while a fetch of them runs. Touches no bytes."""
+"""Map the tokens of a producer's blocks to places in this node's memory while a fetch runs. This module touches no
+bytes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailab
 
 @dataclass(frozen=True, slots=True)
 class TokenTarget:
-    """`count` tokens of an arriving block, from `source_token` on, go to `block` here from `sink_token` on."""
+    """Copy `count` tokens of an arriving block, from `source_token` on, to this node's `block`, from
+    `sink_token` on.
+    """
 
     block: int
     source_token: int
@@ -20,18 +24,20 @@ class TokenTarget:
 
 
 class StagedFetch:
-    """One fetch: `wanted` are the producer's blocks and the places (numbers in `StagingBuffers`) they go to."""
+    """One fetch from a producer of another layout. `wanted` pairs the producer's block hashes with their places, which
+    are numbers in `StagingBuffers`.
+    """
 
     def __init__(self, wanted: list[tuple[BlockHash, int]], parts: dict[BlockHash, list[int]], names: list[BlockHash]):
         self.wanted = wanted
         self.received: list[BlockHash] = []
-        """This node's blocks that are whole."""
+        """Hashes of this node's blocks that are complete."""
         self._parts = parts
         self._names = names
         self._missing = [sum(index in of for of in parts.values()) for index in range(len(names))]
 
     def arrived(self, names: Sequence[BlockHash]) -> list[BlockHash]:
-        """Blocks of the producer have come; returns those of this node that are whole now."""
+        """Count blocks of the producer as arrived. Return the hashes of this node's blocks that are complete now."""
         whole: list[BlockHash] = []
         for name in names:
             for index in self._parts[name]:
@@ -43,7 +49,9 @@ class StagedFetch:
 
 
 class StagingBuffers:
-    """Of all running fetches of a node. Threads that place bytes look targets up."""
+    """The targets of all running fetches of a node. The event loop changes them, and threads that place bytes look them
+    up.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -54,7 +62,10 @@ class StagingBuffers:
         return len(self._targets)
 
     def begin(self, translation: Translation, wanted: Sequence[tuple[BlockHash, int]]) -> StagedFetch:
-        """`wanted`: this node's blocks, in the order of their tokens. Raises `LocalTransferError` if that cannot be."""
+        """Register a fetch of this node's blocks `wanted`, in the order of their tokens.
+
+        Raises `LocalTransferError` if the blocks do not match the translation.
+        """
         first, source = translation.first_block, translation.layout
         pieces = plan(source, self._layout, first_block=first, num_tokens=translation.num_tokens)
         num_wanted = len({piece.sink for piece in pieces})
@@ -63,6 +74,7 @@ class StagingBuffers:
                 f"{len(wanted)} blocks from {first} on and {len(translation.names)} of the producer's"
                 f" are not those of {translation.num_tokens} tokens"
             )
+        # Places are new numbers for each fetch: two fetches may want the same block of the producer at once.
         places: dict[int, int] = {}
         parts: dict[BlockHash, list[int]] = {}
         for piece in pieces:
@@ -78,13 +90,13 @@ class StagingBuffers:
         return StagedFetch(foreign, parts, [name for name, _ in wanted])
 
     def targets(self, place: int) -> Sequence[TokenTarget]:
-        """Raises `TransportUnavailable` for a fetch that has ended."""
+        """Return the targets of a place. Raises `TransportUnavailable` if its fetch has ended."""
         found = self._targets.get(place)
         if found is None:
             raise TransportUnavailable("the fetch has ended")
         return found
 
-    def end(self, landing: StagedFetch) -> None:
-        """No copy of this fetch runs any more."""
-        for _, place in landing.wanted:
+    def end(self, staged: StagedFetch) -> None:
+        """Forget a fetch. Call it when no copy of it runs any more."""
+        for _, place in staged.wanted:
             del self._targets[place]

@@ -1,6 +1,6 @@
-"""Tokens of blocks copied from one layout to another, on whatever device the target lies.
+"""Copy tokens of blocks from one layout to another, on the device of the target.
 
-The codes of one byte and their scales are those of the engine's own kernels, bit by bit (`engine.kernels.kv_codes`).
+One-byte codes and their scales equal those of the engine's own kernels, bit by bit (`engine.kernels.kv_codes`).
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,13 @@ DTYPES = {
     "int8": torch.int8,
 }
 MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.int8: 127.0}
+"""Largest value of each one-byte dtype that a row is scaled to."""
 
 
 def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory: Tensor, layout: KVLayout) -> None:
-    """`block`, uint8 [wire.block_bytes], to its targets in `memory`, uint8 [num_blocks, layout.block_bytes]."""
+    """Copy the tokens of `block`, uint8 [wire.block_bytes], to their targets in `memory`, uint8 [num_blocks,
+    layout.block_bytes].
+    """
     heads = block.view(_num_heads(wire), -1)
     for target in targets:
         there = memory[target.block].view(_num_heads(layout), -1)
@@ -31,7 +34,9 @@ def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory:
 
 
 def recoded(blocks: Tensor, source: KVLayout, wire: KVLayout) -> Tensor:
-    """uint8 [n, source.block_bytes] -> uint8 [n, wire.block_bytes]: the same tokens in another dtype."""
+    """Convert blocks to another dtype: uint8 [n, source.block_bytes] to uint8 [n, wire.block_bytes], with the same
+    tokens.
+    """
     made = torch.zeros((len(blocks), wire.block_bytes), dtype=torch.uint8, device=blocks.device)
     heads, there = blocks.view(len(blocks) * _num_heads(source), -1), made.view(len(blocks) * _num_heads(wire), -1)
     _convert(heads, source, 0, there, wire, 0, source.block_tokens)
@@ -43,7 +48,10 @@ def _num_heads(layout: KVLayout) -> int:
 
 
 def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KVLayout, start: int, count: int) -> None:
-    """uint8 [heads, bytes] both: a head's tokens lie together, and behind them their scales if it has any."""
+    """Copy tokens between two tensors, both uint8 [num_heads, bytes_per_head].
+
+    The tokens of a head lie together, followed by their scales if the dtype has any.
+    """
     codes, scales = _tokens(here, source, first, count), _scales(here, source, first, count)
     new_codes, new_scales = _tokens(there, sink, start, count), _scales(there, sink, start, count)
     if source.dtype == sink.dtype:
@@ -51,6 +59,7 @@ def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KV
         if scales is not None and new_scales is not None:
             new_scales.copy_(scales)
         return
+    # The dtypes differ: decode to real numbers, then encode again.
     rows = codes.view(DTYPES[source.dtype]).reshape(len(codes), count, source.head_dim)
     if scales is not None:
         rows = rows.float() * scales.view(torch.bfloat16).float()[..., None]
@@ -63,9 +72,10 @@ def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KV
 
 
 def _encoded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., head_dim] -> codes, and a scale for each row in bfloat16."""
+    """Quantize rows [..., head_dim]. Return the codes, and a bfloat16 scale for each row."""
     wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
+    # Divide by the rounded scale, since this is the one that the consumer multiplies with.
     divisor = scales.float()
     inverse = torch.where(divisor > 0, 1.0 / divisor, 0.0)
     scaled = (wide * inverse[..., None]).clamp(-largest, largest)

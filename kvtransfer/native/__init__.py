@@ -1,1 +1,1 @@
-"""The one piece of this package that Python cannot do fast enough: copying and hashing in the same pass."""
+"""The only part of this package that Python cannot do fast enough: copying and hashing in one pass."""

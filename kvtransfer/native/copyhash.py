@@ -1,6 +1,7 @@
-"""Copying bytes and their xxh3_64 in one pass, by the library where it can be built, else by memmove and xxhash.
+"""Copy bytes and compute their xxh3_64 in one pass, with a C++ library if it can be built, otherwise with memmove and
+xxhash.
 
-Both give the same checksums: one end of a transfer may have the library and the other not.
+Both give the same checksums, so one end of a transfer may have the library and the other not.
 """
 
 import ctypes
@@ -19,31 +20,37 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("copyhash.cpp")
 STRIPE_BYTES = 64
+"""Unit of XXH3 in bytes. The library handles only sizes that are a multiple of it."""
 MIN_NATIVE_BYTES = 4096
-"""XXH3 has other rules up to 240 bytes, and little is not worth a call."""
+"""Size in bytes from which the library is used. XXH3 has other rules up to 240 bytes, and a few bytes are not worth the
+call.
+"""
 MIN_STREAMING_STORE_BYTES = 128 * 1024
+"""Size in bytes from which copies bypass the cache, so that they do not evict what the engine works with."""
 CHUNK_BYTES = 256 * 1024
-"""Fits a core's L2 cache together with its source."""
+"""Bytes that are copied and then hashed at once: they fit a core's L2 cache together with their source."""
 
 
 class CopyHash(Protocol):
-    """Blocks of `size` bytes at addresses. Other Python threads run meanwhile; the caller keeps the memory alive."""
+    """Copies and hashes blocks of `size` bytes, given by address. Other Python threads run meanwhile; the caller keeps
+    the memory alive.
+    """
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
-        """xxh3_64 of each."""
+        """Return the xxh3_64 of each block."""
         ...
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
-        """xxh3_64 of the bytes that were copied, for each."""
+        """Copy each block, and return the xxh3_64 of the copied bytes."""
         ...
 
     def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
-        """Copies alone."""
+        """Copy each block without a checksum."""
         ...
 
 
 class PlainCopyHash:
-    """Copies chunk by chunk and hashes the destination while it is in the cache."""
+    """Copies in chunks and hashes each chunk at its destination while it is still in the cache."""
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
         return [xxh3_64_intdigest(view_at(block, size)) for block in blocks]
@@ -57,7 +64,7 @@ class PlainCopyHash:
 
 
 class NativeCopyHash:
-    """By `copyhash.cpp`: one load and one store of each byte, large copies stored past the cache."""
+    """Uses `copyhash.cpp`, which loads and stores each byte once. Large copies bypass the cache."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         array = ctypes.POINTER(ctypes.c_uint64)
@@ -93,18 +100,20 @@ class NativeCopyHash:
 
 @functools.cache
 def copy_hash() -> CopyHash:
-    """The best that this machine has. The first call may wait for a compiler: nodes make it when they start."""
+    """Return the best implementation for this machine. The first call may compile the library, so nodes call it when
+    they start.
+    """
     try:
         return NativeCopyHash(load_library(SOURCE))
     except LibraryUnavailableError as error:
         logger.warning(
-            "blocks are copied and then hashed, which is slower: %s. Install g++ to build the library", error
+            "KV blocks are copied and hashed in two passes, which is slower: %s. Install g++ to avoid it", error
         )
         return PlainCopyHash()
 
 
 def _words(values: Sequence[int] | int) -> "ctypes.Array[ctypes.c_uint64]":
-    """These, or so many zeros: quicker for few of them than an array of numpy's."""
+    """Return these numbers as a C array, or an array of this many zeros. For few numbers it is quicker than numpy."""
     return (ctypes.c_uint64 * values)() if isinstance(values, int) else (ctypes.c_uint64 * len(values))(*values)
 
 

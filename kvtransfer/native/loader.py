@@ -1,7 +1,8 @@
-"""Builds one C++ source into a library for this very CPU, at first use, and loads it.
+"""Compile one C++ source into a library for this machine's CPU at first use, and load it.
 
-Kept under ~/.cache/baton/native by hash of everything that it depends on; several processes may build at once. (The
-engine's kernels are built likewise in `engine.kernels.cpu.build`, which this package must not know.)
+Libraries are kept in ~/.cache/baton/native, named by a hash of everything that they depend on. Several processes may
+compile at once. The engine's kernels are built in the same way by `engine.kernels.cpu.build`, which this package must
+not import.
 """
 
 import ctypes
@@ -17,15 +18,19 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared")
+"""Compiler options. `-march=native` uses every instruction of this CPU, so the library must not move to another one."""
 COMPILE_DEADLINE_S = 60.0
+"""Seconds after which a compiler is given up."""
 
 
 class LibraryUnavailableError(Exception):
-    """No library on this machine; the message says why. The caller does without."""
+    """No library can be built or loaded on this machine; the message states why. The caller uses its fallback."""
 
 
 def load_library(source: Path, *, cache: Path | None = None, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
-    """Waits for the compiler, once per machine. Raises `LibraryUnavailableError`."""
+    """Return the library of a source; compile it if no process on this machine has done so yet. Raises
+    `LibraryUnavailableError`.
+    """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise LibraryUnavailableError("no C++ compiler (g++) was found")
@@ -34,12 +39,16 @@ def load_library(source: Path, *, cache: Path | None = None, flags: Sequence[str
         directory.mkdir(parents=True, exist_ok=True)
         library = directory / f"{source.stem}_{_fingerprint(source, compiler, flags)}.so"
         if not library.exists():
+            # Compile in the same file system and rename: another process sees either no library or a complete one.
             with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as scratch:
                 built = Path(scratch) / library.name
                 _compile([compiler, *flags, str(source), "-o", str(built)])
                 built.replace(library)
         return ctypes.CDLL(str(library))
-    except (OSError, RuntimeError) as error:  # not writable, mounted noexec, no home
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # the folder is not writable or mounted noexec, or the home folder is missing
         raise LibraryUnavailableError(str(error)) from error
 
 
@@ -63,6 +72,6 @@ def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the lines of /proc/cpuinfo that determine what -march=native means."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     return "\n".join(line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name"))

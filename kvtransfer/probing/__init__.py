@@ -1,1 +1,3 @@
-"""Tries transports between two throw-away processes, one at each end of a pair: neither can harm its instance."""
+"""Probe transports between two throw-away processes, one at each end of a pair, so that a hanging or crashing driver
+cannot harm an instance.
+"""

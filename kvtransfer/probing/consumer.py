@@ -1,6 +1,7 @@
-"""The consumer's half of a probe: asks the producer for a process to fetch from, runs its own, tells the ladder.
+"""The consumer's half of a probe: ask the producer for a process to fetch from, run a process of its own, and pass the
+results to the ladder.
 
-One probe at a time for a node. Handoffs never wait for it.
+A node runs one probe at a time. Handoffs never wait for it.
 """
 
 import asyncio
@@ -21,10 +22,14 @@ from baton_serve.kvtransfer.probing.running import ProbeRunner
 logger = logging.getLogger(__name__)
 
 CHECK_S = 0.5
-"""So often is a ladder asked."""
+"""Interval in seconds at which ladders are checked for due probes."""
 
 
 class Prober:
+    """Starts due probes for the connections of one node. `promote` opens a connection by a better transport. Event loop
+    only.
+    """
+
     def __init__(self, context: NodeContext, promote: Callable[[ConsumerLink, Rung], Awaitable[bool]]) -> None:
         self._context = context
         self._promote = promote
@@ -34,6 +39,7 @@ class Prober:
         self._number = 0
 
     def tick(self, now: float, links: Iterable[ConsumerLink]) -> None:
+        """Start a probe if one is due, no other one runs, and no process of an earlier probe is stuck."""
         if not self._context.settings.probe or self._task is not None or now < self._next_look:
             return
         self._next_look = now + CHECK_S
@@ -46,6 +52,7 @@ class Prober:
                 return
 
     async def close(self) -> None:
+        """Cancel a running probe and wait until its process is gone."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -59,7 +66,7 @@ class Prober:
         try:
             serving = await link.ask_probe(number, rungs, timeout_s)
         except (PeerLost, TimeoutError) as exc:
-            logger.info("peer=%s no probe: %s", link.name, exc or "no answer")
+            logger.info("peer=%s transports were not probed: %s", link.name, exc or "the peer did not answer")
             ladder.postponed(context.clock())
             return
         if serving.reason and serving.outcome == "skipped":
@@ -75,7 +82,9 @@ class Prober:
         self, link: ConsumerLink, number: int, rungs: Sequence[Rung], source: tuple[str, int]
     ) -> list[Verdict]:
         context = self._context
-        host, _, _ = link.address.rpartition(":")  # as it can be reached from here
+        # The probe process reports the address that it has bound, which may be 0.0.0.0. Use the host by which this node
+        # reaches the producer, with the port of the process.
+        host, _, _ = link.address.rpartition(":")
         plan = ProbePlan(
             rungs=list(rungs),
             settings=context.settings,
@@ -98,30 +107,32 @@ class Prober:
         before = ladder.why()
         better = ladder.probed(verdicts, context.clock())
         if ladder.why() != before or better is not None:
-            said = "; ".join(_said(verdict) for verdict in verdicts)
-            logger.info("peer=%s probe: %s; %s", link.name, said, f"moving to {better}" if better else "nothing moves")
+            results = "; ".join(_described(verdict) for verdict in verdicts)
+            logger.info("peer=%s probe: %s; %s", link.name, results, f"moving to {better}" if better else "no change")
         if better is not None and await self._promote(link, better):
             context.observer.switched(peer=link.name, transport=better.transport, change="promoted")
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a probe failed", exc_info=error)
+            logger.error("probing transports failed", exc_info=error)
 
 
 def device_of(memory: BlockMemory) -> str:
-    """Empty: the host's."""
+    """Return the name of the memory's device as torch calls it, or an empty string for host memory."""
     if memory.host_view is not None:
         return ""
-    return str(getattr(memory, "device_tensor").device)  # noqa: B009 - of `DeviceMemory`
+    return str(getattr(memory, "device_tensor").device)  # noqa: B009 - only `DeviceMemory` has this attribute
 
 
 def extensions() -> list[str]:
-    """What this process had to import for torch to know its device."""
+    """Return the modules that this process has imported to make its device known to torch. The probe process must
+    import them too.
+    """
     return [name for name in KNOWN_EXTENSIONS if name in sys.modules]
 
 
-def _said(verdict: Verdict) -> str:
+def _described(verdict: Verdict) -> str:
     if verdict.outcome == "proved":
         return f"{verdict.rung} {verdict.bytes_per_second / 1e9:.1f} GB/s"
     return f"{verdict.rung} {verdict.outcome}{verdict.reason and f' ({verdict.reason})'}"

@@ -1,4 +1,4 @@
-"""A few MB of blocks to probe with, of the host or of a device, and the bytes they are filled with."""
+"""A few MB of blocks to probe with, in memory of the host or of a device, and the bytes that fill them."""
 
 import importlib
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,25 @@ from baton_serve.kvtransfer.memory import BlockMemory, HostMemory
 from baton_serve.kvtransfer.probing.plan import BLOCK_BYTES, NUM_BLOCKS
 
 KNOWN_EXTENSIONS = ("intel_extension_for_pytorch",)
-"""They make a device known to torch when they are imported."""
+"""Modules that make a device known to torch when they are imported. A plan can name no other module."""
 
 
 class ProbeMemory(BlockMemory, Protocol):
-    def write(self, content: NDArray[np.uint8]) -> None: ...
-    def content(self) -> NDArray[np.uint8]: ...
+    """A `BlockMemory` whose whole content can be written and compared."""
+
+    def write(self, content: NDArray[np.uint8]) -> None:
+        """Overwrite all blocks with `content`, uint8 [NUM_BLOCKS, BLOCK_BYTES]."""
+        ...
+
+    def content(self) -> NDArray[np.uint8]:
+        """Return the bytes of all blocks, uint8 [NUM_BLOCKS, BLOCK_BYTES]."""
+        ...
 
 
 def memory_on(device: str, preload: Sequence[str]) -> ProbeMemory:
+    """Return memory on `device`, or in the host's memory if `device` is empty. `preload` names the modules to import
+    first.
+    """
     if not device:
         return HostProbeMemory()
     for module in preload:
@@ -29,11 +39,15 @@ def memory_on(device: str, preload: Sequence[str]) -> ProbeMemory:
 
 
 def content_of(seed: int) -> NDArray[np.uint8]:
-    """uint8 `[NUM_BLOCKS, BLOCK_BYTES]`; what was in memory before can hardly equal it."""
+    """Return pseudo-random bytes for a seed, uint8 [NUM_BLOCKS, BLOCK_BYTES]. Memory can hardly contain
+    them by chance.
+    """
     return np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
 
 
 class HostProbeMemory(HostMemory):
+    """Probe memory that processes of this host can map."""
+
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_BYTES)
 
@@ -49,6 +63,8 @@ class HostProbeMemory(HostMemory):
 
 
 class DeviceProbeMemory:
+    """Probe memory on a device. Each write waits until the device has done it, so no event is needed."""
+
     num_blocks = NUM_BLOCKS
     block_bytes = BLOCK_BYTES
     shared_fd = None

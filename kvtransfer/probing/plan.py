@@ -1,4 +1,4 @@
-"""What a throw-away process is told to do, one JSON object on its stdin, and what it answers. Values only."""
+"""The plan of a probe process, one JSON object on its stdin, and its answers. Values only."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,17 @@ from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
 from baton_serve.kvtransfer.settings import TransferSettings
 
 OUTPUT_PREFIX = b"baton-probe "
-"""Begins each line that is an answer: libraries print what they like."""
+"""Start of each line that is an answer. Libraries may print other lines to the same output."""
 NUM_BLOCKS = 4
+"""Number of blocks in the memory of a probe process."""
 BLOCK_BYTES = 4 << 20
 ROUNDS = 2
+"""Number of measured fetches for each rung; the fastest counts."""
 PASSES_HOST, PASSES_DEVICE = 8, 16
-"""So many times are all blocks sent to measure the speed: memory stays small, and latency does not count much."""
+"""How many times a fetch sends all blocks to measure the speed. The memory stays small, and latency has little weight.
+"""
 RING_BYTES = 64 << 20
+"""Size of the pinned ring of a probe in bytes, smaller than that of an instance."""
 LAYOUT = KVLayout(
     fingerprint="probe",
     num_layers=BLOCK_BYTES // (2 * 2 * 64 * 16),
@@ -25,12 +29,14 @@ LAYOUT = KVLayout(
     head_dim=16,
     dtype="bfloat16",
 )
+"""Layout of the probe's blocks. Its fields only have to give blocks of `BLOCK_BYTES`."""
 
 
 class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`address`: of the process that serves, for the one that fetches; empty: serve.
+    """The task of a probe process. Without `address` it serves; otherwise it fetches from the process at this address.
 
-    `device`: what torch calls it, empty for host memory. `preload`: modules that make the device known to torch.
+    `device` is torch's name of the device, empty for host memory. `preload` names modules that make the device known to
+    torch.
     """
 
     rungs: list[Rung]
@@ -43,17 +49,23 @@ class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeAddress(msgspec.Struct, frozen=True):
+    """The answer of a serving process: the address that it can be fetched from."""
+
     address: str
 
 
 def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: float) -> TransferSettings:
-    """An instance's own, with little memory and short deadlines. `rungs`: all of one node."""
+    """Return the settings of an instance, changed for a probe of these rungs: little memory, short deadlines, and no
+    further probes.
+    """
     scheme, _, rest = settings.bind.partition("://")
     dialects = {rung.dialect for rung in rungs if rung.dialect}
     return msgspec.structs.replace(
         settings,
+        # Keep the interface of the instance, which its peers reach, and take any free port.
         bind=f"{scheme}://{rest.rpartition(':')[0]}:*",
         transports=tuple(dict.fromkeys(rung.transport for rung in rungs)),
+        # A fetching process probes one rung at a time, so it loads only the backend of that rung.
         oneccl_backend=dialects.pop() if len(dialects) == 1 else settings.oneccl_backend,
         attach_timeout_s=min(settings.attach_timeout_s, timeout_s),
         stall_timeout_s=min(settings.stall_timeout_s, timeout_s),
@@ -65,21 +77,24 @@ def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: fl
 
 
 def block_name(index: int) -> BlockHash:
+    """Return the hash of the block with this index in a fetch."""
     return BlockHash(index.to_bytes(16, "big"))
 
 
 def place_of(name: BlockHash) -> int:
-    """Where a block of this name lies, at both ends."""
+    """Return the number of the block with this hash in the memory of either end."""
     return int.from_bytes(name, "big") % NUM_BLOCKS
 
 
 def complete(rungs: Sequence[Rung], verdicts: Sequence[Verdict], outcome: ProbeOutcome, reason: str) -> list[Verdict]:
-    """One verdict for each rung: the first without one is the one that `outcome` happened to."""
-    told = {verdict.rung: verdict for verdict in verdicts}
+    """Return one verdict for each rung. The first rung without a verdict gets `outcome`, and the ones behind it are
+    `skipped`.
+    """
+    known = {verdict.rung: verdict for verdict in verdicts}
     made: list[Verdict] = []
     for rung in rungs:
-        if rung in told:
-            made.append(told[rung])
+        if rung in known:
+            made.append(known[rung])
         else:
             made.append(Verdict(rung, outcome, reason=reason))
             outcome, reason = "skipped", ""

@@ -1,6 +1,7 @@
-"""The throw-away process at one end of a probe: a transfer node over a few MB that serves or fetches known bytes.
+"""The throw-away process at one end of a probe: a transfer node with a few MB of blocks that serves or fetches known
+bytes.
 
-It may hang, abort or be killed at any time. It ends by itself when its time is over or its parent closes its stdin.
+It may hang, abort or be killed at any time. It ends when its time is over or when its parent closes its stdin.
 """
 
 import asyncio
@@ -39,14 +40,17 @@ from baton_serve.kvtransfer.probing.plan import (
 )
 
 SendAnswer = Callable[[ProbeAddress | Verdict], None]
-"""Tells the parent."""
+"""Sends an answer to the parent process."""
 SOURCE, TARGET = InstanceId("probe-source"), InstanceId("probe-target")
 GENERATION = Generation(1)
 NICENESS = 10
+"""Priority of the process: an instance that computes on the same cores goes first."""
 SHARE = 0.9
-"""Of the time that the parent gives: the rest is for telling it."""
+"""Fraction of the time limit that the probes themselves may use. The rest is for sending the answers to the parent."""
 GRACE_S = 2.0
-"""The parent's deadline comes first; who serves has one to begin and one to be fetched from."""
+"""Seconds after the parent's deadline at which the process ends itself. A serving process has one time limit to start
+and one more to be fetched from.
+"""
 OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
     (errors.Corrupt, "wrong bytes"),
     (errors.TransferTimeout, "deadline"),
@@ -54,12 +58,16 @@ OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
     (errors.PeerLost, "crashed"),
     (BaseException, "unavailable"),
 )
+"""Outcome of a probe by the exception that ended it; the first match counts."""
 
 
 def main() -> None:
+    """Run the plan that is read from stdin, and exit without cleaning up."""
+    # Libraries print to stdout. Keep it for answers, and let everything else go to stderr.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     plan = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProbePlan)
+    # SIGALRM ends the process even if a driver call never returns to Python.
     signal.setitimer(signal.ITIMER_REAL, plan.timeout_s * (1 if plan.address else 2) + GRACE_S)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):
@@ -70,11 +78,12 @@ def main() -> None:
         answers.flush()
 
     asyncio.run(fetch(plan, answer) if plan.address else serve(plan, answer))
+    # A normal exit would run the libraries' cleanup, which may hang; the parent has its answers.
     os._exit(0)
 
 
 async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
-    """Whoever fetches gets every block it names."""
+    """Serve every block that is asked for, until the process is ended."""
     memory = memory_on(plan.device, plan.preload)
     memory.write(content_of(plan.seed))
     node = _node(SOURCE, memory, plan, plan.rungs)
@@ -91,7 +100,9 @@ async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
 
 
 async def fetch(plan: ProbePlan, answer: SendAnswer) -> None:
-    """One rung after the other; what is sure to end comes first, and leaves its time to the others."""
+    """Fetch by one rung after the other, and answer with a verdict for each. The rungs that cannot hang come first and
+    leave their unused time to the others.
+    """
     deadline = time.monotonic() + SHARE * plan.timeout_s
     memory = memory_on(plan.device, plan.preload)
     expected = content_of(plan.seed)
@@ -100,7 +111,7 @@ async def fetch(plan: ProbePlan, answer: SendAnswer) -> None:
         verdict = await _try(rung, plan, memory, expected, left)
         answer(verdict)
         if verdict.outcome == "crashed":
-            return
+            return  # the serving process is gone: no later rung can be tried
 
 
 async def _try(
@@ -112,7 +123,7 @@ async def _try(
             await node.start()
             await node.connect(plan.address)
             return await _measure(node, rung, plan, memory, expected)
-    except Exception as exc:  # noqa: BLE001 - whatever it was, this is what the probe found out
+    except Exception as exc:  # noqa: BLE001 - any failure is a result of the probe
         outcome = next(outcome for kind, outcome in OUTCOMES if isinstance(exc, kind))
         return Verdict(rung, outcome, reason=str(exc) or f"not within {timeout_s:.0f} s")
     finally:
@@ -123,7 +134,9 @@ async def _try(
 async def _measure(
     node: TransferNode, rung: Rung, plan: ProbePlan, memory: ProbeMemory, expected: NDArray[np.uint8]
 ) -> Verdict:
-    """A first fetch warms up; each is checked, by content and not by checksum."""
+    """Fetch once to warm up, then measure. Each fetch is verified by its content: the checksums are part of what is
+    being probed.
+    """
     passes = PASSES_DEVICE if plan.device else PASSES_HOST
     best = 0.0
     for number, count in enumerate([1, *[passes] * ROUNDS]):
@@ -158,7 +171,9 @@ def _ticket(name: str, plan: ProbePlan) -> Ticket:
 
 
 def _end_with_parent() -> None:
-    """The parent keeps our stdin open for as long as it wants us."""
+    """Exit when stdin closes. The parent keeps it open as long as it needs this process, also if the parent itself is
+    killed.
+    """
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)

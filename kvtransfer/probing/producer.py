@@ -1,4 +1,4 @@
-"""The producer's half of a probe: one throw-away process at a time, for the consumer that asked first."""
+"""The producer's half of a probe: run one throw-away process at a time, for the consumer that asked first."""
 
 import asyncio
 import logging
@@ -16,24 +16,29 @@ logger = logging.getLogger(__name__)
 
 
 class ProbeHost:
+    """Serves the probes of all consumers of one node. Event loop only."""
+
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._runner = ProbeRunner(context.probe_command)
         self._task: asyncio.Task[None] | None = None
         self._for: tuple[int, int] = (0, 0)
-        """Link and number of the probe that is served."""
+        """Link and number of the probe that is being served."""
 
     def handle(self, link: ProducerLink, message: Probe | Probed) -> None:
+        """Start the process of a probe, or end it when the consumer has finished."""
         if isinstance(message, Probe):
             self._begin(link, message)
         elif self._task is not None and self._for == (link.number, message.number):
             self._task.cancel()
 
     def lost(self, link: ProducerLink) -> None:
+        """End the process of a consumer whose connection broke."""
         if self._task is not None and self._for[0] == link.number:
             self._task.cancel()
 
     async def close(self) -> None:
+        """End the process of a running probe and wait until it is gone."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -51,7 +56,11 @@ class ProbeHost:
         context = self._context
         rungs = [rung for rung in message.rungs if can_serve(context, link.hello, rung)]
         if not rungs:
-            link.send(Probing(number=message.number, outcome="unavailable", reason="none of it can be had here"))
+            link.send(
+                Probing(
+                    number=message.number, outcome="unavailable", reason="the producer has none of these transports"
+                )
+            )
             return
         seed = secrets.randbits(48)
         plan = ProbePlan(
@@ -69,17 +78,18 @@ class ProbeHost:
             return
         try:
             link.send(Probing(number=message.number, address=address, seed=seed))
-            await asyncio.sleep(plan.timeout_s + REAP_S)  # cancelled when the consumer has what it wanted
+            await asyncio.sleep(plan.timeout_s + REAP_S)  # `handle` cancels this when the consumer has finished
         finally:
             await self._runner.end(process)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a probe failed", exc_info=error)
+            logger.error("serving a probe failed", exc_info=error)
 
 
 def can_serve(context: NodeContext, hello: Hello, rung: Rung) -> bool:
+    """Return whether this node can serve the consumer by this rung."""
     transport = context.transports.get(rung.transport)
     if transport is None or not transport.serves(hello):
         return False

@@ -1,4 +1,4 @@
-"""Starts a throw-away process, reads what it says until its deadline, kills it reaps it. No wait is without end."""
+"""Start a throw-away process, read its answers until its deadline, then kill and reap it. Every wait has an end."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,21 @@ from baton_serve.kvtransfer.transports.oneccl.backends import host_backends
 logger = logging.getLogger(__name__)
 
 COMMAND: Sequence[str] = tuple(module_command("baton_serve.kvtransfer.probing.process"))
+"""Command line of a probe process."""
 MAX_LINE_BYTES = 64 << 10
+"""Longest line of output that is read; longer ones are ignored."""
 REAP_S = 5.0
+"""Seconds to wait for a killed process. A driver may hold it longer."""
 REAP_POLL_S = 0.005
+"""Interval in seconds at which its end is checked."""
 LAST_MOMENT_S = 0.5
-"""Between the end of its output and its own end: how it ended is worth knowing."""
+"""Seconds between the end of its output and its kill, so that it can exit by itself: its exit status explains what
+happened.
+"""
 
 
 class ProbeFailedError(Exception):
-    """`outcome` and its reason are what became of the process."""
+    """The process of a probe failed with this outcome and reason."""
 
     def __init__(self, outcome: ProbeOutcome, reason: str) -> None:
         super().__init__(reason)
@@ -36,7 +42,7 @@ class ProbeFailedError(Exception):
 
 
 class ProbeProcess:
-    """`end` it, whatever happened."""
+    """One throw-away process. Call `end` in any case, or the process and its pipes stay."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -46,11 +52,15 @@ class ProbeProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], plan: ProbePlan) -> "ProbeProcess":
-        """Raises `ProbeFailedError`. A thread does it: to fork takes a while where much memory is mapped."""
+        """Start a process and send it the plan. Raises `ProbeFailedError`.
+
+        A thread starts it, because fork takes long in a process that has mapped much memory.
+        """
         spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, command, plan))
         try:
             made = cls(await asyncio.shield(spawning))
         except asyncio.CancelledError:
+            # The thread cannot be cancelled: wait for the process that it starts, and kill it.
             with await spawning as unwanted:
                 unwanted.kill()
             raise
@@ -65,16 +75,19 @@ class ProbeProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Dead and reaped."""
+        """Return whether the process has ended and was reaped."""
         return self._process.poll() is not None
 
     async def answer(self) -> bytes | None:
-        """Its next one; None: it has closed its output, and had a moment to end by itself."""
+        """Return the next answer. Return None if the process has closed its output, after giving it a
+        moment to exit.
+        """
         while True:
             try:
                 line = await self._reader.readline()
             except ValueError:
-                continue  # longer than any line of ours
+                # The line was longer than any answer.
+                continue
             if not line:
                 await self._wait(LAST_MOMENT_S)
                 return None
@@ -84,7 +97,7 @@ class ProbeProcess:
             self._error_output = line.strip() or self._error_output
 
     async def end(self) -> bool:
-        """Kill it with all that it started. False: the system could not; it is not waited for any longer."""
+        """Kill the process and all its children. Return False if the system could not end it within `REAP_S`."""
         if not self.is_gone:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -95,15 +108,15 @@ class ProbeProcess:
                 self._process.stdin.close()
         is_gone = await self._wait(REAP_S)
         if not is_gone:
-            logger.error("the process %d of a probe cannot be killed: no more probes until it is", self._process.pid)
+            logger.error("probe process %d cannot be killed: no more probes until it is gone", self._process.pid)
         return is_gone
 
     def fate(self) -> str:
-        """How it ended, after `end`."""
+        """Return how the process ended, with its last line of output. Call it after `end`."""
         status = self._process.poll()
-        said = self._error_output.decode(errors="replace")[-200:]
+        output = self._error_output.decode(errors="replace")[-200:]
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-        return f"{how}{said and f': {said}'}"
+        return f"{how}{output and f': {output}'}"
 
     async def _wait(self, seconds: float) -> bool:
         for _ in range(int(seconds / REAP_POLL_S)):
@@ -114,7 +127,7 @@ class ProbeProcess:
 
 
 class ProbeRunner:
-    """Runs processes of one half of the probes of a node, and remembers those that would not die."""
+    """Runs processes for one half of a node's probes, and remembers processes that could not be killed."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -123,12 +136,16 @@ class ProbeRunner:
 
     @property
     def is_blocked(self) -> bool:
-        """Some process of an earlier probe is still there: a driver holds it, and would hold the next one too."""
+        """Return whether a process of an earlier probe still exists: a driver holds it and would hold
+        the next one too.
+        """
         self._stuck = [process for process in self._stuck if not process.is_gone]
         return bool(self._stuck)
 
     async def serve(self, plan: ProbePlan) -> tuple[ProbeProcess, str]:
-        """The process that serves, to be given to `end`, and where. Raises `ProbeFailedError`."""
+        """Start a serving process and return it with its address. The caller must pass it to `end`. Raises
+        `ProbeFailedError`.
+        """
         process = await ProbeProcess.start(self._command, plan)
         try:
             async with asyncio.timeout(plan.timeout_s):
@@ -139,16 +156,16 @@ class ProbeRunner:
             raise ProbeFailedError("crashed", f"the process ended with {process.fate()}")
         except TimeoutError as exc:
             await self.end(process)
-            raise ProbeFailedError("deadline", f"it did not begin within {plan.timeout_s:g} s") from exc
+            raise ProbeFailedError("deadline", f"it did not start within {plan.timeout_s:g} s") from exc
         except msgspec.MsgspecError as exc:
             await self.end(process)
-            raise ProbeFailedError("crashed", f"it said what cannot be understood: {exc}") from exc
+            raise ProbeFailedError("crashed", f"it sent an invalid answer: {exc}") from exc
         except BaseException:
             await self.end(process)
             raise
 
     async def fetch(self, plan: ProbePlan) -> list[Verdict]:
-        """One verdict for each rung of the plan, whatever the process does."""
+        """Run a fetching process and return one verdict for each rung of the plan, whatever the process does."""
         verdicts: list[Verdict] = []
         outcome: ProbeOutcome = "crashed"
         reason = ""
@@ -163,20 +180,20 @@ class ProbeRunner:
         except TimeoutError:
             outcome, reason = "deadline", f"it did not end within {plan.timeout_s:g} s"
         except msgspec.MsgspecError as exc:
-            reason = f"it said what cannot be understood: {exc}"
+            reason = f"it sent an invalid answer: {exc}"
         finally:
             await self.end(process)
         return complete(plan.rungs, verdicts, outcome, reason or f"the process ended with {process.fate()}")
 
     async def end(self, process: ProbeProcess) -> None:
-        """Goes on in the background where its caller is cancelled."""
+        """End a process. If the caller is cancelled, this continues in the background."""
         ending = asyncio.ensure_future(self._end(process))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         await asyncio.shield(ending)
 
     async def close(self) -> None:
-        """Whoever ran processes here has been cancelled: wait until they are dead and reaped."""
+        """Wait until all processes are dead and reaped. Cancel the callers of `serve` and `fetch` first."""
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -192,16 +209,19 @@ def _spawn(command: Sequence[str], plan: ProbePlan) -> "subprocess.Popen[bytes]"
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
+        # A process group of its own, so that `end` also kills processes that libraries have started.
         start_new_session=True,
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # what became of it is told by its end
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; `answer` and `fate` report that
         process.stdin.write(msgspec.json.encode(plan) + b"\n")
     return process
 
 
 async def probe_here(source: str, target: str, timeout_s: float, *, command: Sequence[str] = COMMAND) -> list[Verdict]:
-    """`source` and `target` are devices as torch calls them; empty: host memory. A verdict for each transport."""
+    """Probe all transports between two devices of this machine and return a verdict for each. A device has torch's
+    name; an empty string means host memory.
+    """
     rungs = [Rung("usm"), Rung("zeromq")]
     rungs += [Rung("oneccl")] if source else [Rung("oneccl", backend.name) for backend in host_backends()]
     plan = ProbePlan(

@@ -1,4 +1,4 @@
-"""One consumer's connection as the producer sees it: what is queued for it, what is on its way, whether it lives."""
+"""The producer's view of one consumer's connection: queued blocks, blocks in flight, and whether the consumer lives."""
 
 import asyncio
 import hmac
@@ -40,16 +40,17 @@ from baton_serve.kvtransfer.transports.port import AttachRequest, Buffer, Parcel
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 16
+"""Length of the secret that further connections of a consumer must present."""
 
 
 class AttachedTransport:
-    """A transport that the consumer has attached, with what is queued for it."""
+    """A transport that the consumer has attached, with the blocks that are queued for it."""
 
     def __init__(self, epoch: int, sender: Sender, block_bytes: int, *, is_stream: bool) -> None:
         self.epoch = epoch
         self.sender = sender
         self.block_bytes = block_bytes
-        """Of a whole block as it travels."""
+        """Bytes of a whole block as it travels."""
         self.queue = SendQueue(
             block_bytes=block_bytes,
             batch_bytes=sender.batch_bytes,
@@ -59,10 +60,14 @@ class AttachedTransport:
         )
         self.is_stream = is_stream
         self.batches: dict[int, Prepared] = {}
-        """Announced, and not yet taken."""
+        """Staged parcels that were announced and that the consumer still reads, by number."""
 
 
 class ProducerLink:
+    """One consumer's connection. It owns the senders of the attached transports and the watch on the consumer's
+    process. `ProducerSide` owns it. Event loop only.
+    """
+
     def __init__(
         self,
         context: NodeContext,
@@ -76,9 +81,11 @@ class ProducerLink:
     ) -> None:
         self.number = number
         self.identities, self.fds = [identity], {fd}
-        """Of the first connection, which control messages take, and of those that joined it."""
+        """Identities and file descriptors of the first connection, which carries the control messages, and of those
+        that joined it.
+        """
         self.connections = min(context.settings.zeromq_connections, hello.connections)
-        """So many there may be."""
+        """Largest number of connections of this consumer."""
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.peer = peer_of(hello)
         self.parts = parts_for(context, hello)
@@ -96,75 +103,84 @@ class ProducerLink:
         self._watch = watch_process(hello.host, context.host, lambda: on_lost(self, True))
 
     def admits(self, join: Join) -> bool:
-        """Is this one of the connections that `welcome` allowed?"""
+        """Return whether this secret belongs to the link and it may have one more connection."""
         is_wanted = self.is_up and len(self.identities) < self.connections
+        # `compare_digest` takes the same time for every secret, so its duration does not reveal how much of a guess is
+        # right.
         return is_wanted and hmac.compare_digest(self.secret, join.secret)
 
     def join(self, identity: bytes, fd: int) -> None:
+        """Add a connection, which carries bytes of blocks from now on."""
         self.identities.append(identity)
         self.fds.add(fd)
 
     def send(self, message: ToConsumer) -> None:
+        """Send a control message to the consumer."""
         self._send(self.identities[0], [encode(message)])
 
     def attach(self, message: Attach) -> None:
-        """Prepare a transport for this consumer, and say what it needs to use it."""
+        """Prepare a transport for this consumer in the background, then send `Attached`."""
         self.detach(message.transport)
         self._attaching[message.transport] = self._context.loop.create_task(self._attach(message))
 
     def detach(self, transport: str, epoch: int | None = None) -> None:
-        """Free what is held for it; with `epoch` only if it is still that one."""
-        way = self._attached_transports.get(transport)
-        if way is not None and epoch in (None, way.epoch):
+        """Free the resources of a transport. With `epoch`, only if that attachment is still the current one."""
+        attached = self._attached_transports.get(transport)
+        if attached is not None and epoch in (None, attached.epoch):
             del self._attached_transports[transport]
-            way.sender.close()
+            attached.sender.close()
         task = self._attaching.pop(transport, None)
         if task is not None:
             task.cancel()
 
     def serve(self, transport: str, parcel: SendBatch) -> int:
-        """Queue blocks; they leave as the window allows. Returns their bytes."""
-        way = self._attached_transports.get(transport)
-        if way is None:  # it broke, and the consumer has been told
+        """Queue blocks and send as many as the window allows. Return the bytes that were queued."""
+        attached = self._attached_transports.get(transport)
+        if attached is None:  # it broke, and `_broke` has reported that to the consumer
             return 0
-        way.queue.add(parcel.ticket, parcel.attempt, parcel.blocks, parcel.parts)
+        attached.queue.add(parcel.ticket, parcel.attempt, parcel.blocks, parcel.parts)
         self._pump(transport)
-        return len(parcel.blocks) * way.block_bytes // parcel.parts
+        return len(parcel.blocks) * attached.block_bytes // parcel.parts
 
     def drop(self, ticket: TicketId) -> None:
-        for way in self._attached_transports.values():
-            way.queue.drop(ticket)
+        """Forget the queued blocks of a ticket on all transports."""
+        for attached in self._attached_transports.values():
+            attached.queue.drop(ticket)
 
     def credit(self, message: Got) -> None:
+        """Free room in the windows, and staging memory of a parcel that the consumer has read; then send what fits."""
         while self._in_flight and self._in_flight[0][1].done:
             self._in_flight.popleft()
-        for name, way in list(self._attached_transports.items()):
+        for name, attached in list(self._attached_transports.items()):
             num_bytes = message.num_bytes
-            prepared = way.batches.pop(message.parcel, None)
+            prepared = attached.batches.pop(message.parcel, None)
             if prepared is not None:
-                way.sender.taken(prepared)
-                num_bytes = way.queue.window_bytes_of(len(prepared.sources), prepared.parts)
-            if way.queue.travelling_bytes and num_bytes:
-                way.queue.credit(num_bytes)
+                attached.sender.taken(prepared)
+                num_bytes = attached.queue.window_bytes_of(len(prepared.sources), prepared.parts)
+            if attached.queue.travelling_bytes and num_bytes:
+                attached.queue.credit(num_bytes)
                 self._pump(name)
 
     def is_reading(self, ticket: TicketId) -> bool:
-        """Does anything here still read this ticket's blocks?"""
+        """Return whether a frame in flight or a running checksum still reads the blocks of this ticket."""
         return self._hashing[ticket] > 0 or any(t == ticket and not tracker.done for t, tracker in self._in_flight)
 
     def is_idle(self) -> bool:
+        """Return whether no frame and no checksum reads any block."""
         return not self._hashing.total() and all(tracker.done for _, tracker in self._in_flight)
 
     def is_dead(self) -> bool:
+        """Return whether the consumer's process is known to have ended."""
         return self._watch is not None and self._watch.is_dead()
 
     def lose(self) -> None:
-        """The connection is gone; the process is watched until `close`."""
+        """Free the transports after the connection was lost. The consumer's process is watched until `close`."""
         self.is_up = False
         for name in {*self._attached_transports, *self._attaching}:
             self.detach(name)
 
     def close(self) -> None:
+        """Free the transports and stop watching the consumer's process."""
         self.lose()
         if self._watch is not None:
             self._watch.close()
@@ -175,15 +191,15 @@ class ProducerLink:
         reason = f"no transport {name} here"
         if carrier is not None:
             wire = wire_layout(context.layout, self.hello.layout, narrows=carrier.narrows)
-            wish = AttachRequest(
+            request = AttachRequest(
                 self.hello, epoch, message.dialects, context.memory, context.layout, wire, context.sums
             )
             try:
-                sender = await carrier.sender(wish, partial(self._broke, name, epoch))
+                sender = await carrier.sender(request, partial(self._broke, name, epoch))
             except TransportUnavailable as exc:
                 reason = str(exc)
             except Exception as exc:
-                logger.exception("transport %s cannot be offered", name)
+                logger.exception("peer=%s transport %s cannot be offered", self.peer[0], name)
                 reason = f"{type(exc).__name__}: {exc}"
             else:
                 self._attached_transports[name] = AttachedTransport(
@@ -194,8 +210,8 @@ class ProducerLink:
         self.send(Attached(transport=name, epoch=epoch, reason=reason))
 
     def _broke(self, transport: str, epoch: int, reason: str) -> None:
-        way = self._attached_transports.get(transport)
-        if way is not None and way.epoch == epoch:
+        attached = self._attached_transports.get(transport)
+        if attached is not None and attached.epoch == epoch:
             logger.warning("peer=%s transport %s broke: %s", self.peer[0], transport, reason)
             self.detach(transport)
             self.send(Detached(transport, epoch, reason))
@@ -211,61 +227,67 @@ class ProducerLink:
             return None
 
     def _pump(self, transport: str) -> None:
-        while (way := self._attached_transports.get(transport)) is not None and (
-            parcel := way.queue.take()
+        while (attached := self._attached_transports.get(transport)) is not None and (
+            parcel := attached.queue.take()
         ) is not None:
             self._prepare(transport, parcel)
 
     def _prepare(self, transport: str, parcel: SendBatch) -> None:
-        """Staging and checksums first: inline when that is quicker than waking a thread."""
-        context, way, parts = self._context, self._attached_transports[transport], parcel.parts
+        """Stage the blocks of a parcel and compute their checksums, then send it. This runs inline if that is quicker
+        than waking a thread.
+        """
+        context, attached, parts = self._context, self._attached_transports[transport], parcel.parts
         checked = [is_checked(context.settings.checksum, index, parts) for index, _ in parcel.blocks]
         chosen = ParcelContent([block for _, block in parcel.blocks], checked, parts)
-        num_bytes = len(parcel.blocks) * way.block_bytes // parts
-        if way.sender.is_quick(chosen, is_little=num_bytes <= context.settings.inline_bytes):
-            self._push(way, parcel, way.sender.prepare(chosen))
+        num_bytes = len(parcel.blocks) * attached.block_bytes // parts
+        if attached.sender.is_quick(chosen, is_little=num_bytes <= context.settings.inline_bytes):
+            self._push(attached, parcel, attached.sender.prepare(chosen))
             return
         self._hashing[parcel.ticket] += 1
 
         def job() -> None:
             try:
-                prepared = way.sender.prepare(chosen)
+                prepared = attached.sender.prepare(chosen)
             except Exception as exc:
-                logger.exception("peer=%s transport %s cannot be fed", self.peer[0], transport)
-                context.workers.post(partial(self._broke, transport, way.epoch, f"{type(exc).__name__}: {exc}"))
-                context.workers.post(partial(self._prepared, way, parcel, None))
+                logger.exception("peer=%s transport %s failed to prepare blocks", self.peer[0], transport)
+                context.workers.post(partial(self._broke, transport, attached.epoch, f"{type(exc).__name__}: {exc}"))
+                context.workers.post(partial(self._prepared, attached, parcel, None))
             else:
-                context.workers.post(partial(self._prepared, way, parcel, prepared))
+                context.workers.post(partial(self._prepared, attached, parcel, prepared))
 
         context.workers.submit(job)
 
-    def _prepared(self, way: AttachedTransport, parcel: SendBatch, prepared: Prepared | None) -> None:
+    def _prepared(self, attached: AttachedTransport, parcel: SendBatch, prepared: Prepared | None) -> None:
         if prepared is not None:
-            self._push(way, parcel, prepared)
+            self._push(attached, parcel, prepared)
         self._hashing[parcel.ticket] -= 1
         if not self._hashing[parcel.ticket]:
             del self._hashing[parcel.ticket]
 
-    def _push(self, way: AttachedTransport, parcel: SendBatch, prepared: Prepared) -> None:
-        if not self.is_up or way not in self._attached_transports.values():
+    def _push(self, attached: AttachedTransport, parcel: SendBatch, prepared: Prepared) -> None:
+        # The transport may have been detached while a thread staged the parcel.
+        if not self.is_up or attached not in self._attached_transports.values():
             return
         self._num_parcels += 1
         whole = zip(parcel.blocks, prepared.sources, prepared.checksums, strict=True)
         pieces = [Piece(index, source, checksum) for (index, _), source, checksum in whole]
-        epoch = way.epoch if way.is_stream else 0
+        epoch = attached.epoch if attached.is_stream else 0
         announcement = Blocks(parcel.ticket, parcel.attempt, pieces, self._num_parcels, epoch, parcel.parts)
-        if way.sender.stages:
-            way.batches[self._num_parcels] = prepared
-        way.sender.send(pieces, prepared, partial(self._announce, announcement))
+        if attached.sender.stages:
+            attached.batches[self._num_parcels] = prepared
+        attached.sender.send(pieces, prepared, partial(self._announce, announcement))
 
     def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
-        """Parcels that are more than one message take the connections in turns, each with all of its bytes."""
+        """Send the announcement of a parcel and its bytes. Parcels of more than one message use the connections
+        alternately; all bytes of a parcel use one, so that they stay in order.
+        """
         identity, offset = self.identities[0], 0
         if len(groups) > 1:
             identity = self.identities[self._turn % len(self.identities)]
             self._turn += 1
         self._send(identity, [encode(announcement), *groups[0]])
         for group in groups[1:]:
+            # Without a copy, ZeroMQ reads the blocks until the tracker is done: they must not be freed before.
             tracker = self._send(identity, [encode(Bytes(announcement.parcel, offset)), *group], copy=False)
             if tracker is not None:
                 self._in_flight.append((announcement.ticket, tracker))
@@ -273,6 +295,7 @@ class ProducerLink:
 
 
 def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
+    """Return the message that rejects a consumer, or None if it can be served."""
     if hello.protocol != PROTOCOL:
         return Refuse(f"this node speaks protocol {PROTOCOL}, the peer {hello.protocol}")
     if (reason := obstacle(context.layout, hello.layout)) is not None:
@@ -281,6 +304,9 @@ def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
 
 
 def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
+    """Return the message that accepts a consumer. It lists the transports that both ends have and that can reach the
+    consumer.
+    """
     hello = link.hello
     return Welcome(
         instance=context.instance,
@@ -296,5 +322,5 @@ def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
 
 
 def parts_for(context: NodeContext, hello: Hello) -> int:
-    """Parts of a block that this consumer takes one by one. Blocks that are converted stay whole."""
+    """Return the number of parts in which this consumer takes blocks. Blocks that are converted stay whole."""
     return context.settings.parts if hello.layout == context.layout else 1

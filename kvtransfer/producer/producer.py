@@ -1,6 +1,8 @@
-"""The producing side of a node: a ROUTER that consumers connect to. Drives `ProducerSession`s.
+"""The producer side of a node: a ROUTER socket that consumers connect to, and the `ProducerSession` of each served
+ticket.
 
-It decides nothing about a transfer: it carries messages to the sessions and does what they ask.
+This module decides nothing about a transfer. It carries messages to the sessions and performs the steps that they
+return.
 """
 
 import asyncio
@@ -46,16 +48,22 @@ from baton_serve.kvtransfer.sockets import LINGER_MS, MonitoredSocket, configure
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.0005
+"""First interval in seconds at which a draining ticket is checked; it doubles with each check."""
 MAX_DRAIN_POLL_S = 0.05
+"""Upper bound of that interval in seconds."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 SinkKey = tuple[TicketId, InstanceId, Generation]
+"""Identifies a served ticket: the ticket and its consumer. A ticket id alone could be fetched by the wrong instance."""
 FetchHandler = Callable[[Ticket, list[BlockHash]], None]
+"""Receives a partial fetch that nobody has opened: its ticket and the wanted block hashes."""
 
 
 class Handoff:
-    """A session, how its bytes travel, and those who wait for its end."""
+    """The session of one served ticket, with the transport that carries its blocks and the future that resolves when
+    they may be freed.
+    """
 
     def __init__(self, key: SinkKey, session: ProducerSession) -> None:
         self.key = key
@@ -66,6 +74,8 @@ class Handoff:
 
 
 class ProducerSide:
+    """Serves the tickets of one node to all consumers that connect. Event loop only."""
+
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._links: dict[int, ProducerLink] = {}
@@ -82,6 +92,7 @@ class ProducerSide:
         socket = context.zmq.socket(zmq.ROUTER)
         configure(socket, settings)
         encrypt(socket, settings, listens=True)
+        # Without this option ZeroMQ drops messages to a consumer that is gone, and the loss would not be noticed.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.bind(settings.bind)
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -90,6 +101,7 @@ class ProducerSide:
         )
 
     def open(self, ticket: Ticket) -> None:
+        """Start serving a ticket; see `TransferNode.open`."""
         context = self._context
         if (ticket.source, ticket.source_generation) != (context.instance, context.generation):
             raise UnknownTicket(f"ticket {ticket.ticket} is for {ticket.source}, not for this instance")
@@ -99,6 +111,7 @@ class ProducerSide:
         self._outcomes[ticket.ticket] = released
         self._forget_old_outcomes()
         key = (ticket.ticket, ticket.sink, ticket.sink_generation)
+        # A cancel, or a release by the consumer, may come before `open`.
         early = "cancelled" if ticket.ticket in self._cancelled else self._tombstones.get(key)
         if early is not None:
             released.set_result(early)
@@ -112,16 +125,19 @@ class ProducerSide:
         self._apply(handoff, handoff.session.open(ticket, now))
 
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
+        """Offer complete blocks of a ticket. Raises `UnknownTicket` if the ticket was not opened."""
         handoff = self._find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.publish(blocks))
 
     def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
+        """Offer some parts of blocks of a ticket. Raises `UnknownTicket` if the ticket was not opened."""
         handoff = self._find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.publish_parts(blocks, parts))
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
+        """Declare that nothing more will be published. Raises `LocalTransferError` if the payload is too long."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise LocalTransferError(f"a payload of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
         handoff = self._find(ticket)
@@ -129,37 +145,46 @@ class ProducerSide:
             self._apply(handoff, handoff.session.finish(payload, self._context.clock()))
 
     def give_up(self, ticket: TicketId, reason: ReleaseReason, message: str) -> None:
+        """Stop serving a ticket. `message` is the reason that the consumer gets."""
         handoff = self._find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.give_up(reason, message))
 
     def cancel(self, ticket: TicketId) -> None:
-        """Also before `open` and before the fetch: both then meet a tombstone."""
+        """Cancel a ticket at any time. If `open` or the fetch comes later, the tombstone that is left here ends it at
+        once.
+        """
         _remember(self._cancelled, ticket, None, self._context.settings.max_tombstones)
         for handoff in [handoff for key, handoff in self._handoffs.items() if key[0] == ticket]:
             self._apply(handoff, handoff.session.give_up("cancelled", "cancelled by the producer"))
 
     def outcome(self, ticket: TicketId) -> "asyncio.Future[ReleaseReason]":
+        """Return the future that resolves when the blocks of a ticket may be freed. Raises `UnknownTicket` if it was
+        not opened.
+        """
         future = self._outcomes.get(ticket)
         if future is None:
             raise UnknownTicket(f"ticket {ticket} was not opened")
         return future
 
     def tick(self, now: float) -> None:
+        """Check the deadlines of all sessions, and forget links that are lost and unused."""
         for handoff in list(self._handoffs.values()):
             self._apply(handoff, handoff.session.tick(now))
         in_use = {handoff.session.link for handoff in self._handoffs.values()}
         peers_in_use = {handoff.key[1:] for handoff in self._handoffs.values()}
         for number, link in list(self._links.items()):
+            # Keep a lost link while a session of its consumer lives: its pidfd still reports the death of that process.
             if not link.is_up and number not in in_use and link.peer not in peers_in_use and link.is_idle():
                 link.close()
                 del self._links[number]
 
     def num_sessions(self) -> int:
+        """Return the number of tickets that are being served."""
         return len(self._handoffs)
 
     async def close(self, timeout_s: float) -> None:
-        """Tells every consumer, waits a moment for those that still copy, and closes."""
+        """End all tickets, wait up to `timeout_s` for consumers that are still copying, and close the socket."""
         for handoff in list(self._handoffs.values()):
             self._apply(handoff, handoff.session.give_up("closed", "the producer shuts down"))
         waiting = [future for future in self._outcomes.values() if not future.done()]
@@ -174,6 +199,7 @@ class ProducerSide:
                 future.set_result("closed")
 
     def check_invariants(self) -> None:
+        """Assert that all sessions are consistent and that opened tickets have not been released."""
         for handoff in self._handoffs.values():
             handoff.session.check_invariants()
             assert not handoff.session.is_over()
@@ -181,7 +207,9 @@ class ProducerSide:
             assert handoff.released is not None and not handoff.released.done()
 
     def _find(self, ticket: TicketId) -> Handoff | None:
-        """None: it has ended; what the producer still says about it is late."""
+        """Return the handoff of an opened ticket, or None if it has ended: then a late call of its owner is ignored.
+        Raises `UnknownTicket` if it was not opened.
+        """
         handoff = self._opened.get(ticket)
         if handoff is None and ticket not in self._outcomes:
             raise UnknownTicket(f"ticket {ticket} was not opened")
@@ -205,7 +233,8 @@ class ProducerSide:
             self._handle(link, message)
 
     def _greet(self, identity: bytes, fd: int, hello: Hello) -> None:
-        self._socket.drain_monitor()  # the descriptor may be that of a connection that just ended
+        # The system reuses file descriptors: handle the end of an older connection with this number first.
+        self._socket.drain_monitor()
         refuse = refusal(self._context, hello)
         if refuse is not None:
             logger.warning("peer=%s refused: %s", hello.instance, refuse.reason)
@@ -222,7 +251,7 @@ class ProducerSide:
         self._socket.drain_monitor()
         link = next((link for link in self._links.values() if link.admits(join)), None)
         if link is None:
-            self._answer(identity, Refuse("there is no such connection to join"))
+            self._answer(identity, Refuse("no connection with this secret can be joined"))
             return
         link.join(identity, fd)
         self._by_identity[identity] = link
@@ -256,7 +285,7 @@ class ProducerSide:
             case Probe() | Probed():
                 self._probes.handle(link, message)
             case _:
-                return  # hello again
+                return  # a second `Hello` or `Join` on this connection
 
     def _fetch(self, link: ProducerLink, fetch: Fetch, now: float) -> None:
         context, key = self._context, (fetch.ticket, *link.peer)
@@ -269,6 +298,7 @@ class ProducerSide:
         elif (reason := self._tombstones.get(key)) is not None or fetch.ticket in self._cancelled:
             code = CODE_OF[reason or "cancelled"]
             fail = Fail(fetch.ticket, fetch.attempt, code, f"the ticket has ended here: {reason or 'cancelled'}")
+        # A parked fetch costs memory before anyone has opened its ticket: bound what one peer can cause.
         elif handoff is None and self._is_flooded(link):
             fail = Fail(fetch.ticket, fetch.attempt, "busy", "too many fetches of this peer")
         if fail is not None:
@@ -278,6 +308,7 @@ class ProducerSide:
             session = ProducerSession(now=now, limits=context.limits)
             handoff = self._handoffs[key] = Handoff(key, session)
         if fetch.attempt > handoff.session.attempt:
+            # The earlier attempt may have used another connection: nothing of it must leave any more.
             for other in self._links.values():
                 other.drop(fetch.ticket)
             handoff.transport = fetch.transport
@@ -310,6 +341,7 @@ class ProducerSide:
         handoff = self._handoffs.get(key)
         if handoff is not None:
             self._apply(handoff, handoff.session.release(message))
+        # The release overtook the fetch or `open`: leave a tombstone, so that a later one ends at once.
         elif key not in self._tombstones:
             self._entomb(key, "cancelled")
 
@@ -335,7 +367,7 @@ class ProducerSide:
             self._bury(handoff)
 
     def _drain(self, handoff: Handoff, wait_s: float) -> None:
-        """Look again until no frame and no checksum reads the blocks: soon as a rule, at once in most cases."""
+        """Check again and again until no frame and no checksum reads the blocks. Most tickets pass the first check."""
         if handoff.session.state is not ProducerState.DRAINING:
             return
         if any(link.is_reading(handoff.key[0]) for link in self._links.values()):
@@ -353,7 +385,9 @@ class ProducerSide:
             handoff.released.set_result(reason)
 
     def _bury(self, handoff: Handoff) -> None:
-        """A parked fetch whose connection broke leaves no tombstone: its consumer may come again."""
+        """Forget a handoff and leave a tombstone. A parked fetch whose connection broke leaves none, because its
+        consumer may come again.
+        """
         del self._handoffs[handoff.key]
         if handoff.released is not None or handoff.session.reason != "lost":
             self._entomb(handoff.key, handoff.session.reason or "failed")
@@ -365,12 +399,15 @@ class ProducerSide:
         while len(self._outcomes) > self._context.settings.max_tombstones:
             ticket, future = next(iter(self._outcomes.items()))
             if not future.done():
-                return
+                return  # the oldest ticket is still being served, and its caller may ask for the outcome
             del self._outcomes[ticket]
 
     def _on_down(self, fd: int) -> None:
+        """Find the link of a connection that ended, by its file descriptor."""
         for link in self._links.values():
             if fd in link.fds and link.is_up:
+                # Messages that arrived before the end, such as a release, are still in the socket: `_ended` handles
+                # them first.
                 self._context.loop.call_soon(self._ended, link)
 
     def _ended(self, link: ProducerLink) -> None:

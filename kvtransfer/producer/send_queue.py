@@ -1,4 +1,6 @@
-"""What a producer has still to send on one connection: fair between tickets, bounded by a window of bytes. No I/O."""
+"""Queue the blocks that a producer has to send over one transport of a connection: fair between tickets, and bounded by
+a window of bytes. This module is pure.
+"""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
@@ -8,13 +10,16 @@ from baton_serve.contracts.identity import TicketId
 from baton_serve.kvtransfer.settings import ChecksumMode
 
 MAX_PIECES = 4096
+"""Largest number of blocks or parts in one message, which bounds the size of its announcement."""
 SAMPLE = 8
-"""`sampled` checks one piece in so many."""
+"""The mode `sampled` checks one piece in this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Blocks of one ticket that travel in one message, or one of `parts` of each: (index among the wanted, block)."""
+    """Blocks of one ticket that travel in one message, or parts of them: (index among the wanted, number in this
+    memory).
+    """
 
     ticket: TicketId
     attempt: int
@@ -23,7 +28,9 @@ class SendBatch:
 
 
 class SendQueue:
-    """`window_bytes` None: the transport does not buffer, nothing is held back."""
+    """Decides which blocks leave next. With `window_bytes` None, the transport buffers nothing and no block is held
+    back.
+    """
 
     def __init__(
         self,
@@ -34,8 +41,11 @@ class SendQueue:
         taper_bytes: int | None = None,
         in_blocks: bool = False,
     ) -> None:
-        """`taper_bytes`: parcels begin and end that small, where a stage waits for the first and the last of them.
-        `in_blocks`: a parcel of parts takes room for whole blocks."""
+        """Create an empty queue.
+
+        With `taper_bytes`, the first and the last parcels of a prompt are about this small, because one end of the
+        transfer waits while they are staged. With `in_blocks`, a parcel of parts occupies room for whole blocks.
+        """
         self._block_bytes = block_bytes
         self._batch_bytes = batch_bytes
         self._taper_bytes = taper_bytes
@@ -44,30 +54,35 @@ class SendQueue:
         self._travelling = 0
         self._tickets: OrderedDict[TicketId, deque[tuple[int, int, int, int]]] = OrderedDict()
         self._gone: Counter[TicketId] = Counter()
-        """Bytes that have left of what is queued."""
+        """Bytes that have left of each queued ticket."""
 
     @property
     def travelling_bytes(self) -> int:
+        """Return the bytes that were sent and for which no credit has come back yet."""
         return self._travelling
 
     def add(self, ticket: TicketId, attempt: int, blocks: Sequence[tuple[int, int]], parts: int = 1) -> None:
+        """Queue blocks of a ticket, in the order in which they are to leave."""
         queue = self._tickets.setdefault(ticket, deque())
         queue.extend((attempt, parts, index, block) for index, block in blocks)
 
     def drop(self, ticket: TicketId) -> None:
-        """Forget what has not been taken yet."""
+        """Forget the queued blocks of a ticket."""
         self._tickets.pop(ticket, None)
         del self._gone[ticket]
 
     def window_bytes_of(self, count: int, parts: int) -> int:
-        """Bytes of the window that so many blocks, or parts of blocks, take."""
+        """Return the bytes of the window that this number of blocks, or of parts, occupies."""
         return (-(-count // parts) * parts if self._in_blocks else count) * self._block_bytes // parts
 
     def credit(self, num_bytes: int) -> None:
+        """Free bytes of the window."""
         self._travelling = max(self._travelling - num_bytes, 0)
 
     def take(self) -> SendBatch | None:
-        """The next parcel if the window has room. Tickets take turns."""
+        """Return the next parcel, or None if nothing is queued or the window has no room. Tickets with queued blocks
+        alternate.
+        """
         if not self._tickets:
             return None
         ticket, queue = next(iter(self._tickets.items()))
@@ -76,6 +91,7 @@ class SendQueue:
         if not room:
             return None
         blocks: list[tuple[int, int]] = []
+        # One message has one attempt and one size of pieces.
         while queue and queue[0][:2] == (attempt, parts) and len(blocks) < room:
             _, _, index, block = queue.popleft()
             blocks.append((index, block))
@@ -90,8 +106,12 @@ class SendQueue:
         return SendBatch(ticket, attempt, blocks, parts)
 
     def _num_sendable(self, waiting: int, parts: int, gone: int) -> int:
-        """Blocks, or parts of blocks, of the next parcel: few while nothing travels (without a window: at first), then
-        no more than half of what waits. 0: a small parcel now would cost as much as a full one a moment later."""
+        """Return how many blocks or parts the next parcel carries.
+
+        They are few while nothing travels (without a window: at the start), and later at most half of what waits, so
+        that the last parcels are small again. Return 0 if a small parcel now would cost as much as a full one a moment
+        later.
+        """
         size, window = self._block_bytes // parts, self._window
         batch = min(max(self._batch_bytes // size, 1), MAX_PIECES)
         taper = batch if self._taper_bytes is None else min(max(self._taper_bytes // size, 1), batch)
@@ -106,9 +126,9 @@ class SendQueue:
 
 
 def is_checked(mode: ChecksumMode, index: int, parts: int) -> bool:
-    """Does this piece, one of `parts` of its block, carry a checksum? `index` is its number in the fetch.
+    """Return whether a piece carries a checksum. `index` is its number in the fetch; it is one of `parts` of its block.
 
-    A sample takes turns: the part that is checked moves on from block to block, so that none is left out for good.
+    In a sample, the checked part moves on from block to block, so that every part of a block is checked at times.
     """
     block, part = divmod(index, parts)
     return mode == "full" or (mode == "sampled" and (block + part) % SAMPLE == 0)

@@ -1,7 +1,8 @@
-"""The consumer's end of a transfer: it asks for blocks, places them and lets go. No I/O, no clock.
+"""The consumer's end of a transfer: request blocks, place them and release them. This module is pure: no I/O, no clock.
 
-Rules: blocks count only when copied, verified and the lease still held; success needs `Done` and every block it
-counts; an end is final only when no copy into the destination runs.
+The rules: Blocks count only when they are copied and verified and the lease held until then. Success needs `Done` and
+every block that it counts. An end is final only when no copy into the destination runs, because the caller reuses the
+blocks then.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from baton_serve.kvtransfer.session.table import CONSUMER, ConsumerState, Consum
 
 State, Trigger = ConsumerState, ConsumerTrigger
 LIVE = (State.LINKING, State.REQUESTED, State.STREAMING, State.DRAINING)
+"""States in which messages and events can still change a fetch."""
 
 FAULT_OF: dict[FailCode, Fault] = {
     "unknown": Fault.REFUSED,
@@ -35,26 +37,33 @@ FAULT_OF: dict[FailCode, Fault] = {
     "wrong_peer": Fault.REFUSED,
     "expired": Fault.TIMEOUT,
 }
-"""A deadline is a deadline, whichever end's clock sees it first."""
+"""The fault that a `FailCode` of the producer means; other codes mean `SOURCE_FAILED`. `expired` is a timeout like one
+of this node: it does not matter which clock noticed the deadline first.
+"""
 
 
 class Link(NamedTuple):
+    """The connection of the next attempt: its transport, whether copies read the producer's memory, and parts for each
+    block.
+    """
+
     transport: str
     pulls: bool
     parts: int
 
 
 class Copying(NamedTuple):
+    """A placement whose copy runs: its attempt, and the number of its parts."""
+
     attempt: int
     num_parts: int
 
 
 class ConsumerSession:
-    """`wanted` pairs each block's name with its place in this node's memory.
+    """The state machine of one fetch. `wanted` pairs the hash of each block with its number in this node's memory.
 
-    Where a connection carries blocks in parts, placements are of blocks or of parts, and a block counts when all of its
-    are here.
-    An attempt begins with whole blocks: parts of the one before are fetched again.
+    If the connection carries blocks in parts, a placement is a block or a part of one, and a block counts when all its
+    parts have arrived. A new attempt begins with whole blocks: parts of incomplete blocks are fetched again.
     """
 
     def __init__(
@@ -78,33 +87,36 @@ class ConsumerSession:
         self._state_deadline = now + limits.connect_timeout_s
         self._progress = Progress(len(wanted))
         self._requested: list[int] = []
+        """Numbers of the wanted blocks that this attempt asks for, in the order of `Fetch.names`."""
         self._copying: dict[int, Copying] = {}
-        """By the first part of each placement."""
+        """Placements whose copies run, by their first part."""
         self._under_way: set[int] = set()
-        """All of their parts."""
+        """Numbers of all parts of these placements."""
         self._arrived_now = 0
         self._mismatches = 0
         self._done: Done | None = None
         self._link: Link | None = None
-        """For the next attempt, once this one has failed."""
+        """The connection for the next attempt, or None until one is found."""
         self._pulls = False
         self._sent_at = now
         self._lease_until = now
         self._end: Give | None = None
 
     def linked(self, transport: str, *, pulls: bool, now: float, parts: int = 1) -> list[ConsumerStep]:
-        """A connection is ready. `pulls`: our copies read the producer's memory, so its lease must hold."""
+        """Start an attempt over a connection that is ready. With `pulls`, copies read the producer's memory, so its
+        lease must hold until they end.
+        """
         if self.state is not State.LINKING:
             return []
         self._link = Link(transport, pulls, parts)
         return self._request(now)
 
     def link_failed(self, fault: Fault, reason: str) -> list[ConsumerStep]:
-        """No connection or transport can be had."""
+        """End the fetch because no connection or no transport to the producer can be had."""
         return self._fail(fault, reason) if self.state is State.LINKING else []
 
     def link_lost(self, reason: str, *, dead: bool, now: float) -> list[ConsumerStep]:
-        """The connection broke; `dead`: and the peer's process is known to be gone."""
+        """React to a broken connection: retry, or end the fetch if the producer's process is known to be `dead`."""
         if self.state not in LIVE:
             return []
         if dead:
@@ -112,7 +124,7 @@ class ConsumerSession:
         return self._retry(reason, now) if self.state is not State.LINKING else []
 
     def handle(self, message: Ready | Blocks | Done | Fail, now: float) -> list[ConsumerStep]:
-        """Messages of other attempts are late and change nothing."""
+        """Apply a message of the producer. Messages of other attempts come late and change nothing."""
         if self.state not in LIVE or message.attempt != self.attempt or self.state is State.LINKING:
             return []
         if isinstance(message, Fail):
@@ -130,18 +142,20 @@ class ConsumerSession:
                 return []
 
     def renewed(self, sent_at: float) -> None:
-        """The producer confirmed a renewal sent at `sent_at`."""
+        """Extend the lease: the producer has confirmed a renewal that was sent at `sent_at`."""
         self._lease_until = max(self._lease_until, sent_at + self._limits.lease_s)
 
     def forgotten(self, attempt: int, now: float) -> list[ConsumerStep]:
-        """The producer does not know the ticket."""
+        """Retry, because the producer does not know the ticket any more."""
         if attempt != self.attempt or self.state not in LIVE or self.state is State.LINKING:
             return []
         return self._retry("the producer forgot the ticket", now)
 
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
-        """These placements are complete and verified."""
+        """Count placements whose copies are complete and verified."""
         _, parts = self._take(indexes)
+        # After the lease the producer may have freed the blocks, so the copy may have read other content. A checksum
+        # does not help: it may be off, or be skipped by sampling.
         if self._pulls and now > self._lease_until:
             return self._outdated(now)
         fresh = self._progress.arrived(parts)
@@ -152,7 +166,9 @@ class ConsumerSession:
         return steps + self._after_copies(now)
 
     def damaged(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
-        """The bytes of these placements do not match their checksums."""
+        """Handle placements whose bytes do not match their checksums: ask for them again, or demote the transport after
+        `max_mismatches`.
+        """
         attempts, numbers = self._take(indexes)
         parts = self._progress.parts
         self._mismatches += len(indexes)
@@ -166,25 +182,28 @@ class ConsumerSession:
         return [Ask(Again(self.ticket.ticket, self.attempt, again))]
 
     def abandoned(self, indexes: Sequence[int], now: float, reason: str = "") -> list[ConsumerStep]:
-        """These placements were not made: stopped, or (with `reason`) the transport failed."""
+        """Handle placements that were not copied: they were stopped, or, if `reason` is set, the transport failed."""
         attempts, _ = self._take(indexes)
         if reason and self.state in (State.STREAMING, State.DRAINING) and attempts == {self.attempt}:
             return self._retry(reason, now, demote=self.transport)
         return self._after_copies(now)
 
     def transport_lost(self, reason: str, now: float) -> list[ConsumerStep]:
-        """The connection stands, but nothing more comes over the transport of this attempt."""
+        """Retry by another transport: the connection works, but the transport of this attempt delivers nothing more."""
         if self.state not in LIVE or self.state is State.LINKING:
             return []
         return self._retry(reason, now, demote=self.transport)
 
     def cancel(self) -> list[ConsumerStep]:
+        """End the fetch as cancelled by this node."""
         return self._fail(Fault.CANCELLED, "cancelled") if self.state in LIVE else []
 
     def close(self) -> list[ConsumerStep]:
+        """End the fetch because the node is closed."""
         return self._fail(Fault.CLOSED, "the node was closed") if self.state in LIVE else []
 
     def tick(self, now: float) -> list[ConsumerStep]:
+        """Check the deadlines, and retry or end the fetch if one has passed."""
         if self.state not in LIVE:
             return []
         if now >= self._deadline:
@@ -198,9 +217,11 @@ class ConsumerSession:
         return []
 
     def is_over(self) -> bool:
+        """Return whether the fetch has ended and no copy runs."""
         return self.state is State.ENDED
 
     def check_invariants(self) -> None:
+        """Assert that blocks, parts and running copies agree."""
         lacking = self._progress.lacking
         self._progress.check_invariants()
         assert not lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
@@ -218,6 +239,7 @@ class ConsumerSession:
         return True
 
     def _request(self, now: float) -> list[ConsumerStep]:
+        # Copies of the last attempt may still write to blocks that this attempt asks for: wait until they end.
         if self._link is None or self._copying:
             return []
         if self.attempt >= self._limits.max_attempts:
@@ -239,6 +261,7 @@ class ConsumerSession:
                     source_generation=self.ticket.source_generation,
                     transport=self.transport,
                     names=[self._wanted[index][0] for index in self._requested],
+                    # The wire demands a positive value.
                     timeout_s=max(self._deadline - now, 0.001),
                     partial=self._partial,
                 )
@@ -252,6 +275,7 @@ class ConsumerSession:
         each = of_each // parts
         for position, piece in enumerate(message.pieces):
             number, part = divmod(piece.index, parts)
+            # The index comes from the peer: check it before it is used.
             if number >= len(self._requested):
                 return self._fail(Fault.SOURCE_FAILED, f"block {number} was never asked for")
             first = self._requested[number] * of_each + part
@@ -263,7 +287,7 @@ class ConsumerSession:
         return [Copy(self.attempt, placements)] if placements else []
 
     def _is_free(self, first: int, count: int) -> bool:
-        """Are these parts missing, and is nobody copying one of them?"""
+        """Return whether all these parts are missing and none of them is being copied."""
         missing = self._progress.missing
         if count == 1:
             return first in missing and first not in self._under_way
@@ -271,7 +295,9 @@ class ConsumerSession:
         return missing.issuperset(of_it) and self._under_way.isdisjoint(of_it)
 
     def _take(self, indexes: Sequence[int]) -> tuple[set[int], list[int]]:
-        """Of which attempts they are, and all their parts."""
+        """Remove placements from the running copies. Return the attempts they belong to, and the numbers of all their
+        parts.
+        """
         copying = [self._copying.pop(index) for index in indexes]
         attempts = {copy.attempt for copy in copying}
         parts = [
@@ -297,8 +323,10 @@ class ConsumerSession:
         if self.state is not State.DRAINING or done is None:
             return []
         if not self._partial and done.num_blocks < len(self._requested) * self._progress.parts:
+            # `Done` counts parts; the message counts blocks.
             lacking = len(self._requested) - done.num_blocks // self._progress.parts
             return self._fail(Fault.INCOMPLETE, f"the producer finished without {lacking} wanted blocks")
+        # `Done` may overtake `Blocks`, so blocks may still be on their way although no copy runs.
         if self._copying or self._arrived_now < done.num_blocks:
             return []
         self._move(Trigger.COMPLETE)
@@ -320,6 +348,7 @@ class ConsumerSession:
         if self._copying or self._end is None:
             return []
         self._move(Trigger.SETTLED)
+        # Without an attempt the producer knows nothing of this fetch.
         if not self.attempt:
             return [self._end]
         return [self._release("cancelled" if self._end.fault is Fault.CANCELLED else "failed"), self._end]

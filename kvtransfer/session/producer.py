@@ -1,8 +1,8 @@
-"""The producer's end of a transfer: it serves published blocks and says when they may be freed. No I/O, no clock.
+"""The producer's end of a transfer: serve published blocks, and decide when they may be freed. This module is pure.
 
-Rules: the blocks stay until the consumer let go, is known to be dead, or its lease (which it checks itself after
-each copy) has run out; and until nothing in a transport reads them. A process that stood still, or whose clock jumped,
-has not waited: leases last longer by that.
+The rules: The blocks stay until the consumer has released them, is known to be dead, or its lease has run out; and
+until no transport reads them. The consumer checks its lease itself after each copy. If this process stood still or its
+clock jumped, that time does not count as waiting: leases are extended by it.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ REASON_OF: dict[Outcome, ReleaseReason] = {
     "failed": "failed",
     "unknown": "failed",
 }
+"""The reason for which blocks are released, by the outcome that the consumer reports."""
 CODE_OF: dict[ReleaseReason, FailCode] = {
     "received": "unknown",
     "cancelled": "cancelled",
@@ -36,12 +37,14 @@ CODE_OF: dict[ReleaseReason, FailCode] = {
     "failed": "failed",
     "closed": "closed",
 }
+"""The code that a late fetch of an ended ticket is answered with, by the reason of its end."""
 
 
 class ProducerSession:
-    """Begins with `open` (in state OPEN) or with a `fetch` that came before it (PARKED).
+    """The state machine of one served ticket. It begins in state OPEN with `open`, or PARKED with a fetch that came
+    earlier.
 
-    A block may be published part by part; a connection without parts carries it when the whole of it is.
+    Blocks may be published part by part. A connection without parts carries a block only when all of it is published.
     """
 
     def __init__(self, *, now: float, limits: SessionLimits, ticket: Ticket | None = None) -> None:
@@ -55,23 +58,29 @@ class ProducerSession:
         self._pulls = False
         self._deadline = now + (ticket.timeout_s if ticket is not None else 0.0)
         self._open_until = now + limits.answer_timeout_s
-        """PARKED: who is to open the ticket was told of it when the consumer was, or never will be."""
+        """Deadline of PARKED. The caller that opens the ticket got it at the same time as the consumer, so it opens it
+        soon or never.
+        """
         self._lease_until = now + limits.lease_s
         self._ticked_at = now
         self._published: dict[BlockHash, int] = {}
         self._begun: dict[tuple[BlockHash, int], int] = {}
-        """Parts of blocks that are not whole yet."""
+        """Block numbers of published parts, by block hash and part. The blocks may be incomplete."""
         self._index: dict[BlockHash, int] = {}
+        """Position in `Fetch.names` by block hash."""
         self._parts = 1
         self._served: set[int] = set()
+        """Numbers of the parts that were served in this attempt."""
         self._payload: bytes | None = None
         self._finished_at = 0.0
 
     @property
     def pulls(self) -> bool:
+        """Return whether a consumer of this ticket reads this node's memory directly."""
         return self._pulls
 
     def open(self, ticket: Ticket, now: float) -> list[ProducerStep]:
+        """Open a parked ticket and serve its fetch."""
         if self.state is not State.PARKED:
             return []
         self._deadline = max(self._deadline, now + ticket.timeout_s)
@@ -80,13 +89,16 @@ class ProducerSession:
         return self._serve_all()
 
     def fetch(self, fetch: Fetch, *, link: int, pulls: bool, now: float, parts: int = 1) -> list[ProducerStep]:
-        """`link` names the connection it came by, on which blocks have `parts`; `pulls`: its consumer reads our memory
-        directly."""
+        """Start an attempt of the consumer. `link` identifies the connection, on which blocks have `parts`. With
+        `pulls`, the consumer reads this node's memory directly. An attempt that is not newer than the last one is
+        ignored.
+        """
         if fetch.attempt <= self.attempt:
             return []
         self._fetch, self.attempt, self.link = fetch, fetch.attempt, link
         if self.state in (State.ENDING, State.DRAINING, State.ENDED):
             return [self._failed(CODE_OF[self.reason or "failed"], self.message)]
+        # A copy of an earlier attempt may still read this memory, even if this attempt uses another transport.
         self._pulls = self._pulls or pulls
         self._deadline = max(self._deadline, now + fetch.timeout_s)
         self._index = {name: index for index, name in enumerate(fetch.names)}
@@ -99,69 +111,78 @@ class ProducerSession:
         return [ready, *self._serve_all()]
 
     def publish(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
+        """Serve blocks that are complete: (hash, block number). They do not move until the ticket is released."""
         self._published.update(blocks)
         return self._serve(blocks)
 
     def publish_parts(self, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> list[ProducerStep]:
-        """These parts of each block are there. The others follow, or `publish` says that all are."""
+        """Serve some parts of each block. The other parts follow, or `publish` declares the whole block complete."""
         begun = [(name, block, part) for name, block in blocks for part in parts]
         self._begun.update(((name, part), block) for name, block, part in begun)
         return self._serve_parts(begun)
 
     def finish(self, payload: bytes, now: float) -> list[ProducerStep]:
+        """Declare that nothing more will be published, and report it to the consumer with `payload`."""
         self._payload = payload
         self._finished_at = now
         return self._done()
 
     def again(self, message: Again, now: float) -> list[ProducerStep]:
+        """Serve pieces again whose checksums did not match at the consumer."""
         if self.state is not State.STREAMING or message.attempt != self.attempt or self._fetch is None:
             return []
         self._lease(now)
+        # The indexes come from the peer: ignore pieces that were never served.
         known = [self._part_at(index) for index in message.indexes if index in self._served]
         return [Serve(self.attempt, known, self._parts)] if known else []
 
     def renew(self, now: float) -> bool:
-        """False: the ticket is not served here any more."""
+        """Renew the lease. Return False if the ticket is not served here any more."""
         if self.state not in (State.PARKED, State.STREAMING):
             return False
         self._lease(now)
         return True
 
     def release(self, message: Release) -> list[ProducerStep]:
+        """End the ticket because the consumer released it."""
         return self._let_go(REASON_OF[message.outcome], "the consumer let go")
 
     def link_lost(self, *, dead: bool) -> list[ProducerStep]:
-        """The connection of the current attempt broke; `dead`: the consumer's process is known to be gone."""
+        """React to the broken connection of the current attempt. With `dead`, the consumer's process is known to be
+        gone and the ticket ends; otherwise the consumer may come back until its lease runs out.
+        """
         if dead or self.state is State.PARKED:
             return self._let_go("lost", "the consumer is gone")
         self._move(Trigger.LINK_LOST)
         return []
 
     def give_up(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
-        """This side will not serve the ticket (any more): `fail`, `cancel`, `close`, a deadline."""
+        """Stop serving the ticket because of `fail`, `cancel`, `close` or a deadline, and report it to the consumer."""
         if Trigger.GIVE_UP not in PRODUCER[self.state]:
             return []
-        told = [self._failed(CODE_OF[reason], message)] if self._fetch is not None else []
+        notices = [self._failed(CODE_OF[reason], message)] if self._fetch is not None else []
         was_orphan = self.state is State.ORPHANED
         self.reason, self.message = reason, message
         self._move(Trigger.GIVE_UP)
         if self.state is State.DRAINING:
-            return [*told, Drain()]
+            return [*notices, Drain()]
+        # If this node pushes the bytes, no consumer reads its memory: there is nothing to wait for but the transport.
         if self.state is State.ENDING and not self._pulls:
-            return [*told, *self._let_go(reason, message)]
-        return [] if was_orphan else list(told)
+            return [*notices, *self._let_go(reason, message)]
+        return [] if was_orphan else list(notices)
 
     def quiet(self) -> list[ProducerStep]:
-        """Nothing reads the blocks any more."""
+        """Complete DRAINING. Call it when nothing reads the blocks any more."""
         assert self.reason is not None
         return [Released(self.reason)] if self._move(Trigger.QUIET) else []
 
     def tick(self, now: float) -> list[ProducerStep]:
+        """Check the lease and the deadlines, and end the ticket if one has passed."""
         self._forgive(now)
         match self.state:
             case State.STREAMING if now >= self._lease_until:
-                told = self._failed("expired", "the lease ran out")
-                return [told, *self._let_go("expired", "the lease ran out")]
+                notice = self._failed("expired", "the lease ran out")
+                return [notice, *self._let_go("expired", "the lease ran out")]
             case State.ORPHANED if now >= self._lease_until:
                 return self._let_go("lost", "the consumer did not come back")
             case State.ENDING if now >= self._lease_until:
@@ -174,9 +195,11 @@ class ProducerSession:
                 return []
 
     def is_over(self) -> bool:
+        """Return whether the blocks may be freed."""
         return self.state is State.ENDED
 
     def check_invariants(self) -> None:
+        """Assert that state, reason and served parts agree."""
         assert (self.reason is not None) or self.state not in (State.ENDING, State.DRAINING, State.ENDED)
         assert self._served <= set(range(len(self._index) * self._parts))
 
@@ -191,8 +214,9 @@ class ProducerSession:
         self._lease_until = now + self._limits.lease_s + self._limits.lease_grace_s
 
     def _forgive(self, now: float) -> None:
-        """Time that went by without a tick does not count: the consumer's clock may not have gone on, or its renewals
-        may wait here."""
+        """Extend the deadlines by time without a tick, if it was long. This process, or the whole machine with the
+        consumer's clock, may have stood still, and the consumer's renewals may still wait in the socket.
+        """
         gap, self._ticked_at = now - self._ticked_at, now
         if gap > self._limits.lease_grace_s:
             self._lease_until += gap
@@ -203,7 +227,9 @@ class ProducerSession:
         return [*self._serve(list(self._published.items())), *self._serve_parts(begun), *self._done()]
 
     def _serve(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
-        """Whole, but for those of which parts have left."""
+        """Serve the blocks that are wanted as whole blocks, except those of which parts were served already: of these,
+        serve the other parts.
+        """
         if self.state is not State.STREAMING:
             return []
         count, served = self._parts, self._served
@@ -222,7 +248,9 @@ class ProducerSession:
         return [*([Serve(self.attempt, whole)] if whole else []), *self._serve_parts(rest)]
 
     def _serve_parts(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> list[ProducerStep]:
-        """Parts that have not been served yet: (name, block, part)."""
+        """Serve the parts (hash, block number, part) that are wanted and were not served yet. A connection without
+        parts gets none.
+        """
         if self.state is not State.STREAMING or self._parts == 1:
             return []
         fresh: list[tuple[int, int]] = []
@@ -235,7 +263,7 @@ class ProducerSession:
         return [Serve(self.attempt, fresh, self._parts)] if fresh else []
 
     def _part_at(self, index: int) -> tuple[int, int]:
-        """Of what was served: with its place in memory."""
+        """Return a served piece with its number in this memory."""
         assert self._fetch is not None
         position, part = divmod(index, self._parts)
         name = self._fetch.names[position]
@@ -255,6 +283,7 @@ class ProducerSession:
         return [Tell(done)]
 
     def _let_go(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
+        """Enter DRAINING with the first reason and message that were given."""
         if Trigger.LET_GO not in PRODUCER[self.state]:
             return []
         self.reason = self.reason or reason

@@ -1,33 +1,38 @@
-"""What a fetch still lacks, in blocks and in parts of them. No I/O.
+"""Track the blocks, and the parts of blocks, that a fetch still needs. This module is pure.
 
-Part `p` of block `n` has the number `n * parts + p`; how many parts a block has is the connection's.
+Part `p` of block `n` has the number `n * parts + p`. The connection determines how many parts a block has.
 """
 
 from collections.abc import Sequence
 
 
 class Progress:
+    """Counts the missing parts of one fetch. Its `ConsumerSession` owns it."""
+
     def __init__(self, num_blocks: int) -> None:
         self.parts = 1
         self.lacking: set[int] = set(range(num_blocks))
-        """Blocks that are not whole."""
+        """Numbers of the blocks that are not complete."""
         self.missing: set[int] = set(self.lacking)
-        """Their parts."""
+        """Numbers of the parts of these blocks that have not arrived."""
 
     def begin(self, parts: int) -> None:
-        """An attempt: blocks that are not whole lack all their parts again."""
+        """Start an attempt. Blocks that are not complete need all their parts again."""
+        # The new connection may divide blocks differently, so parts of the previous attempt cannot be matched with its
+        # parts.
         self.parts = parts
         self.missing = {index * parts + part for index in self.lacking for part in range(parts)}
 
     def arrived(self, parts: Sequence[int]) -> list[int]:
-        """Returns those of these parts that were missing."""
+        """Mark parts as arrived. Return the parts that were missing until now."""
         fresh = [part for part in parts if part in self.missing]
         self.missing.difference_update(fresh)
         return fresh
 
     def whole(self, parts: Sequence[int]) -> list[int]:
-        """Blocks of which these parts, just arrived, were the last."""
+        """Return the numbers of the blocks that are complete now, given the parts that have just arrived."""
         count, missing = self.parts, self.missing
+        # With one part a block, the numbers are equal; this is the usual case and needs no set.
         numbers = parts if count == 1 else {part // count for part in parts}
         whole = [n for n in sorted(numbers) if missing.isdisjoint(range(n * count, (n + 1) * count))]
         self.lacking.difference_update(whole)

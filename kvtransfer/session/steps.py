@@ -1,4 +1,4 @@
-"""What a session asks of its driver, and the few settings it needs. Values only."""
+"""The steps that a session asks its driver to do, and the limits of a session. Values only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from baton_serve.contracts.identity import BlockHash
 from baton_serve.kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
 
 ReleaseReason = Literal["received", "cancelled", "expired", "lost", "failed", "closed"]
-"""Why a producer may free a ticket's blocks."""
+"""Why a producer may free the blocks of a ticket."""
 
 
 class Fault(StrEnum):
-    """Why a fetch failed. The driver turns it into an exception."""
+    """Why a fetch failed. The driver raises the matching exception (`fetching.ERROR_OF`)."""
 
     LOST = "lost"
     TIMEOUT = "timeout"
@@ -29,33 +29,40 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
+    """Time and retry limits of a session; times in seconds."""
+
     connect_timeout_s: float = 5.0
     answer_timeout_s: float = 10.0
     lease_s: float = 10.0
     lease_grace_s: float = 0.5
-    """A producer waits so much longer than the consumer counts on: their clocks may drift."""
+    """Seconds that a producer keeps blocks longer than the consumer expects, because their clocks may drift."""
     max_attempts: int = 4
+    """Fetches of one transfer, including the first."""
     max_mismatches: int = 2
+    """Checksum errors of one transfer after which its transport is demoted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send to the producer."""
+    """Send a message to the producer."""
 
     message: Fetch | Again | Release
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send to the consumer."""
+    """Send a message to the consumer."""
 
     message: Ready | Done | Fail
 
 
+# A long prompt has thousands of these: a Struct that the garbage collector ignores is cheaper than a dataclass.
 class BlockPlacement(msgspec.Struct, frozen=True, gc=False):
-    """Copy the producer's block `source` to block `destination` here, or a part: one of `parts` of each block.
+    """One block to copy: from number `source` of the producer's memory to number `destination` here. With `parts` above
+    1, both numbers count parts of blocks.
 
-    `index` counts the ticket's wanted blocks by the connection's parts, `position` the pieces of the `Blocks` message.
+    `index` is its first part among the ticket's wanted blocks, counted in the connection's parts. `position` is its
+    place in the `Blocks` message.
     """
 
     index: int
@@ -68,7 +75,7 @@ class BlockPlacement(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Answered once by `copied`, `damaged` or `abandoned` for each placement."""
+    """Copy these blocks. The driver answers once for each placement, with `copied`, `damaged` or `abandoned`."""
 
     attempt: int
     placements: Sequence[BlockPlacement]
@@ -76,14 +83,16 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """These blocks are here and verified."""
+    """Report to the caller that these blocks have arrived and are verified."""
 
     names: Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True)
 class Relink:
-    """Find a connection again and call `linked`. `demote`: never use this transport with this peer again."""
+    """Find a connection again and call `linked`. If `demote` is set, bar this transport between the two peers until a
+    probe has proved it again.
+    """
 
     reason: str
     demote: str | None = None
@@ -91,18 +100,20 @@ class Relink:
 
 @dataclass(frozen=True, slots=True)
 class StopCopies:
-    """Skip copies that have not begun."""
+    """Skip the copies that have not begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Succeed:
+    """End the fetch successfully. `finished_at` is a time of the producer's clock."""
+
     payload: bytes
     finished_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """The fetch is over with an error; no copy runs any more."""
+    """End the fetch with an error. No copy runs any more."""
 
     fault: Fault
     reason: str
@@ -113,8 +124,10 @@ ConsumerStep = Ask | Copy | Arrived | Relink | StopCopies | Succeed | Give
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Announce (and push, where the transport pushes) these blocks, or of `parts` of a block each: (index among the
-    wanted, block here)."""
+    """Announce these blocks, and send them if the transport pushes: (index among the wanted, number in this memory).
+
+    With `parts` above 1, both numbers count parts of blocks.
+    """
 
     attempt: int
     blocks: Sequence[tuple[int, int]]
@@ -123,11 +136,13 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Forget what is queued for this ticket; call `quiet` when nothing reads its blocks any more."""
+    """Drop what is queued for this ticket, and call `quiet` once nothing reads its blocks any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
+    """The blocks of the ticket may be freed."""
+
     reason: ReleaseReason
 
 

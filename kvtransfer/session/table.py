@@ -1,6 +1,7 @@
-"""States and transitions of both ends of a transfer. The drawing in docs/reference/protocol.md is generated from here.
+"""States and transitions of both ends of a transfer. docs/reference/protocol.md has a drawing, generated from this
+module.
 
-A trigger that a state does not list is late or repeated and changes nothing.
+A trigger that a state does not list comes late or twice, and changes nothing.
 """
 
 from collections.abc import Mapping
@@ -8,20 +9,26 @@ from enum import StrEnum
 
 
 class ConsumerState(StrEnum):
+    """States of a fetch. Every state but ENDED is left in bounded time."""
+
     LINKING = "linking"
-    """No connection yet, or copies of an earlier attempt still run. Ends with `connect_timeout_s`."""
+    """A connection is not ready yet, or copies of an earlier attempt still run. It ends after `connect_timeout_s`."""
     REQUESTED = "requested"
-    """Fetch sent, not acknowledged. Ends with `answer_timeout_s`."""
+    """The fetch was sent and is not acknowledged yet. It ends after `answer_timeout_s`."""
     STREAMING = "streaming"
-    """Blocks arrive as they are computed. Ends with the ticket's deadline."""
+    """Blocks arrive as they are computed. It ends at the ticket's deadline."""
     DRAINING = "draining"
-    """The producer is done; blocks are still on their way. Ends with the ticket's deadline."""
+    """The producer has finished, and some blocks are still on their way. It ends at the ticket's deadline."""
     SETTLING = "settling"
-    """Given up; copies into the destination still run. Ends when the last one returns: each is bounded."""
+    """The fetch was given up, and copies into its blocks still run. It ends with the last copy; each is bounded in
+    time.
+    """
     ENDED = "ended"
 
 
 class ConsumerTrigger(StrEnum):
+    """Events that change the state of a fetch."""
+
     LINKED = "linked"
     ACCEPTED = "accepted"
     DONE = "done"
@@ -32,28 +39,34 @@ class ConsumerTrigger(StrEnum):
 
 
 class ProducerState(StrEnum):
+    """States of a served ticket. Those before DRAINING end after a bounded time; DRAINING ends when no frame and no
+    checksum reads the blocks any more.
+    """
+
     PARKED = "parked"
-    """A fetch came before the ticket was opened here. Ends with `answer_timeout_s`, or the fetch's own
-    deadline."""
+    """A fetch came before the ticket was opened here. It ends after `answer_timeout_s`, or at the fetch's own deadline.
+    """
     OPEN = "open"
-    """Opened, nobody has fetched yet. Ends with the ticket's deadline."""
+    """The ticket was opened, and no fetch has come yet. It ends at the ticket's deadline."""
     STREAMING = "streaming"
-    """A consumer is attached. Ends when its lease or the ticket's deadline does."""
+    """A consumer is attached. It ends with the consumer's lease or at the ticket's deadline."""
     ORPHANED = "orphaned"
-    """The connection broke, the consumer may come back. Ends with its lease."""
+    """The connection broke, and the consumer may come back. It ends with the lease."""
     ENDING = "ending"
-    """Given up here; the consumer may still copy. Ends with its lease."""
+    """The ticket was given up here, and the consumer may still copy. It ends with the lease."""
     DRAINING = "draining"
-    """Nobody wants the blocks any more; frames made of them may still lie in the transport."""
+    """The blocks are not needed any more, but the transport may still read frames that point into them."""
     ENDED = "ended"
     """The blocks may be freed. A tombstone answers late messages."""
 
 
 class ProducerTrigger(StrEnum):
+    """Events that change the state of a served ticket."""
+
     OPENED = "opened"
     FETCHED = "fetched"
     LET_GO = "let go"
-    """The consumer released, died, or its lease ran out."""
+    """The consumer released the ticket or died, or its lease ran out."""
     LINK_LOST = "link lost"
     GIVE_UP = "give up"
     QUIET = "quiet"

@@ -1,6 +1,6 @@
-"""Checksums of blocks that lie in host memory, found once for as long as a place holds the same bytes.
+"""Checksums of blocks in host memory, computed once for as long as a place holds the same bytes.
 
-A prefix that many instances fetch is then hashed by each of them while it is copied, and by its producer once.
+If many instances fetch the same prefix, the producer hashes it once. Each consumer hashes it while it copies.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,20 @@ from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 
 class ChecksumCache:
-    """Of one node, for all its links; used from several threads. A sum found twice is the same."""
+    """The checksums of one node, for all its connections. Several threads use it without a lock: two threads that
+    compute a checksum at once get the same value.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], tuple[int, int]] = {}
-        """By bytes of a block (or part of one) and its number: the version that was hashed, and its sum."""
+        """The version of the content that was hashed, and its checksum, by the size of the block or part and its
+        number.
+        """
 
     def of(self, memory: BlockMemory, blocks: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """xxh3_64 of each. Its owner keeps all of them as they are meanwhile."""
+        """Return the xxh3_64 of each block. The caller must keep the blocks unchanged meanwhile."""
         size = memory.block_bytes
+        # Without versions, new content in a place could not be noticed: compute every checksum.
         if not blocks or version_of(memory, blocks[0]) is None:
             return copy_hash().checksums(addresses, size)
         versions = [version_of(memory, block) for block in blocks]
@@ -34,7 +39,7 @@ class ChecksumCache:
         return [value for value in sums if value is not None]
 
     def knows(self, memory: BlockMemory, blocks: Sequence[int]) -> bool:
-        """`of` would read none of them."""
+        """Return whether `of` would compute none of these checksums."""
         return all(self._find(memory.block_bytes, block, version_of(memory, block)) is not None for block in blocks)
 
     def _find(self, size: int, block: int, version: int | None) -> int | None:

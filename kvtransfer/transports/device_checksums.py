@@ -1,9 +1,9 @@
-"""Checksums of blocks where they lie on a device: sums of words times odd weights.
+"""Checksums of blocks in memory of a device: sums of words times odd weights, computed on the device.
 
-The sums travel behind the blocks, so no host waits for them: a sender adds a `salt` that only the announcement names,
-and the receiver takes its own sums from what came. Where anything is stale, torn or zero, the salt is not what is left.
-A salt's lowest bit says what was summed: 0 all of the block, 1 a sample of words from all over it, which finds blocks
-that are stale, swapped or torn, and costs next to nothing.
+The sums travel behind the blocks, so that no host waits for them. The sender adds a `salt`, which only the announcement
+contains, and the receiver subtracts its own sums of the bytes that arrived. If anything is stale, torn or zero, the
+result is not the salt. The lowest bit of the salt states what was summed: 0 means the whole block; 1 means a sample of
+words from all parts of it, which finds stale, swapped or torn blocks and costs almost nothing.
 """
 
 import secrets
@@ -15,13 +15,13 @@ from torch import Tensor
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, index_of, is_run
 
 PRODUCT_BYTES = 32 << 20
-"""Memory for products, of neighbours that are summed up together."""
+"""Largest memory in bytes for the products of words and weights; more blocks are summed one group after the other."""
 SAMPLE_WORDS = 512
-"""At least so many words of 8 bytes of each block."""
+"""Smallest number of sampled words (8 bytes each) of a block."""
 
 
 def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> list[int]:
-    """Waits for the device, on this thread's own stream."""
+    """Return the sums of blocks. It waits for the device, on this thread's own stream."""
     if not chosen:
         return []
     blocks.check(chosen)
@@ -33,11 +33,12 @@ def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> lis
 
 
 def new_salt(*, sample: bool) -> int:
+    """Return a random salt whose lowest bit is `sample`."""
     return secrets.randbits(61) * 2 + sample
 
 
 def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> Tensor:
-    """int64 `[len(chosen)]` on the device, made on the current stream."""
+    """Return the sums of blocks, int64 `[len(chosen)]`, on the device. They are computed on the current stream."""
     words = blocks.tensor.view(torch.int64)
     if sample:
         some = words[:, :: max(words.shape[1] // SAMPLE_WORDS, 1)]
@@ -52,31 +53,36 @@ def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) ->
 
 
 def to_host(sums: Tensor) -> Tensor:
-    """There when the current stream has come so far."""
+    """Return a copy in pinned host memory. It is complete when the current stream has reached this point."""
     if sums.device.type == "cpu":
         return sums
     return torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def is_sample(checksum: int | None) -> bool:
+    """Return whether a checksum of a device's block covers a sample only."""
     return checksum is not None and checksum % 2 == 1
 
 
 _weights: dict[tuple[int, torch.device], Tensor] = {}
+"""Weights by their number and device; made once for a process."""
 
 
 def weights(count: int, device: torch.device) -> Tensor:
-    """int64 `[count]`: different odd numbers, of all bits. Made once for a process, and complete when returned."""
+    """Return different odd numbers that use all 64 bits, int64 `[count]`. They are complete on the device when
+    returned.
+    """
     made = _weights.get((count, device))
     if made is None:
         index = torch.arange(count, dtype=torch.int64)
+        # Odd factors have an inverse modulo 2**64, so a change of a single word always changes the sum.
         mixed = index * 2654435761 + 1442695040888963407
         made = _weights[count, device] = ((mixed ^ (mixed >> 29)) | 1).to(device)
     return made
 
 
 def _runs(chosen: Sequence[int], most: int) -> list[range]:
-    """Neighbours, at most `most` together."""
+    """Return runs of neighbouring blocks, of at most `most` blocks each."""
     runs: list[range] = []
     for block in chosen:
         if runs and runs[-1].stop == block and len(runs[-1]) < most:

@@ -1,7 +1,7 @@
-"""Copies between a device's blocks and host memory, on streams of their own so that both directions run at once.
+"""Copy blocks between a device and host memory, on streams of their own, so that both directions run at once.
 
-A stream belongs to a thread; every method waits for its own work alone. Host memory that both ends map is pinned
-where the device's runtime can pin what exists (CUDA); elsewhere copies go through torch's own pinned memory.
+A stream belongs to a thread, and every method waits for its own work only. Host memory that both processes map is
+pinned if the device's runtime can pin existing memory (CUDA). Otherwise copies go through pinned memory of torch.
 """
 
 import contextlib
@@ -21,12 +21,15 @@ from baton_serve.kvtransfer.memory import DeviceMemory, PartitionedMemory, addre
 logger = logging.getLogger(__name__)
 
 BOUNCE_BYTES = 16 << 20
+"""Size in bytes of a thread's pinned memory for copies of memory that cannot be pinned."""
 MAX_COPIES = 16
-"""More pieces than this are moved within a device by one kernel instead."""
+"""Largest number of separate copies within a device. One kernel moves the blocks if there are more."""
 
 
 class DeviceBlocks:
-    """Blocks of a device by index, with bounds checked. Used by several threads."""
+    """Gives access to the blocks of a device by number, and checks the bounds. Several threads use it, each on its own
+    stream.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -39,7 +42,7 @@ class DeviceBlocks:
         self._parts: dict[int, DeviceBlocks] = {}
 
     def in_parts(self, count: int) -> "DeviceBlocks":
-        """The same memory, each block as so many, with the same streams."""
+        """Return the same memory with each block divided into `count` parts; it shares the streams."""
         if count == 1:
             return self
         if count not in self._parts:
@@ -49,24 +52,25 @@ class DeviceBlocks:
         return self._parts[count]
 
     def total_bytes(self) -> int:
-        """Of the device's memory; on the CPU without bound."""
+        """Return the size of the device's memory in bytes; without a bound on the CPU."""
         if self._module is None:
             return sys.maxsize
         return int(self._module.get_device_properties(self.device).total_memory)
 
     def check(self, blocks: Sequence[int]) -> None:
+        """Raise `TransportUnavailable` if any of these blocks does not exist. The numbers may come from a peer."""
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise TransportUnavailable(f"blocks {min(blocks)} to {max(blocks)} are not all of {self.num_blocks}")
 
     def stream(self) -> Any:
-        """This thread's; None on the CPU."""
+        """Return this thread's stream, or None on the CPU."""
         made = getattr(self._local, "stream", None)
         if made is None:
             made = self._local.stream = self.new_stream()
         return made
 
     def new_stream(self) -> Any:
-        """Makes its device this thread's; None on the CPU."""
+        """Return a new stream and make its device the current one of this thread. Return None on the CPU."""
         if self._module is None:
             return None
         self._module.set_device(self.device)
@@ -74,7 +78,7 @@ class DeviceBlocks:
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any = None) -> Iterator[None]:
-        """What is inside runs on `stream`, or this thread's own."""
+        """Run the body of a `with` statement on `stream`, or on this thread's own stream."""
         with torch.inference_mode():
             if self._module is None:
                 yield
@@ -83,31 +87,33 @@ class DeviceBlocks:
                 yield
 
     def mark(self, stream: Any = None) -> Any:
-        """An event after all that the stream was given; None on the CPU."""
+        """Return an event after all work that the stream has been given; None on the CPU."""
         return None if self._module is None else (stream or self.stream()).record_event()
 
     def after_computing(self, blocks: Sequence[int], stream: Any = None) -> None:
-        """What the stream does next waits until the engine's work on these blocks is done."""
+        """Make later work of the stream wait until the engine has finished its work on these blocks. The host does not
+        wait.
+        """
         if self._module is not None:
             for event in self._memory.ready_after(blocks):
                 (stream or self.stream()).wait_event(event)
 
     def is_computed(self, blocks: Sequence[int]) -> bool:
-        """`wait_for_computing` would not wait."""
+        """Return whether `wait_for_computing` would return at once."""
         return all(event.query() for event in self._memory.ready_after(blocks))
 
     def wait_for_computing(self, blocks: Sequence[int]) -> None:
-        """The host waits until the engine's work on these blocks is done."""
+        """Wait until the engine's work on these blocks is done."""
         for event in self._memory.ready_after(blocks):
             event.synchronize()
 
     def wait(self) -> None:
-        """For all of this thread's work."""
+        """Wait for all work of this thread's stream."""
         if self._module is not None:
             self.stream().synchronize()
 
     def read(self, blocks: Sequence[int], host: "HostArea", places: Sequence[int]) -> None:
-        """Copy blocks, once they are computed, to places of the host area."""
+        """Copy blocks, once they are computed, to places of the host area, and wait for the copies."""
         self.check(blocks)
         with self.on_stream():
             self.after_computing(blocks)
@@ -116,6 +122,9 @@ class DeviceBlocks:
         self.wait()
 
     def write(self, host: "HostArea", places: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy places of the host area to blocks, once the engine does not use them any more, and wait
+        for the copies.
+        """
         self.check(blocks)
         with self.on_stream():
             self.after_computing(blocks)
@@ -124,11 +133,11 @@ class DeviceBlocks:
         self.wait()
 
     def gather(self, blocks: Sequence[int], target: Tensor) -> None:
-        """Blocks to consecutive rows of `target`, on the current stream."""
+        """Copy blocks to consecutive rows of `target`, on the current stream."""
         self._move(self.tensor, blocks, target, range(len(blocks)))
 
     def scatter(self, source: Tensor, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Rows of `source` to blocks, on the current stream."""
+        """Copy rows of `source` to blocks, on the current stream."""
         self._move(source, rows, self.tensor, blocks)
 
     def _move(self, source: Tensor, rows: Sequence[int], target: Tensor, places: Sequence[int]) -> None:
@@ -137,6 +146,7 @@ class DeviceBlocks:
             for row, place, count in runs:
                 target[place : place + count].copy_(source[row : row + count], non_blocking=True)
             return
+        # Words of 8 bytes: an index kernel that moves single bytes would be slower.
         source, target = source.view(torch.int64), target.view(torch.int64)
         if is_run(places):
             torch.index_select(source, 0, index_of(rows, self.device), out=target[places[0] : places[0] + len(places)])
@@ -149,11 +159,12 @@ class DeviceBlocks:
 
 
 class HostArea:
-    """Rows of `block_bytes` in host memory. What two processes map is pinned by `pin` where that can be done."""
+    """Host memory as rows of `block_bytes`. Memory that two processes map is pinned by `pin` if possible."""
 
     def __init__(self, view: memoryview, block_bytes: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self._view = view
-        address = (ctypes.c_uint8 * view.nbytes).from_address(address_of(view))  # torch wants it writable, we only read
+        # torch warns about read-only buffers, such as a mapped KV cache; this one is only read.
+        address = (ctypes.c_uint8 * view.nbytes).from_address(address_of(view))
         self.rows = torch.frombuffer(address, dtype=torch.uint8).view(-1, block_bytes)
         self._device = device
         self._is_pinned = is_pinned
@@ -161,25 +172,28 @@ class HostArea:
         self._local = threading.local()
 
     def pin(self) -> None:
-        """Until `close`. CUDA alone can pin memory that exists already; others take a detour."""
+        """Pin the memory until `close`. Only CUDA can pin memory that exists already; on other devices copies go
+        through pinned memory of torch.
+        """
         if self._device.type == "cuda":
             self._is_pinned = self._is_registered = self._register()
 
     def fill(self, place: int, source: Tensor, blocks: DeviceBlocks) -> None:
-        """Device to host, on the current stream."""
+        """Copy blocks from the device to rows, on the current stream."""
         self._copy(self._rows_for(source)[place : place + len(source)], source, blocks, to_host=True)
 
     def empty(self, place: int, target: Tensor, blocks: DeviceBlocks) -> None:
-        """Host to device, on the current stream."""
+        """Copy rows to blocks on the device, on the current stream."""
         self._copy(target, self._rows_for(target)[place : place + len(target)], blocks, to_host=False)
 
     def close(self) -> None:
+        """Unpin the memory. No copy may run."""
         if self._is_registered:
             self._is_registered = False
             _runtime().cudaHostUnregister(self.rows.data_ptr())
 
     def _rows_for(self, blocks: Tensor) -> Tensor:
-        """Of the size of these, which are blocks or parts of them."""
+        """Return the rows in the size of these blocks or parts."""
         return self.rows.view(-1, blocks.shape[1])
 
     def _copy(self, target: Tensor, source: Tensor, blocks: DeviceBlocks, *, to_host: bool) -> None:
@@ -201,7 +215,7 @@ class HostArea:
                 blocks.wait()
 
     def _bounce(self) -> Tensor:
-        """This thread's pinned memory: on XPU it is USM host memory."""
+        """Return this thread's pinned memory; on XPU it is USM host memory."""
         made: Tensor | None = getattr(self._local, "bounce", None)
         if made is None:
             made = self._local.bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -211,29 +225,33 @@ class HostArea:
         torch.cuda.set_device(self._device)
         status = _runtime().cudaHostRegister(self.rows.data_ptr(), self.rows.numel(), 0)
         if int(status) != 0:
-            logger.warning("shared memory could not be pinned (status %s): copies take a detour", int(status))
+            logger.warning(
+                "cudaHostRegister cannot pin shared memory (status %s): KV blocks are copied twice", int(status)
+            )
         return int(status) == 0
 
 
 def _runtime() -> Any:
-    runtime: Any = torch.cuda.cudart  # carries no types
+    runtime: Any = torch.cuda.cudart  # torch has no type annotation for it
     return runtime()
 
 
 def is_run(places: Sequence[int]) -> bool:
-    """Are they neighbours, in their order?"""
+    """Return whether these places are consecutive and in order."""
     return all(place == places[0] + i for i, place in enumerate(places))
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Tensor:
-    """int64 on the device, for kernels of the current stream; the host does not wait."""
+    """Return an index tensor, int64, for kernels of the current stream. The host does not wait for its copy."""
     if device.type == "cpu":
         return torch.tensor(places)
     return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbours on both sides are copied at once: (first, second, count)."""
+    """Return (first, second, count) for each run of places that are consecutive on both sides; one call copies each
+    run.
+    """
     runs: list[tuple[int, int, int]] = []
     for a, b in zip(first, second, strict=True):
         if runs and (a, b) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):

@@ -1,4 +1,4 @@
-"""Copies between host addresses, verified while the bytes are still in the cache."""
+"""Copy blocks between host addresses, and verify their checksums while the bytes are still in the CPU cache."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,13 @@ from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.port import AttachRequest, ParcelContent, Prepared
 
 TAPER = 4
-"""The first and the last parcels of a prompt are so much smaller than others: one end waits for them."""
+"""The first and last parcels of a prompt are this many times smaller than the others, because one end waits while they
+are prepared or copied.
+"""
 
 
 class HostBlocks:
-    """Blocks of a buffer by index, with bounds checked."""
+    """Gives access to the blocks of a buffer by number, and checks the bounds. The numbers may come from a peer."""
 
     def __init__(self, view: memoryview, num_blocks: int, block_bytes: int) -> None:
         if view.nbytes < num_blocks * block_bytes:
@@ -29,7 +31,7 @@ class HostBlocks:
         self._parts: dict[int, HostBlocks] = {}
 
     def in_parts(self, count: int) -> "HostBlocks":
-        """The same bytes, each block as so many."""
+        """Return the same bytes with each block divided into `count` parts."""
         if count == 1:
             return self
         if count not in self._parts:
@@ -37,21 +39,26 @@ class HostBlocks:
         return self._parts[count]
 
     def address(self, block: int) -> int:
+        """Return the address of a block. Raises `TransportUnavailable` if its number is out of range."""
         if not 0 <= block < self.num_blocks:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
         return self._address + block * self.block_bytes
 
     def view(self, block: int, count: int = 1) -> memoryview:
-        """`count` neighbours, from `block` on."""
+        """Return a view of `count` neighbouring blocks, from `block` on. Raises `TransportUnavailable` if they do not
+        exist.
+        """
         if not 0 <= block <= self.num_blocks - count:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
         return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
+        """Return the xxh3_64 of a block."""
         return copy_hash().checksums([self.address(block)], self.block_bytes)[0]
 
 
 def host_blocks(memory: BlockMemory) -> HostBlocks:
+    """Return the blocks of a memory. Raises `TransportUnavailable` if the host cannot address them."""
     view = memory.host_view
     if view is None:
         raise TransportUnavailable("this memory is not addressable by the host")
@@ -59,28 +66,29 @@ def host_blocks(memory: BlockMemory) -> HostBlocks:
 
 
 class HostSender:
-    """What outlets of blocks in host memory share: they are read where they lie."""
+    """Base of senders of blocks in host memory, which are read where they lie, without staging."""
 
     stages = False
     taper_bytes: int | None
     window_bytes: int | None = None
 
     def __init__(
-        self, offer: Offer, wish: AttachRequest, settings: TransferSettings, *, has_window: bool = False
+        self, offer: Offer, request: AttachRequest, settings: TransferSettings, *, has_window: bool = False
     ) -> None:
         self.offer = offer
         self.batch_bytes = settings.batch_bytes
         self.taper_bytes = max(settings.batch_bytes // TAPER, 1)
         if has_window:
             self.window_bytes = settings.window_bytes
+            # With at least two parcels in a window, one is sent while credit for the other one is on its way.
             self.batch_bytes = max(min(settings.batch_bytes, settings.window_bytes // 2), 1)
             self.taper_bytes = None
-        self.blocks = host_blocks(wish.memory)
-        self._memory = wish.memory
-        self._sums = wish.sums
+        self.blocks = host_blocks(request.memory)
+        self._memory = request.memory
+        self._sums = request.sums
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Also where nothing is to be read."""
+        """Return True also if all checksums are known already, because `prepare` then reads no bytes."""
         return is_little or self._sums.knows(parts_of(self._memory, chosen.parts), chosen.to_sum())
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
@@ -98,17 +106,19 @@ class HostSender:
 
 
 def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
-    """For each: False when what was copied does not match the checksum. Checked ones go first, in one call. All are
-    blocks, or parts of one size."""
+    """Copy blocks, or parts of one size, and return for each whether it matches its checksum; a block without one
+    always does.
+    """
     source = source.in_parts(placements[0].parts)
     return copy_from([source.address(placement.source) for placement in placements], target, placements)
 
 
 def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
-    """As `copy_blocks`, from addresses: one for each placement."""
+    """Copy as `copy_blocks` does, from one address for each placement."""
     target = target.in_parts(placements[0].parts)
     size, sums = target.block_bytes, dict[int, int]()
     ends = [target.address(placement.destination) for placement in placements]
+    # Two calls, one that hashes and one that only copies: each gives up the GIL once for all its blocks.
     checked = [place for place, placement in enumerate(placements) if placement.checksum is not None]
     if checked:
         found = copy_hash().copy([ends[place] for place in checked], [starts[place] for place in checked], size)
@@ -119,7 +129,9 @@ def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[Bl
 
 
 class BlockIntake:
-    """A block that comes in frames: each is placed and hashed while it is still in the cache."""
+    """One block in host memory that arrives in frames. Each frame is copied and hashed while it is still in the CPU
+    cache.
+    """
 
     def __init__(self, target: HostBlocks, destination: int, checksum: int | None) -> None:
         self._end = target.address(destination)
@@ -132,6 +144,7 @@ class BlockIntake:
         start, size = address_of(frame), len(frame)
         if self._taken + size > len(self._landed):
             raise TransportUnavailable(f"more bytes came than a block of {len(self._landed)} has")
+        # Copy and hash in chunks that fit the cache; without a checksum one copy is enough.
         chunk = size if self._digest is None else CHUNK_BYTES
         for inner in range(0, size, chunk):
             step = min(chunk, size - inner)

@@ -1,4 +1,6 @@
-"""`memory`: both nodes live in one process and share an `InProcess`. Reference for the others, and test double."""
+"""The transport `memory`: both nodes live in one process and share an `InProcess`. It is the reference for other
+transports, and the test double.
+"""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -24,21 +26,21 @@ from baton_serve.kvtransfer.transports.port import (
 
 
 class InProcess:
-    """The memories of the nodes of one process. Give the same object to each of them."""
+    """The memories of all nodes of one process. Give the same object to each node."""
 
     def __init__(self) -> None:
         self.memories: dict[tuple[InstanceId, Generation], BlockMemory] = {}
 
 
 class AnnounceOnly(HostSender):
-    """An outlet for transports whose consumer takes the bytes itself."""
+    """Announces blocks without sending bytes: the consumer copies them out of this node's memory."""
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
 
 
 class HostReceiver:
-    """Copies out of a producer's memory that this process can address."""
+    """Copies blocks out of a producer's memory that this process can address."""
 
     stream = None
 
@@ -51,6 +53,7 @@ class HostReceiver:
         return self.receive_all([placement])[0]
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
+        """Copy several blocks by one call. Implements `kvtransfer.consumer.copying.ReceivesAll`."""
         source = self._source
         if source is None:
             raise TransportUnavailable("the connection was closed")
@@ -64,13 +67,17 @@ class HostReceiver:
 
 
 def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Receiver:
-    """For a consumer whose layout differs. Loads torch."""
+    """Return a receiver for a consumer whose layout differs. It imports torch."""
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
     receiver: Receiver = module.MappedReceiver(source, converter, is_ring=is_ring)
     return receiver
 
 
 class MemoryTransport:
+    """Lets the consumer copy directly out of the producer's memory. `start` registers the node's memory
+    in `InProcess`.
+    """
+
     name = "memory"
     pulls = True
     buffers = False
@@ -90,14 +97,15 @@ class MemoryTransport:
     def serves(self, hello: Hello) -> bool:
         return (hello.instance, hello.generation) in self._shared.memories
 
-    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> AnnounceOnly:
-        return AnnounceOnly(Offer(self.name), wish, self._settings)
+    async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> AnnounceOnly:
+        return AnnounceOnly(Offer(self.name), request, self._settings)
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))
         if memory is None:
             raise TransportUnavailable("the producer is not in this process")
         whole = host_blocks(memory)
+        # Take the producer's blocks in the size in which they travel: the layouts may differ.
         source = HostBlocks(whole.view(0, whole.num_blocks), welcome.num_blocks, target.block_bytes)
         if target.converter is not None:
             return converting(source, target.converter)

@@ -1,8 +1,10 @@
-"""What a transport must do. Sessions, credits, checksums' bookkeeping and liveness are not its business.
+"""The port of a transport: what it must provide. Sessions, credits, the bookkeeping of checksums, and liveness are done
+by its callers.
 
-A consumer attaches: the producer makes an `Sender` for it, which announces blocks once their bytes can be had, and the
-consumer an `Receiver`, which places them. A transport that `pulls` has the consumer's copies read the producer's
-memory, so the producer holds blocks for the lease.
+A consumer attaches to a transport: the producer creates a `Sender` for it, which announces blocks once their bytes are
+available, and the consumer creates a `Receiver`, which places them. If a transport `pulls`, the consumer's copies read
+the producer's memory, so the producer keeps blocks until the lease ends. The package's docstring lists the steps of
+adding a transport.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +20,15 @@ from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 
 Buffer = bytes | memoryview
 Announce = Callable[[Sequence[Sequence[Buffer]]], None]
-"""Sends the `Blocks` message, and the blocks' bytes if they travel with it: the first group of frames right behind it,
-the others behind a `Bytes` message each. Called on the event loop, once per `send`."""
+"""Sends the `Blocks` message and, if the bytes travel with it, the bytes: the first group of frames behind it, and each
+other group behind a `Bytes` message. Called on the event loop, once for each `send`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
+    """The node that a transport belongs to: its identity, the memory of its blocks, and its host."""
+
     instance: InstanceId
     generation: Generation
     memory: BlockMemory
@@ -32,136 +37,158 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    """A consumer that attaches: who it is, and the dialects it knows."""
+    """A consumer that attaches: its identity, its dialects best first, and this node's blocks."""
 
     hello: Hello
     epoch: int
     dialects: Sequence[str]
     memory: BlockMemory
-    """Where the blocks lie."""
+    """Memory of this node's blocks."""
     layout: KVLayout
+    """Layout of this node's blocks."""
     wire: KVLayout
-    """As they travel to this consumer."""
+    """Layout in which blocks travel to this consumer."""
     sums: ChecksumCache
-    """Of this node's blocks."""
+    """Checksums of this node's blocks in host memory."""
 
 
 class Converter(Protocol):
-    """Where the consumer's layout differs: `kvtransfer.conversion.receivers.Converter`."""
+    """Places blocks of a producer whose layout differs. Implemented by
+    `kvtransfer.conversion.receivers.LayoutConverter`.
+    """
 
     @property
     def wire(self) -> KVLayout:
-        """Of the blocks that arrive."""
+        """Return the layout of the blocks that arrive."""
         ...
 
     @property
-    def waits(self) -> bool: ...
-    def place(self, destination: int, block: memoryview) -> None: ...
+    def waits(self) -> bool:
+        """Return whether `place` waits for a device."""
+        ...
+
+    def place(self, destination: int, block: memoryview) -> None:
+        """Convert one whole, verified block and write it to its destination."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveTarget:
-    """Where a consumer wants blocks: in `memory`, or through `converter`."""
+    """The destination of a consumer's blocks: `memory`, or `converter` if the layouts differ."""
 
     memory: BlockMemory
     converter: Converter | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Of a whole block that arrives."""
+        """Return the bytes of a whole block as it arrives."""
         return self.memory.block_bytes if self.converter is None else self.converter.wire.block_bytes
 
 
 class Intake(Protocol):
-    """One block on its way in."""
+    """One block whose bytes arrive piece by piece."""
 
     def take(self, frame: Buffer) -> None:
-        """Place the block's next bytes."""
+        """Place the next bytes of the block."""
         ...
 
     def is_right(self) -> bool:
-        """After the last frame: do the bytes match the checksum?"""
+        """Return whether the bytes match the checksum. Call it after the last frame."""
         ...
 
 
 class IncomingParcel(Protocol):
-    """One announced parcel on its way through a `Stream`. Called by one thread at a time, except `abandon`."""
+    """One announced parcel on its way through a `Stream`. Only one thread at a time may call it, except
+    for `abandon`.
+    """
 
     @property
     def parts(self) -> int:
-        """Its pieces are each one of so many of a block."""
+        """Return the number of parts of each block that the parcel's pieces count in; 1 for whole blocks."""
         ...
 
     @property
     def placements(self) -> Sequence[BlockPlacement]:
-        """Of the parcel's blocks, those that are still wanted."""
+        """Return the placements of this parcel's blocks that are still wanted."""
         ...
 
     def take(self, frame: Buffer) -> None:
-        """The parcel's next bytes: placed, verified, or skipped where nobody wants them."""
+        """Take the next bytes of the parcel: they are placed and verified, or skipped if nothing wants them."""
         ...
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
-        """Instead of `take`: the transport has placed this block itself."""
+        """Report a block that the transport has placed itself, instead of calling `take`."""
         ...
 
     def end(self) -> None:
-        """All of the parcel is out of the pair."""
+        """Report that the whole parcel has been read from the channel."""
         ...
 
     def abandon(self, reason: str) -> None:
-        """The rest of it will never come. Nothing writes into its places any more."""
+        """Report that the rest of the parcel will never come and that nothing writes to its blocks any more."""
         ...
 
 
 class Stream(Protocol):
-    """Bytes that come in the order of their announcements, whichever transfer they are for."""
+    """A channel whose bytes arrive in the order of their announcements, whichever transfer they belong to."""
 
-    def expect(self, pieces: Sequence[Piece], landing: IncomingParcel) -> None:
-        """Called on the event loop, in the order of the announcements. Never blocks; answers through `landing`."""
+    def expect(self, pieces: Sequence[Piece], parcel: IncomingParcel) -> None:
+        """Queue the next parcel. Called on the event loop in the order of the announcements; it must not block, and
+        reports through `parcel`.
+        """
         ...
 
 
 class Receiver(Protocol):
+    """The consumer's end of an attached transport."""
+
     @property
     def stream(self) -> Stream | None:
-        """Where a transport has one, `receive` is not called."""
+        """Return the channel of the transport, or None. With a channel, `receive` is not called."""
         ...
 
     @property
     def stages(self) -> bool:
-        """The producer staged the bytes: it must hear when a parcel is read no more. `receive` waits for a device."""
+        """Return whether the producer has to learn when a parcel is not read any more, because its bytes are staged
+        there. It is also True if `receive` waits for a device, so that it never runs on the event loop.
+        """
         ...
 
     def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
-        """Place one block; may run in any thread, several at once. False: the bytes do not match the checksum.
+        """Place one block, whose own frames of the message are `frames`. Return False if the bytes do not match the
+        checksum.
 
-        `frames` are the block's own frames of the message. Raises `TransportUnavailable` when it cannot serve.
+        It may run in any thread, and in several at once. Raises `TransportUnavailable` if the transport broke.
         """
         ...
 
     def intake(self, placement: BlockPlacement) -> Intake:
-        """As `receive`, for a block that comes piecemeal. Only transports with `buffers` need it."""
+        """Return the intake of one block that arrives piece by piece. Only transports with `buffers` need it."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the resources of this end. Copies that run already may still end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParcelContent:
-    """What a parcel will carry: blocks, or one of `parts` of each, and which of them carry a checksum."""
+    """The blocks of a parcel that is to be prepared, or one of `parts` of each, and whether each needs a checksum."""
 
     blocks: Sequence[int]
     checked: Sequence[bool]
     parts: int = 1
 
     def to_sum(self) -> list[int]:
+        """Return the blocks that need a checksum."""
         return [block for block, is_checked in zip(self.blocks, self.checked, strict=True) if is_checked]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What can be sent: where the consumer finds each block or part, its checksum, and its bytes if they are staged."""
+    """A parcel that can be sent: for each piece its place for the consumer and its checksum, and the bytes if they are
+    staged.
+    """
 
     sources: Sequence[int]
     checksums: Sequence[int | None]
@@ -170,88 +197,120 @@ class Prepared:
 
 
 class Sender(Protocol):
+    """The producer's end of an attached transport, for one consumer."""
+
     @property
     def offer(self) -> Offer:
-        """What the consumer needs to attach."""
+        """Return the data that the consumer needs to attach."""
         ...
 
     @property
     def batch_bytes(self) -> int:
-        """So much is announced by one message."""
+        """Return the largest number of bytes that one message announces."""
         ...
 
     @property
     def taper_bytes(self) -> int | None:
-        """The first and the last messages announce as little as this; None: no less than others."""
+        """Return the size in bytes of the first and last parcels of a prompt, or None if they are as large as the
+        others.
+        """
         ...
 
     @property
     def window_bytes(self) -> int | None:
-        """So much may be on its way; None: nothing waits in queues."""
+        """Return the largest number of bytes in flight, or None if the transport queues nothing."""
         ...
 
     @property
     def stages(self) -> bool:
-        """What `prepare` staged stays until `taken`, in places for whole blocks."""
+        """Return whether `prepare` stages bytes, in places for whole blocks, which stay in use until `taken`."""
         ...
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """`prepare` waits for no device, and is quicker than waking a thread. `is_little`: by the number of bytes."""
+        """Return whether `prepare` waits for no device and takes less time than waking a thread. `is_little` is True if
+        the parcel has few bytes.
+        """
         ...
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """In a worker thread, or on the loop if that is quicker. Raises `TransportUnavailable`."""
+        """Stage the bytes and compute checksums. It runs in a worker thread, or on the event loop after `is_quick`.
+        Raises `TransportUnavailable`.
+        """
         ...
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """On the loop: make the blocks' bytes available to the consumer, then call `announce`."""
+        """Make the bytes available to the consumer, and call `announce`. Called on the event loop."""
         ...
 
     def taken(self, prepared: Prepared) -> None:
-        """The consumer reads nothing of this parcel any more."""
+        """Free the staged bytes of a parcel: the consumer does not read them any more."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the resources of this end, after the consumer has detached or its connection was lost."""
+        ...
 
 
 class Transport(Protocol):
+    """One way of moving blocks between two nodes, as one node sees it. The node starts it once and closes it at its
+    end.
+    """
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the name by which settings, messages and metrics refer to it."""
+        ...
+
     @property
-    def pulls(self) -> bool: ...
+    def pulls(self) -> bool:
+        """Return whether the consumer's copies read the producer's memory."""
+        ...
 
     @property
     def buffers(self) -> bool:
-        """Bytes come in messages of the control connection."""
+        """Return whether the bytes of blocks are sent to the consumer, usually in messages of the control connection,
+        instead of being copied out of memory that the producer shows.
+        """
         ...
 
     @property
     def streams(self) -> bool:
-        """Bytes come over a channel of the pair's own, in the order of the announcements, through `Receiver.stream`."""
+        """Return whether the bytes come over a channel of the pair's own, in the order of the announcements, through
+        `Receiver.stream`.
+        """
         ...
 
     @property
     def narrows(self) -> bool:
-        """It sends blocks in the consumer's dtype where that is smaller."""
+        """Return whether it can send blocks in the consumer's dtype if that is smaller."""
         ...
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Prepare this end, for example by opening a listener. A transport that cannot be used serves nobody; it does
+        not raise.
+        """
+        ...
 
     @property
     def dialects(self) -> Sequence[str]:
-        """Ways of this transport that both ends must agree on, best first; most have none."""
+        """Return the variants of this transport, best first. Both ends must use the same; most transports have none."""
         ...
 
     def serves(self, hello: Hello) -> bool:
-        """Could this consumer be served this way?"""
+        """Return whether this consumer could use the transport."""
         ...
 
-    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
-        """For one connection. Raises `TransportUnavailable`. `on_failed`: it broke later; call it on the loop, once."""
+    async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
+        """Create the producer's end for one connection. Raises `TransportUnavailable`.
+
+        If it breaks later, it must call `on_failed` with the reason, on the event loop and only once.
+        """
         ...
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
-        """Raises `TransportUnavailable` with the reason."""
+        """Create the consumer's end from the producer's offer. Raises `TransportUnavailable` with the reason."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free everything that the transport holds. Called once, after all receivers and senders were closed."""
+        ...

@@ -1,7 +1,8 @@
-"""Blocks of a device over shared memory: device → pinned host → device, parcel by parcel, both copies at once.
+"""Blocks of a device over shared memory: device to pinned host memory to device, one parcel after the other, with both
+copies running at once.
 
-The producer copies blocks into slots of a ring that both processes map; the consumer copies them out and says so, and
-the slot is free again. A ring belongs to one connection and ends with it. Its memfd has no name.
+The producer copies blocks into slots of a ring that both processes map. The consumer copies them out and reports it,
+and the slots are free again. A ring belongs to one connection and ends with it. Its memfd has no name.
 """
 
 import mmap
@@ -21,11 +22,13 @@ from baton_serve.kvtransfer.transports.hostcopy import HostBlocks
 from baton_serve.kvtransfer.transports.port import Announce, Buffer, Intake, ParcelContent, Prepared
 
 BATCHES = 16
-"""At least so many parcels fill a ring: copies in and out then overlap."""
+"""Smallest number of parcels that fill a ring, so that copies in and copies out overlap."""
 
 
 class Ring:
-    """`num_slots` blocks in a memfd, pinned for the device. `close` frees it once nothing is being staged."""
+    """Slots for `num_slots` blocks in a memfd that is pinned for the device. `RingSender` owns it; `close` frees it
+    when no block is being staged.
+    """
 
     def __init__(self, memory: DeviceMemory, ring_bytes: int) -> None:
         self.device_blocks = DeviceBlocks(memory)
@@ -34,7 +37,8 @@ class Ring:
         size = self.num_slots * self.block_bytes
         self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, size)  # a host without room says so now, not by SIGBUS when it is used
+            # Allocate now: a host without enough memory reports it here, and not as SIGBUS on first use.
+            os.posix_fallocate(self.fd, 0, size)
         except OSError:
             os.close(self.fd)
             raise
@@ -48,8 +52,11 @@ class Ring:
         self._is_closed = False
 
     def stage(self, blocks: Sequence[int], parts: int = 1) -> list[int]:
-        """Places that hold these blocks now, or these parts, of which a slot has so many. The caller's window leaves
-        room for them."""
+        """Copy blocks or parts from the device into free slots, and return their places. A slot holds `parts` parts of
+        one block.
+
+        The window of the caller leaves room for them. Raises `TransportUnavailable` if the ring is full or closed.
+        """
         needed = -(-len(blocks) // parts)
         with self._lock:
             if self._is_closed or len(self._free) < needed:
@@ -63,21 +70,24 @@ class Ring:
         finally:
             with self._lock:
                 self._num_staging -= 1
-                is_last = self._is_closed and not self._num_staging
+                # `close` came while this thread was copying: it left the pinned memory for the last thread to free.
+            is_last = self._is_closed and not self._num_staging
             if is_last:
                 self._area.close()
         return places
 
     def give_back(self, places: Sequence[int], parts: int = 1) -> None:
-        """All that `stage` has returned."""
+        """Free the slots of all places that one call of `stage` returned."""
         with self._lock:
             self._free.extend(places if parts == 1 else sorted({place // parts for place in places}))
 
     def view_of(self, place: int, parts: int) -> memoryview:
+        """Return the bytes of a place."""
         size = self.block_bytes // parts
         return self.view[place * size : (place + 1) * size]
 
     def close(self) -> None:
+        """Close the memfd, and unpin the memory once nothing is being staged."""
         with self._lock:
             if self._is_closed:
                 return
@@ -89,6 +99,8 @@ class Ring:
 
 
 class RingSender:
+    """Stages blocks in the ring and announces their places."""
+
     stages = True
 
     def __init__(self, offer: Offer, ring: Ring, settings: TransferSettings, *, on_close: Callable[[], object]) -> None:
@@ -122,7 +134,7 @@ class RingSender:
 
 
 class DeviceReceiver:
-    """Copies from mapped host memory of the producer, a ring or its whole cache, to blocks of a device."""
+    """Copies blocks to a device, from host memory that the producer has shared: a ring or its whole KV cache."""
 
     stream = None
 
@@ -141,7 +153,7 @@ class DeviceReceiver:
         return self.receive_all([placement])[0]
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
-        """`kvtransfer.consumer.copying.Gathers`: the host waits once."""
+        """Copy several blocks, and wait for the device once. Implements `kvtransfer.consumer.copying.ReceivesAll`."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("the connection was closed")

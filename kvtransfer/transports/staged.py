@@ -1,4 +1,6 @@
-"""`zeromq` for blocks of a device: staged in pinned memory on both sides, framed as any others."""
+"""The transport `zeromq` for blocks of a device: they are staged in pinned host memory at both ends, and travel as
+frames.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +19,9 @@ from baton_serve.kvtransfer.transports.zeromq import frame_step
 
 
 class StagedFrames:
-    """What was staged leaves as frames. `block_bytes` are those of a block as it travels."""
+    """Base of senders whose parcels are staged in host memory and leave as frames. `block_bytes` is the size of a block
+    as it travels.
+    """
 
     stages = False
 
@@ -30,11 +34,12 @@ class StagedFrames:
         self._inline_bytes = settings.inline_bytes
         self._block_bytes = block_bytes
 
+    # `prepare` copies from a device, or converts, so it always runs in a thread.
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
         return False
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """ZeroMQ keeps the staged bytes alive until it has sent them."""
+        """Announce a parcel and send its staged bytes. ZeroMQ keeps them alive until it has sent them."""
         (view,) = prepared.views
         size = self._block_bytes // prepared.parts
         step = frame_step(len(view), size, self._frame_bytes)
@@ -51,6 +56,8 @@ class StagedFrames:
 
 
 class StagedFrameSender(StagedFrames):
+    """Stages blocks of a device in pinned memory."""
+
     def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
         super().__init__(offer, settings, memory.block_bytes)
         self._blocks = DeviceBlocks(memory)
@@ -65,13 +72,16 @@ class StagedFrameSender(StagedFrames):
 
 
 def hashed(views: Sequence[Buffer], checked: Sequence[bool]) -> list[int | None]:
+    """Return the xxh3_64 of each view that is to be checked, and None for the others."""
     return [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
 
 
 class StagedFrameReceiver:
+    """Copies blocks to a device through pinned host memory."""
+
     stream = None
     stages = True
-    """Copies to the device wait for it: never on the loop."""
+    """Copies to a device wait for it, so they must not run on the event loop."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._blocks = DeviceBlocks(memory)
@@ -90,7 +100,7 @@ class StagedFrameReceiver:
 
 
 class StagedIntake:
-    """A block that is gathered in pinned memory, verified, and then copied to the device."""
+    """Collects one block in pinned memory, verifies it, and copies it to the device if it is right."""
 
     def __init__(self, blocks: DeviceBlocks, placement: BlockPlacement) -> None:
         view = pinned(blocks.block_bytes, blocks.device)
@@ -108,7 +118,9 @@ class StagedIntake:
 
 
 def pinned(size: int, device: torch.device) -> memoryview:
-    """Host memory from torch's cache of pinned pieces; it goes back there with the view."""
+    """Return `size` bytes of host memory, pinned unless `device` is the CPU. They come from torch's cache of pinned
+    memory and return to it with the view.
+    """
     tensor = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     array: Any = tensor.numpy()
     return memoryview(array)

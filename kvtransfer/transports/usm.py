@@ -1,9 +1,10 @@
-"""`usm`: the consumer maps the producer's KV memory and copies blocks straight out of it, one copy.
+"""The transport `usm`: the consumer maps the producer's KV memory and copies blocks directly out of it, one copy for
+each block.
 
-Blocks of a device pass through a ring instead (`ring`), which both ends pin. The producer hands out a memfd (of its
-cache: read-only) over a unix socket (SCM_RIGHTS) to whoever names the secret from its offer: no memory has a name in a
-file system that a `kill -9` could leave behind, and a descriptor cannot be guessed. Containers that share no network
-namespace set `run_dir` to a folder that both mount.
+Blocks of a device pass through a ring in shared memory instead (`ring`), which both ends pin. The producer hands a
+memfd (read-only for its KV cache) over a unix socket (SCM_RIGHTS) to each process that presents the secret of its
+offer. No memory has a name in a file system, so `kill -9` leaves nothing behind, and a descriptor cannot be guessed.
+Containers without a common network namespace set `run_dir` to a folder that both mount.
 """
 
 import asyncio
@@ -35,12 +36,15 @@ from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, Rec
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
+"""Length of the secret that a process must present to get a descriptor."""
 ANSWER_BYTES = 256
+"""Largest answer that comes with a descriptor."""
 TIMEOUT_S = 2.0
+"""Seconds that one end waits for the other while a descriptor is handed over."""
 
 
 class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What goes with the descriptor."""
+    """The message that comes with a descriptor: the size of the memory, and whether it is a ring."""
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**40)]
     block_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -49,7 +53,7 @@ class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """Memory that whoever knows its secret may map."""
+    """Memory that a process which knows its secret may map."""
 
     fd: int
     num_blocks: int
@@ -58,6 +62,8 @@ class ExportedMemory:
 
 
 class UsmTransport:
+    """Shares this node's memory with processes of this host, and maps theirs."""
+
     name = "usm"
     pulls = True
     buffers = False
@@ -73,12 +79,15 @@ class UsmTransport:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         unique = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
         self._path = Path(settings.run_dir, unique) if settings.run_dir else None
+        # An abstract socket needs no file, but only processes of the same network namespace can reach it.
         self._address = bytes(self._path) if self._path is not None else b"\0" + unique.encode()
         self._listener: socket.socket | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Memory that neither can be shared nor is a device's is not handed out; this node can still map its peers'."""
+        """Listen for processes that want this node's memory. Without memory that can be shared, only mapping the memory
+        of peers works.
+        """
         memory = self._facts.memory
         if memory.shared_fd is None and memory.host_view is not None:
             return
@@ -89,11 +98,14 @@ class UsmTransport:
             listener.listen(64)
             if memory.shared_fd is not None:
                 seal_size(memory.shared_fd)
+                # Opening it again gives a descriptor of its own mode: a peer can read the cache and never write it.
                 fd = os.open(f"/proc/self/fd/{memory.shared_fd}", os.O_RDONLY | os.O_CLOEXEC)
                 self._shown[self._secret] = ExportedMemory(fd, memory.num_blocks, memory.block_bytes, is_ring=False)
         except OSError as exc:
             listener.close()
-            logger.warning("shared memory is not offered: %s: %s", self._path or "socket", exc)
+            logger.warning(
+                "shared memory cannot be offered, usm stays unused: %s: %s", self._path or "abstract socket", exc
+            )
             return
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
@@ -101,11 +113,11 @@ class UsmTransport:
     def serves(self, hello: Hello) -> bool:
         return self._listener is not None and hello.host.boot_id == self._facts.host.boot_id
 
-    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
-        if wish.memory.host_view is not None:
-            return AnnounceOnly(Offer(self.name, self._address, self._secret), wish, self._settings)
+    async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
+        if request.memory.host_view is not None:
+            return AnnounceOnly(Offer(self.name, self._address, self._secret), request, self._settings)
         ring_module = importlib.import_module("baton_serve.kvtransfer.transports.ring")
-        ring = await asyncio.to_thread(ring_module.Ring, wish.memory, self._settings.ring_bytes)
+        ring = await asyncio.to_thread(ring_module.Ring, request.memory, self._settings.ring_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
         self._shown[secret] = ExportedMemory(ring.fd, ring.num_slots, ring.block_bytes, is_ring=True)
         offer = Offer(self.name, self._address, secret)
@@ -118,7 +130,7 @@ class UsmTransport:
             async with asyncio.timeout(TIMEOUT_S):
                 fd, answer = await _ask(offer)
         except (OSError, TimeoutError) as exc:
-            raise TransportUnavailable(f"the producer's memory cannot be had: {exc or 'timeout'}") from exc
+            raise TransportUnavailable(f"the producer's memory cannot be mapped: {exc or 'timeout'}") from exc
         try:
             return await asyncio.to_thread(_mapped, fd, answer, target)
         finally:
@@ -158,22 +170,26 @@ class UsmTransport:
                 while len(secret) < SECRET_BYTES and (more := await loop.sock_recv(connection, SECRET_BYTES)):
                     secret += more
             for known, shown in self._shown.items():
+                # The comparison takes the same time for every guess.
                 if secrets.compare_digest(secret, known):
                     answer = MappingAnswer(shown.num_blocks, shown.block_bytes, shown.is_ring)
                     socket.send_fds(connection, [msgspec.msgpack.encode(answer)], [shown.fd])
                     return
 
     def _refuse(self, uid: int) -> None:
-        """Logged once: who is refused may try again without end."""
+        """Log a refused user once: its processes may try again without end."""
         if uid not in self._refused:
             self._refused.add(uid)
-            logger.warning("shared memory is refused to processes of another user (uid %d)", uid)
+            logger.warning("shared memory was refused to a process of another user (uid %d)", uid)
 
 
 def _mapped(fd: int, answer: "MappingAnswer", target: ReceiveTarget) -> Receiver:
     size, memory, converter = answer.num_blocks * answer.block_bytes, target.memory, target.converter
+    # Reading behind the end of a mapped file would end this process with SIGBUS: check the size first.
     if answer.block_bytes % target.block_bytes or os.fstat(fd).st_size < size:
         raise TransportUnavailable(f"the producer's memory is not {answer.num_blocks} blocks of {target.block_bytes}")
+    # The cache is mapped read-only. A ring is mapped writable, because CUDA's `cudaHostRegister` cannot pin a read-only
+    # mapping by default.
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if answer.is_ring else 0)
     mapping = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection))
     source = HostBlocks(mapping, size // target.block_bytes, target.block_bytes)
@@ -193,21 +209,22 @@ async def _ask(offer: Offer) -> tuple[int, "MappingAnswer"]:
         connection.setblocking(False)
         await loop.sock_connect(connection, offer.address)
         if (uid := stranger(connection)) is not None:
-            raise OSError(f"a process of another user (uid {uid}) listens there")
+            raise OSError(f"a process of another user (uid {uid}) listens at the producer's address")
         await loop.sock_sendall(connection, offer.secret)
         await _readable(connection)
         answer, descriptors, _, _ = socket.recv_fds(connection, ANSWER_BYTES, 1)
     try:
         if len(descriptors) != 1:
-            raise OSError("the producer did not hand it out")
+            raise OSError("the producer did not send a descriptor")
         return descriptors[0], msgspec.msgpack.decode(answer, type=MappingAnswer)
     except (OSError, msgspec.MsgspecError):
         for descriptor in descriptors:
             os.close(descriptor)
-        raise OSError("the producer did not hand it out") from None
+        raise OSError("the producer did not send a descriptor") from None
 
 
 async def _readable(connection: socket.socket) -> None:
+    """Wait until a connection can be read: asyncio has no call for messages with descriptors."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_reader(connection.fileno(), _resolve, ready)

@@ -1,6 +1,7 @@
-"""`zeromq`: blocks follow their announcement as frames, read straight from the cache, placed straight into it.
+"""The transport `zeromq`: the bytes of blocks follow their announcement as ZeroMQ frames, read directly from the cache
+of the producer and placed directly in that of the consumer.
 
-A frame costs both ends' Python some 0.3 ms, so long prompts travel in frames of 8 MiB. Nothing is joined.
+Each frame costs some 0.3 ms of Python at both ends, so long prompts travel in frames of 8 MiB. Frames are never joined.
 """
 
 import importlib
@@ -26,24 +27,29 @@ from baton_serve.kvtransfer.transports.port import (
 )
 
 MIN_FRAME_BYTES = 1 << 20
-"""Smaller ones cost more messages than they save."""
+"""Smallest frame in bytes; smaller frames would cost more messages than they save time."""
 
 
 def frame_step(num_bytes: int, block_bytes: int, longest: int) -> int:
-    """Size of the frames of a parcel: half of a small one, which is placed while the other half comes, and of whole
-    blocks where it can be, which are placed by one call."""
+    """Return the size of a parcel's frames in bytes.
+
+    A small parcel is divided in two, so that one half is placed while the other one arrives. Frames contain whole
+    blocks if possible, because one call places them.
+    """
     step = longest if num_bytes >= longest else min(max(num_bytes // 2, MIN_FRAME_BYTES), longest)
     return step - step % block_bytes if step >= block_bytes else step
 
 
 class FrameSender(HostSender):
-    def __init__(self, offer: Offer, wish: AttachRequest, settings: TransferSettings) -> None:
-        super().__init__(offer, wish, settings, has_window=True)
+    """Sends blocks of host memory as frames without copying them."""
+
+    def __init__(self, offer: Offer, request: AttachRequest, settings: TransferSettings) -> None:
+        super().__init__(offer, request, settings, has_window=True)
         self._frame_bytes = settings.frame_bytes
         self._inline_bytes = settings.inline_bytes
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """Few bytes travel with their announcement, more of them a frame at a time behind it."""
+        """Send a few bytes together with their announcement, and more of them behind it, one frame at a time."""
         blocks = self.blocks.in_parts(prepared.parts)
         if len(pieces) * blocks.block_bytes <= self._inline_bytes:
             announce([[blocks.view(piece.source) for piece in pieces]])
@@ -51,7 +57,9 @@ class FrameSender(HostSender):
             announce([[], *([frame] for frame in self._frames(blocks, pieces))])
 
     def _frames(self, blocks: HostBlocks, pieces: Sequence[Piece]) -> Iterator[Buffer]:
-        """Neighbours in memory share frames: small blocks need not mean small frames."""
+        """Return the frames of a parcel. Blocks that are neighbours in memory share frames, so that small blocks need
+        not mean small frames.
+        """
         step = frame_step(len(pieces) * blocks.block_bytes, blocks.block_bytes, self._frame_bytes)
         first = 0
         for last, piece in enumerate(pieces):
@@ -63,6 +71,8 @@ class FrameSender(HostSender):
 
 
 class FrameReceiver:
+    """Places frames in host memory."""
+
     stream = None
     stages = False
 
@@ -76,7 +86,9 @@ class FrameReceiver:
         return intake.is_right()
 
     def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
-        """`kvtransfer.consumer.copying.TakesWhole`: one call, which gives Python's lock away once."""
+        """Implements `kvtransfer.consumer.copying.ReceivesWholeBlocks`: one call places all blocks, and gives up the
+        GIL only once.
+        """
         start = address_of(frame)
         return copy_from([start + offset for offset in offsets], self._target, placements)
 
@@ -88,6 +100,8 @@ class FrameReceiver:
 
 
 class ZeromqTransport:
+    """Carries blocks to any host that the control connection reaches."""
+
     name = "zeromq"
     pulls = False
     buffers = True
@@ -104,17 +118,17 @@ class ZeromqTransport:
     def serves(self, hello: Hello) -> bool:
         return True
 
-    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
-        settings = self._settings_for(wish.hello)
-        if wish.wire != wish.layout:
+    async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
+        settings = self._settings_for(request.hello)
+        if request.wire != request.layout:
             narrowing: Sender = _loaded("baton_serve.kvtransfer.conversion.senders").NarrowingSender(
-                Offer(self.name), wish.memory, settings, layout=wish.layout, wire=wish.wire
+                Offer(self.name), request.memory, settings, layout=request.layout, wire=request.wire
             )
             return narrowing
-        if wish.memory.host_view is not None:
-            return FrameSender(Offer(self.name), wish, settings)
+        if request.memory.host_view is not None:
+            return FrameSender(Offer(self.name), request, settings)
         staged = _loaded("baton_serve.kvtransfer.transports.staged")
-        sender: Sender = staged.StagedFrameSender(Offer(self.name), wish.memory, settings)
+        sender: Sender = staged.StagedFrameSender(Offer(self.name), request.memory, settings)
         return sender
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
@@ -132,11 +146,11 @@ class ZeromqTransport:
         return
 
     def _settings_for(self, hello: Hello) -> TransferSettings:
-        """With a window that keeps all connections busy."""
+        """Return the settings with a window that is large enough for all connections of a consumer."""
         num_connections = min(self._settings.zeromq_connections, hello.connections)
         return msgspec.structs.replace(self._settings, window_bytes=self._settings.window_bytes * num_connections)
 
 
 def _loaded(module: str) -> ModuleType:
-    """With torch: only for memory of a device, or where layouts differ."""
+    """Import a module that needs torch: only for memory of a device, or if layouts differ."""
     return importlib.import_module(module)

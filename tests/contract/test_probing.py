@@ -90,8 +90,8 @@ def test_a_demoted_transport_is_probed_and_used_again_when_it_proved_itself() ->
         ("abort", "crashed", "signal 6"),
         ("exit", "crashed", "status 3: the driver says goodbye"),
         ("corrupt", "wrong bytes", "other bytes arrived than were sent"),
-        ("mute", "deadline", "at the producer: it did not begin within"),
-        ("babble", "crashed", "at the producer: it said what cannot be understood"),
+        ("mute", "deadline", "at the producer: it did not start within"),
+        ("babble", "crashed", "at the producer: it sent an invalid answer"),
     ],
 )
 def test_what_fails_its_probe_is_not_used_and_nothing_is_left(fault: str, outcome: str, said: str) -> None:

@@ -1,1 +1,3 @@
-"""Two-rank groups of a collective library, device to device where the memory is a device's."""
+"""The transport `oneccl`: groups of two ranks of a collective library, which move blocks from device to device if they
+lie on devices.
+"""

@@ -1,4 +1,6 @@
-"""Which backends there are here, by what is installed, best first. Loads nothing that it does not need."""
+"""Find the backends that can be used here, by the installed libraries, best first. Libraries are not loaded unless
+needed.
+"""
 
 import importlib
 import importlib.util
@@ -9,10 +11,11 @@ from baton_serve.kvtransfer.transports.oneccl.library import LibraryBackend, fin
 from baton_serve.kvtransfer.transports.oneccl.pair import Backend
 
 LEGACY_BINDINGS = "oneccl_bindings_for_pytorch"
+"""Intel's older package that adds the backend `ccl` to torch."""
 
 
 def host_backends(library_folder: str = "") -> list[Backend]:
-    """For memory of the host: oneCCL's own library where it is installed, and gloo where torch is."""
+    """Return the backends for host memory: oneCCL's own library if it is installed, and gloo if torch is."""
     found: list[Backend] = []
     library = find_library(library_folder)
     if library is not None:
@@ -23,7 +26,9 @@ def host_backends(library_folder: str = "") -> list[Backend]:
 
 
 def device_backends(blocks: Any) -> list[Backend]:
-    """For `devicecopy.DeviceBlocks`, by dialect. What cannot be interrupted never receives into blocks."""
+    """Return the backends for a `devicecopy.DeviceBlocks`, one for each dialect. A library that cannot be interrupted
+    has only a `+staging` dialect: it never receives directly into blocks.
+    """
     kind = blocks.device.type
     name = "gloo" if kind == "cpu" else device_backend(kind)
     module = importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device_pair")
@@ -32,7 +37,7 @@ def device_backends(blocks: Any) -> list[Backend]:
 
 
 def device_backend(kind: str) -> str:
-    """The name of torch's backend for a device. Raises `TransportUnavailable`."""
+    """Return the name of torch's backend for a type of device. Raises `TransportUnavailable` if torch has none."""
     distributed: Any = importlib.import_module("torch.distributed")
     if kind == "cuda" and distributed.is_nccl_available():
         return "nccl"
@@ -46,7 +51,7 @@ def device_backend(kind: str) -> str:
 
 
 class LazyGloo:
-    """torch.distributed is imported when the first pair needs it."""
+    """The gloo backend. It imports torch.distributed only when the backend is loaded, since that takes long."""
 
     name = "gloo"
 

@@ -1,9 +1,9 @@
-"""Both ends of a pair whose blocks lie in memory of a device: nothing touches the host.
+"""The two ends of a pair whose blocks lie in memory of a device. No byte passes through the host.
 
-A parcel is one message. Each end for itself sends or receives it where its blocks lie when they are neighbours, else
-through memory of the pair. Several messages are under way at once, each on a lane: a stream, and memory if needed.
-Messages are received into blocks only if the library can be interrupted (NCCL). Others (`+staging`) may write whenever
-they like: they get memory of the pair, from where blocks are copied once the message is whole.
+A parcel is one message. Each end sends or receives it where its blocks lie if they are neighbours, otherwise through
+memory of the pair. Several messages are in flight at once, each on a lane: a stream, with memory if needed. A message
+is received directly into blocks only if the library can be interrupted (NCCL). Other libraries (`+staging`) may write
+at any later time, so they get memory of the pair, from which the blocks are copied when the message is complete.
 """
 
 import threading
@@ -26,14 +26,18 @@ from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
 from baton_serve.kvtransfer.transports.port import Announce, Buffer, IncomingParcel, Intake, ParcelContent, Prepared
 
 STAGED = "+staging"
-"""Of a dialect: what comes is received into memory of the pair."""
+"""Suffix of a dialect whose messages are received into memory of the pair."""
 
 
 DEVICE_SHARE = 512
-"""A message is no more of the device's memory than this part: where blocks are scattered, each lane takes as much."""
+"""A message has at most this fraction (1 / DEVICE_SHARE) of the device's memory. If blocks are scattered, each lane
+allocates as much.
+"""
 
 
 class DeviceSender:
+    """Sends blocks of a device to one consumer. Its `PairThread` calls the library."""
+
     stages = False
 
     def __init__(self, offer: Offer, thread: PairThread, blocks: DeviceBlocks, settings: TransferSettings) -> None:
@@ -49,10 +53,13 @@ class DeviceSender:
         self._lanes = Lanes(blocks)
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
+        """Return whether the blocks are computed already, so that `prepare` does not wait."""
         return self._blocks.in_parts(chosen.parts).is_computed(chosen.blocks)
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """Waits until they are computed: a receiving kernel would hold a part of the peer's device meanwhile."""
+        """Wait until the blocks are computed. A receive that starts earlier would occupy a part of the peer's device
+        meanwhile.
+        """
         blocks = self._blocks.in_parts(chosen.parts)
         blocks.check(chosen.blocks)
         blocks.wait_for_computing(chosen.blocks)
@@ -90,18 +97,21 @@ class DeviceSender:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMessage:
-    """What comes out of the pair: so many blocks or parts, and perhaps their sums."""
+    """The shape of a message: the number of blocks or parts, and whether their sums follow."""
 
     count: int
     is_summed: bool
 
     def tensors(self, part: Tensor, lane: Lane) -> list[Tensor]:
-        """`part` and, behind it, memory of the lane."""
+        """Return the tensors of a message: `part`, and memory of the lane for the sums."""
         return [part.view(-1), *([lane.sums(self.count).view(torch.uint8)] if self.is_summed else [])]
 
 
 class PairStream:
-    """Parcels in their order, and what becomes of them when the pair breaks."""
+    """Base of receivers: the parcels that are expected, in order, and their end if the pair breaks.
+
+    The event loop announces parcels and closes; the pair's thread receives. `lock` guards what both change.
+    """
 
     stages = False
 
@@ -118,16 +128,16 @@ class PairStream:
     def stream(self) -> "PairStream":
         return self
 
-    def expect(self, pieces: Sequence[Piece], landing: IncomingParcel) -> None:
+    def expect(self, pieces: Sequence[Piece], parcel: IncomingParcel) -> None:
         if self.is_closed or self.thread is None:
-            landing.abandon(self.reason)
+            parcel.abandon(self.reason)
             return
-        self.waiting.append(landing)
+        self.waiting.append(parcel)
         message = DeviceMessage(len(pieces), is_summed=pieces[0].checksum is not None)
-        self.thread.submit(lambda pair: self.take(pair, message, landing))
+        self.thread.submit(lambda pair: self.take(pair, message, parcel))
 
-    def take(self, pair: Pair, message: "DeviceMessage", landing: IncomingParcel) -> "DeviceArrival | None":
-        """Begin to receive the landing's blocks."""
+    def take(self, pair: Pair, message: "DeviceMessage", parcel: IncomingParcel) -> "DeviceArrival | None":
+        """Start to receive the blocks of a parcel, in the pair's thread."""
         raise NotImplementedError
 
     def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
@@ -142,62 +152,66 @@ class PairStream:
                 return
             self.is_closed = True
             waiting, self.waiting = self.waiting, []
-            for landing in waiting:
-                landing.abandon(self.reason)
+            for parcel in waiting:
+                parcel.abandon(self.reason)
         if self.thread is not None:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
+        """Give the pair up: abandon all waiting parcels with `reason`."""
         self.reason = reason
         self.close()
 
 
 class DirectReceiver(PairStream):
-    """What it begins to receive, its thread answers for: `close` must not while the library may write."""
+    """Receives directly into blocks if they are neighbours. Once a parcel has begun, only the pair's thread ends it:
+    `close` must not abandon it while the library may still write to its blocks.
+    """
 
-    def take(self, pair: Pair, message: DeviceMessage, landing: IncomingParcel) -> "DeviceArrival | None":
+    def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":
         assert isinstance(pair, DevicePair)
         with self.lock:
             if self.is_closed:
                 return None
-            self.waiting.remove(landing)
+            self.waiting.remove(parcel)
         try:
-            return self._begin(pair, message, landing)
+            return self._begin(pair, message, parcel)
         except Exception as exc:
-            landing.abandon(str(exc))
+            parcel.abandon(str(exc))
             raise
 
-    def _begin(self, pair: DevicePair, message: DeviceMessage, landing: IncomingParcel) -> "DirectArrival":
-        blocks, placements = self.blocks.in_parts(landing.parts), list(landing.placements)
+    def _begin(self, pair: DevicePair, message: DeviceMessage, parcel: IncomingParcel) -> "DirectArrival":
+        blocks, placements = self.blocks.in_parts(parcel.parts), list(parcel.placements)
         places = [placement.destination for placement in placements]
         blocks.check(places)
         lane = self.lanes.next()
         with lane:
+            # The engine may still read the previous content of these blocks.
             blocks.after_computing(places, lane.stream)
             part, staged = neighbours(blocks, places) if len(places) == message.count else None, None
             if part is None:
-                part = staged = lane.staging(message.count, landing.parts)
+                part = staged = lane.staging(message.count, parcel.parts)
             wait = pair.post(message.tensors(part, lane), is_send=False, stream=lane.stream)
-            arrival = DirectArrival(blocks, lane, landing, placements, wait, message, staged)
+            arrival = DirectArrival(blocks, lane, parcel, placements, wait, message, staged)
             if wait.is_ordered:
                 arrival.place()
             return arrival
 
 
 class DeviceArrival:
-    """`placements` in their order are those of `landing` that were wanted when its message was begun."""
+    """A message that has begun. `placements` are those of its parcel that were wanted at that time, in their order."""
 
     def __init__(
         self,
         blocks: DeviceBlocks,
         lane: Lane,
-        landing: IncomingParcel,
+        parcel: IncomingParcel,
         placements: Sequence[BlockPlacement],
         wait: Wait,
         message: DeviceMessage,
         staged: Tensor | None,
     ) -> None:
-        self.blocks, self.lane, self.landing, self.placements = blocks, lane, landing, placements
+        self.blocks, self.lane, self.parcel, self.placements = blocks, lane, parcel, placements
         self.wait, self.message, self.staged = wait, message, staged
         self._found: Tensor | None = None
 
@@ -205,7 +219,7 @@ class DeviceArrival:
         raise NotImplementedError
 
     def place(self) -> None:
-        """On the lane: what was staged goes to its blocks, and those are summed up."""
+        """Queue on the lane: copy staged blocks to their places, and sum up what has arrived."""
         places = [placement.destination for placement in self.placements]
         if self.staged is not None and places:
             self.blocks.scatter(self.staged, [placement.position for placement in self.placements], places)
@@ -217,16 +231,16 @@ class DeviceArrival:
             self._found = to_host(sums - device_sums(self.blocks, places, sample=sample))
         self.wait.until(self.lane.mark())
 
-    def tell(self) -> None:
-        """The device has done all of it."""
+    def report(self) -> None:
+        """Report all blocks of the parcel as placed. Call it when the device has finished."""
         salts = [None] * len(self.placements) if self._found is None else self._found.tolist()
         for placement, salt in zip(self.placements, salts, strict=True):
-            self.landing.placed(placement, matches=placement.checksum == salt)
-        self.landing.end()
+            self.parcel.placed(placement, matches=placement.checksum == salt)
+        self.parcel.end()
 
 
 class DirectArrival(DeviceArrival):
-    """On a device all of it is queued on the lane at once."""
+    """A message into blocks. On a device, all its work is queued on the lane at once."""
 
     def __call__(self) -> None:
         try:
@@ -235,36 +249,40 @@ class DirectArrival(DeviceArrival):
                 with self.lane:
                     self.place()
         except Exception as exc:
-            self.landing.abandon(str(exc))
+            self.parcel.abandon(str(exc))
             raise
-        self.tell()
+        self.report()
 
 
 class StagedReceiver(PairStream):
-    def take(self, pair: Pair, message: DeviceMessage, landing: IncomingParcel) -> "DeviceArrival | None":
+    """Receives into memory of the pair, and copies the blocks from there when a message is complete."""
+
+    def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":
         assert isinstance(pair, DevicePair)
-        blocks, lane = self.blocks.in_parts(landing.parts), self.lanes.next()
+        blocks, lane = self.blocks.in_parts(parcel.parts), self.lanes.next()
         with lane:
-            staged = lane.staging(message.count, landing.parts)
+            staged = lane.staging(message.count, parcel.parts)
             wait = pair.post(message.tensors(staged, lane), is_send=False, stream=lane.stream)
             wait.until(lane.mark())
-        return StagedArrival(self, blocks, lane, landing, wait, message, staged)
+        return StagedArrival(self, blocks, lane, parcel, wait, message, staged)
 
 
 class StagedArrival(DeviceArrival):
-    """Blocks are written once the message is whole, and not if it was given up meanwhile."""
+    """A message into memory of the pair. Its blocks are written when it is complete, and not at all if the receiver was
+    closed before.
+    """
 
     def __init__(
         self,
         receiver: PairStream,
         blocks: DeviceBlocks,
         lane: Lane,
-        landing: IncomingParcel,
+        parcel: IncomingParcel,
         wait: Wait,
         message: DeviceMessage,
         staged: Tensor,
     ) -> None:
-        super().__init__(blocks, lane, landing, (), wait, message, staged)
+        super().__init__(blocks, lane, parcel, (), wait, message, staged)
         self._receiver = receiver
 
     def __call__(self) -> None:
@@ -272,12 +290,12 @@ class StagedArrival(DeviceArrival):
         with self._receiver.lock:
             if self._receiver.is_closed:
                 return
-            self.placements = list(self.landing.placements)
+            self.placements = list(self.parcel.placements)
             places = [placement.destination for placement in self.placements]
             self.blocks.check(places)
             with self.lane:
                 self.blocks.after_computing(places, self.lane.stream)
                 self.place()
             self.wait()
-            self._receiver.waiting.remove(self.landing)
-            self.tell()
+            self._receiver.waiting.remove(self.parcel)
+            self.report()

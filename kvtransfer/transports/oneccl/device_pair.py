@@ -1,6 +1,6 @@
-"""Pairs for memory of a device: what is named is sent and received where it lies.
+"""Pairs for memory of a device: tensors are sent and received where they lie.
 
-A pair's channel is torch.distributed's, or a library's own.
+The channel of a pair is a group of torch.distributed, or a communicator of NCCL's own API.
 """
 
 import ctypes
@@ -17,31 +17,38 @@ from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
 from baton_serve.kvtransfer.transports.oneccl.torch_pair import Group, TorchMeeting, join_store, make_group, translated
 
 WARM_UP_BYTES = 1 << 20
+"""Bytes that each new pair exchanges first: they connect it, and show whether it delivers the right bytes."""
 ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process when a peer is gone
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default torch ends the process when a peer is gone
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "CCL_ZE_CACHE_OPEN_IPC_HANDLES": "0",  # a stale handle of a peer that allocated anew faults
+    "CCL_ZE_CACHE_OPEN_IPC_HANDLES": "0",  # a cached handle faults after the peer has freed and reallocated its memory
     "CCL_ATL_TRANSPORT": "ofi",
 }
-"""Only what the user has not set."""
+"""Environment variables that are set unless the user has set them."""
 
 
 NCCL = "libnccl"
-"""Of a dialect: NCCL's own API."""
+"""Dialect that uses NCCL's own API."""
 
 
 class DeviceChannel(Protocol):
-    """Two ranks. The peer must exchange the same sizes in the same order."""
+    """A connection of two ranks. Both must exchange messages of the same sizes in the same order."""
 
     def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> Sequence[Any] | None:
-        """Work to wait for, of the CPU; a device's is on the stream, which is the current one."""
+        """Send or receive tensors as one message. Return the work to wait for on the CPU, or None on a device, where it
+        is queued on `stream`, which is the current one.
+        """
         ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """End the channel and, if the library can, the calls that wait for the peer."""
+        ...
 
 
 class TorchChannel:
+    """A channel of torch.distributed."""
+
     def __init__(self, group: Group) -> None:
         self._group = group
 
@@ -49,6 +56,7 @@ class TorchChannel:
         call, peer = (self._group.send, 1) if is_send else (self._group.recv, 0)
         if stream is None:
             return [call([part], peer, 0) for part in parts]
+        # One group of calls is one kernel on the device.
         self._group._start_coalescing()
         for part in parts:
             call([part], peer, 0)
@@ -62,7 +70,9 @@ class TorchChannel:
 
 
 class DeviceBackend:
-    """`name` is a dialect: libnccl, nccl, xccl, ccl, or gloo for tensors of the CPU, perhaps with a suffix."""
+    """Makes pairs of one dialect: libnccl, nccl, xccl or ccl, or gloo for tensors of the CPU, perhaps with the suffix
+    `+staging`.
+    """
 
     def __init__(self, name: str, blocks: DeviceBlocks) -> None:
         self.name = name
@@ -73,7 +83,7 @@ class DeviceBackend:
             libc.setenv(variable.encode(), value.encode(), 0)
 
     def load(self) -> None:
-        """Importing this module has loaded torch's."""
+        """Load NCCL if it is needed. Importing this module has loaded torch's libraries."""
         if self._library == NCCL:
             load_api()
 
@@ -86,7 +96,7 @@ class DeviceBackend:
 
     def _pair(self, store: Any, rank: int, host: str, timeout_s: float) -> "DevicePair":
         with translated():
-            self._blocks.stream()  # makes this the thread's device
+            self._blocks.stream()  # sets the current device of this thread
             channel: DeviceChannel
             if self._library == NCCL:
                 channel = NcclChannel(store, rank)
@@ -101,16 +111,19 @@ class DeviceBackend:
 
 
 class DevicePair:
+    """A pair for tensors of a device, with its channel and the store over which the ends met. One thread uses it."""
+
     def __init__(self, channel: DeviceChannel, blocks: DeviceBlocks, store: Any) -> None:
         self._channel = channel
         self._blocks = blocks
-        self._store = store  # lives as long as the channel
+        self._store = store  # the channel needs the store as long as it lives
         self._is_abandoned = threading.Event()
 
     def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> "Wait":
-        """Give the library its work, after what `stream` was given, which is the current one.
+        """Give a message to the library, behind all earlier work of `stream`, which must be the current stream.
 
-        Calling the result waits, for a device's after `Wait.until`, and raises `PairBrokenError`.
+        Call the result to wait for it; on a device call `Wait.until` first. Waiting raises `PairBrokenError` if the
+        pair breaks.
         """
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")
@@ -119,7 +132,7 @@ class DevicePair:
         return Wait(works, parts, self._is_abandoned, is_ordered=stream is not None)
 
     def exchange_all(self, messages: Sequence[Sequence[Tensor]], *, is_send: bool) -> None:
-        """On this thread's stream, and wait for all of them."""
+        """Exchange messages on this thread's stream, and wait for all of them."""
         with self._blocks.on_stream():
             waits = [self.post(message, is_send=is_send, stream=self._blocks.stream()) for message in messages]
             waits[-1].until(self._blocks.mark())
@@ -127,7 +140,9 @@ class DevicePair:
             wait()
 
     def abandon(self) -> None:
-        """NCCL ends its kernels; others may not: then whoever waits stays behind."""
+        """Give the pair up from any thread. NCCL ends its kernels; other libraries may not, and then the waiting thread
+        never returns.
+        """
         if not self._is_abandoned.is_set():
             self._is_abandoned.set()
             threading.Thread(target=self._abort, name="baton-pair-abort", daemon=True).start()
@@ -143,14 +158,16 @@ class DevicePair:
 
 
 class Wait:
-    """For an event of a device, or for work of the CPU's. `is_ordered`: what the stream is given later comes later."""
+    """Waits for an event of a device, or for work on the CPU. If `is_ordered`, later work of the stream runs behind the
+    message.
+    """
 
     def __init__(
         self, works: Sequence[Any], parts: Sequence[Tensor], is_abandoned: threading.Event, *, is_ordered: bool
     ) -> None:
         self.is_ordered = is_ordered
         self._works = works
-        self._parts = parts  # they live as long as this
+        self._parts = parts  # keeps the tensors alive while the library uses them
         self._event: Any = None
         self._is_abandoned = is_abandoned
 

@@ -1,7 +1,8 @@
-"""Both ends of a pair whose blocks lie in host memory.
+"""The two ends of a pair whose blocks lie in host memory.
 
-What comes is received into a buffer of the pair and copied from there while it is verified: a library that cannot be
-interrupted may write to that buffer whenever it likes, never to blocks that by then hold something else.
+Bytes are received into a buffer of the pair, and copied to the blocks from there while they are verified. A library
+that cannot be interrupted may write to that buffer at any later time, but never to blocks that may have another content
+by then.
 """
 
 import mmap
@@ -27,19 +28,23 @@ from baton_serve.kvtransfer.transports.port import (
 )
 
 MESSAGE_BYTES = 16 << 20
-"""Larger ones are erratic over oneCCL's tcp provider; every call costs about 42 µs of host time on Arc."""
+"""Largest message in bytes. Larger ones have erratic speed over oneCCL's tcp provider; each call costs about 42 µs of
+host time on Arc.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes of the producer's memory, by their offset from its first block."""
+    """A range of the producer's memory in bytes, from the start of its first block."""
 
     offset: int
     size: int
 
 
 def groups(pieces: Sequence[Piece], block_bytes: int, limit: int = MESSAGE_BYTES) -> list[list[Region]]:
-    """Regions in the order of the pieces, neighbours in memory joined, each group of at most `limit` bytes."""
+    """Return the messages of a parcel. Regions are in the order of the pieces, neighbours in memory are joined, and
+    each message has at most `limit` bytes. Both ends compute it from the announcement.
+    """
     made: list[list[Region]] = []
     room = 0
     for run in _runs(pieces, block_bytes):
@@ -66,13 +71,13 @@ def _runs(pieces: Sequence[Piece], block_bytes: int) -> list[Region]:
 
 
 class PairSender(HostSender):
-    """Announces, and sends behind the announcement."""
+    """Announces blocks, and sends their bytes over the pair behind the announcement."""
 
-    def __init__(self, offer: Offer, thread: PairThread, wish: AttachRequest, settings: TransferSettings) -> None:
-        super().__init__(offer, wish, settings, has_window=True)
+    def __init__(self, offer: Offer, thread: PairThread, request: AttachRequest, settings: TransferSettings) -> None:
+        super().__init__(offer, request, settings, has_window=True)
         self._thread = thread
-        assert wish.memory.host_view is not None
-        self._view = wish.memory.host_view.cast("B")
+        assert request.memory.host_view is not None
+        self._view = request.memory.host_view.cast("B")
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
@@ -89,12 +94,12 @@ class PairSender(HostSender):
 
 
 class PairReceiver:
-    """`stream` is itself: parcels are taken out of the pair in the order in which they were announced."""
+    """Receives parcels from the pair in the order in which they were announced; it is its own `stream`."""
 
     stages = False
 
     def __init__(self, frames: Receiver, block_bytes: int) -> None:
-        """`frames` takes the parts of each block in."""
+        """Create a receiver; `frames` places the bytes of each block."""
         self._frames = frames
         self._block_bytes = block_bytes
         self._buffer = memoryview(mmap.mmap(-1, MESSAGE_BYTES))
@@ -108,13 +113,13 @@ class PairReceiver:
     def stream(self) -> "PairReceiver":
         return self
 
-    def expect(self, pieces: Sequence[Piece], landing: IncomingParcel) -> None:
+    def expect(self, pieces: Sequence[Piece], parcel: IncomingParcel) -> None:
         if self._is_closed or self.thread is None:
-            landing.abandon(self._reason)
+            parcel.abandon(self._reason)
             return
-        self._waiting.append(landing)
-        messages = groups(pieces, self._block_bytes // landing.parts)
-        self.thread.submit(lambda pair: self._take(pair, messages, landing))
+        self._waiting.append(parcel)
+        messages = groups(pieces, self._block_bytes // parcel.parts)
+        self.thread.submit(lambda pair: self._take(pair, messages, parcel))
 
     def intake(self, placement: BlockPlacement) -> Intake:
         return self._frames.intake(placement)
@@ -123,34 +128,36 @@ class PairReceiver:
         raise TransportUnavailable("blocks of a pair come as a stream")
 
     def close(self) -> None:
-        """What has not arrived never will; waits for the copy of what has."""
+        """Abandon all waiting parcels. It waits for a copy into blocks that runs, but not for the library."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             waiting, self._waiting = self._waiting, []
-            for landing in waiting:
-                landing.abandon(self._reason)
+            for parcel in waiting:
+                parcel.abandon(self._reason)
         if self.thread is not None:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
+        """Give the pair up and abandon all waiting parcels with `reason`."""
         self._reason = reason
         self.close()
 
-    def _take(self, pair: Pair, messages: Sequence[Sequence[Region]], landing: IncomingParcel) -> None:
+    def _take(self, pair: Pair, messages: Sequence[Sequence[Region]], parcel: IncomingParcel) -> None:
         for message in messages:
             parts: list[memoryview] = []
             filled = 0
             for region in message:
                 parts.append(self._buffer[filled : filled + region.size])
                 filled += region.size
+            # Without the lock: this call may never return, and `close` must not wait for it.
             pair.receive(parts)
             with self._lock:
                 if self._is_closed:
                     return
-                landing.take(self._buffer[:filled])
+                parcel.take(self._buffer[:filled])
         with self._lock:
             if not self._is_closed:
-                self._waiting.remove(landing)
-                landing.end()
+                self._waiting.remove(parcel)
+                parcel.end()

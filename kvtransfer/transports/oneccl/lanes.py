@@ -1,4 +1,6 @@
-"""What messages of a device's pair are under way on: a stream each, and memory where blocks are not neighbours."""
+"""The lanes on which messages of a device's pair are in flight: each has a stream, and memory for blocks that are not
+neighbours.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +12,13 @@ from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, is_run
 from baton_serve.kvtransfer.transports.oneccl.pair import LANES
 
 MIN_SUMS = 1024
+"""Smallest number of sums to allocate memory for, so that it is rarely allocated again."""
 
 
 class Lane:
-    """Use as a statement: what is inside runs on its stream, in order. Belongs to the pair's thread."""
+    """A stream with its memory. In a `with` statement, the body runs on the stream, in order. It belongs to the pair's
+    thread.
+    """
 
     def __init__(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
@@ -30,25 +35,25 @@ class Lane:
         self._context.__exit__(*error)
 
     def staging(self, count: int, parts: int) -> Tensor:
-        """uint8 `[count, bytes of a block or part]`, in use until the lane's next turn."""
+        """Return memory for blocks or parts, uint8 `[count, bytes]`. It is in use until the lane's next message."""
         size = self._blocks.block_bytes // parts
         if self._memory is None or len(self._memory) < count * size:
             self._memory = torch.empty(count * size, dtype=torch.uint8, device=self._blocks.device)
         return self._memory[: count * size].view(count, size)
 
     def sums(self, count: int) -> Tensor:
-        """int64 `[count]`, as long as `staging`."""
+        """Return memory for sums, int64 `[count]`. It is in use as long as `staging`."""
         if self._sums is None or len(self._sums) < count:
             self._sums = torch.empty(max(count, MIN_SUMS), dtype=torch.int64, device=self._blocks.device)
         return self._sums[:count]
 
     def mark(self) -> Any:
-        """An event after all that the lane was given; None on the CPU."""
+        """Return an event after all work that the lane has been given; None on the CPU."""
         return self._blocks.mark(self.stream)
 
 
 class Lanes:
-    """Take turns. Made in any thread, used by one."""
+    """The lanes of one pair, used alternately. Any thread may create it; one thread uses it."""
 
     def __init__(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
@@ -56,7 +61,9 @@ class Lanes:
         self._turn = 0
 
     def next(self) -> Lane:
-        """Its last message has ended: at most `LANES` are under way."""
+        """Return the lane for the next message. Its last message has ended, because `PairThread` allows only `LANES`
+        messages in flight.
+        """
         if len(self._lanes) < LANES:
             self._lanes.append(Lane(self._blocks))
         lane = self._lanes[self._turn % LANES]
@@ -65,7 +72,7 @@ class Lanes:
 
 
 def neighbours(blocks: DeviceBlocks, places: Sequence[int]) -> Tensor | None:
-    """These blocks as one piece of memory, where they are one."""
+    """Return these blocks as one tensor if they are neighbours in memory, otherwise None."""
     if not places or not is_run(places):
         return None
     return blocks.tensor[places[0] : places[0] + len(places)]

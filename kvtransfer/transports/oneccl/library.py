@@ -1,6 +1,6 @@
-"""oneCCL itself, through its C API (libccl.so.2, 2021.17 and later): what torch's xccl calls underneath.
+"""oneCCL through its C API (libccl.so.2, from 2021.17 on), which torch's xccl calls underneath.
 
-It runs on CPUs too, on memory of the host and on SYCL USM. Its calls block; they know no deadline and no abort.
+It also runs on CPUs, on host memory and on SYCL USM. Its calls block; they have no deadline and cannot be aborted.
 """
 
 import ctypes
@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 INT8 = 0
 UNIQUE_ID_BYTES = 4096
 MAX_PAIRS = 256
-"""Each keeps seven open files for ever."""
+"""Largest number of pairs of a process: each keeps seven open files until the process ends."""
 LIBRARY = "libccl.so.2"
 NEEDED_FIRST = (
     *("libintlc.so.5", "libimf.so", "libirng.so", "libsvml.so", "libumf.so.1", "libur_loader.so.0", "libsycl.so.8"),
     *("libfabric.so.1", LIBRARY, "libccl.so.1", "libccl_legacy_cpu.so", "libccl_legacy.so"),
 )
-"""In the order of their dependencies: wheels put them into one folder that the loader does not search."""
+"""Libraries to load, in the order of their dependencies. Wheels install them in one folder that the loader does not
+search.
+"""
 ENVIRONMENT = {
     "CCL_ATL_TRANSPORT": "ofi",
     "FI_PROVIDER": "tcp",  # shm hangs with the second pair of a process
@@ -34,17 +36,21 @@ ENVIRONMENT = {
     "CCL_LOG_LEVEL": "error",
     "CCL_ZE_CACHE_OPEN_IPC_HANDLES": "0",
 }
-"""Only what the user has not set. oneCCL reads it when it is loaded."""
+"""Environment variables that are set unless the user has set them. oneCCL reads them when it is loaded."""
 OPENCL = "libintelocl.so"
-"""Intel's OpenCL for CPUs: with it the SYCL build of oneCCL finds a device, which its groups of calls need."""
+"""Intel's OpenCL for CPUs. With it, the SYCL build of oneCCL finds a device, which its groups of calls need."""
 
 
 class OneCclUniqueId(ctypes.Structure):
+    """`onecclUniqueId` of the C API."""
+
     _fields_ = [("data", ctypes.c_char * UNIQUE_ID_BYTES)]
 
 
 def find_library(folder: str = "") -> Path | None:
-    """In `folder`, else where pip puts it for this Python."""
+    """Return the path of oneCCL's library in `folder`, or where pip installs it for this Python; None if it is not
+    there.
+    """
     for place in (Path(folder),) if folder else (Path(sys.prefix, "lib"),):
         if (place / LIBRARY).exists():
             return place / LIBRARY
@@ -52,6 +58,8 @@ def find_library(folder: str = "") -> Path | None:
 
 
 class LibraryBackend:
+    """Makes pairs of oneCCL's own library, for host memory."""
+
     name = "libccl"
 
     def __init__(self, library: Path) -> None:
@@ -75,6 +83,8 @@ class LibraryBackend:
 
 
 class LibraryMeeting:
+    """The producer's half of a rendezvous. The unique id, which is sent as the secret, contains the address."""
+
     address = b""
 
     def __init__(self, api: "Api") -> None:
@@ -87,7 +97,9 @@ class LibraryMeeting:
 
 
 class LibraryPair:
-    """Never destroyed: oneccl 2021.17 aborts the process when the peer is dead. A few files and a thread stay."""
+    """A communicator of two ranks. It is never destroyed, because oneccl 2021.17 aborts the process if the peer is
+    dead: a few files and a thread stay.
+    """
 
     def __init__(self, api: "Api", communicator: ctypes.c_void_p) -> None:
         self._api = api
@@ -112,11 +124,12 @@ class LibraryPair:
 
 @functools.cache
 def load_api(path: Path) -> "Api":
-    """Once per process: the library keeps its state in globals."""
+    """Load the library once for a process, because it keeps its state in globals."""
     return Api(path)
 
 
 def _environment(folder: Path) -> dict[str, str]:
+    """Return the environment variables for the library in `folder`."""
     places = {"CCL_ROOT": str(folder.parent), "FI_PROVIDER_PATH": str(folder)}
     if not (folder / OPENCL).exists():
         return {**ENVIRONMENT, **places, "CCL_PLUGIN": "ONECCL_LEGACY_CPU"}
@@ -124,12 +137,13 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class Api:
-    """The functions of the library. Raises `PairBrokenError` when one of them fails."""
+    """The functions of the library. Each raises `PairBrokenError` if its call fails."""
 
     def __init__(self, path: Path) -> None:
         folder = path.parent
         libc = ctypes.CDLL(None)
         for name, value in _environment(folder).items():
+            # The library reads the environment of C. Overwrite 0: the user's values stay.
             libc.setenv(name.encode(), value.encode(), 0)
         try:
             for name in NEEDED_FIRST:
@@ -148,12 +162,15 @@ class Api:
             transfer.argtypes = [pointer, size, number, number, pointer, pointer]
 
     def unique_id(self) -> OneCclUniqueId:
+        """Return a new id, which both ranks of a pair must know."""
         made = OneCclUniqueId()
         self._check("onecclGetUniqueId", self._library.onecclGetUniqueId(ctypes.byref(made)))
         return made
 
     def join(self, unique_id: OneCclUniqueId, *, rank: int, timeout_s: float) -> ctypes.c_void_p:
-        """One at a time: the library aborts the process when several peers die while it waits for them."""
+        """Create a communicator of two ranks. Calls are serialized: the library aborts the process if several peers die
+        while it waits for them.
+        """
         if not self._joining.acquire(timeout=timeout_s):
             raise PairBrokenError("oneCCL still waits for the peer of another pair")
         try:
@@ -167,11 +184,11 @@ class Api:
             self._joining.release()
 
     def exchange(self, function: str, parts: Sequence[memoryview], peer: int, communicator: ctypes.c_void_p) -> None:
-        """All parts as one group, where the library can: it needs a SYCL device for that."""
+        """Send or receive parts, as one group if the library can: its groups need a SYCL device."""
         call = getattr(self._library, function)
         is_group = len(parts) > 1 and self._has_groups
         if is_group and self._library.onecclGroupStart():
-            logger.info("oneCCL makes no groups of calls here: one call at a time")
+            logger.info("oneCCL cannot group calls here (no SYCL device): each part is a call of its own")
             is_group = self._has_groups = False
         status = 0
         try:

@@ -1,7 +1,7 @@
-"""NCCL through its own C API, as `library` does with oneCCL: the one torch has loaded, without torch around it.
+"""NCCL through its own C API, as `library` does with oneCCL. It uses the library that torch has loaded, without torch.
 
-A message costs the host 13 µs instead of 60 (docs/log/block-transfer.md), and no watchdog of torch's can end the
-process when the peer is gone.
+A message costs the host 13 µs instead of 60 (docs/log/block-transfer.md), and no watchdog of torch can end the process
+when the peer is gone.
 """
 
 import ctypes
@@ -19,32 +19,34 @@ LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
 UINT8 = 1
 ABORT_PATIENCE_S = 1.0
-"""A call of the library that is under way gets this long to return before its communicator is aborted under it."""
+"""Seconds that a running call of the library gets to return before its communicator is aborted."""
 
 
 class NcclUniqueId(ctypes.Structure):
+    """`ncclUniqueId` of the C API."""
+
     _fields_ = [("data", ctypes.c_char * UNIQUE_ID_BYTES)]
 
 
 class NcclChannel:
-    """A communicator of two ranks. `store`: a torch Store of this pair alone, over which they agree on its id."""
+    """A communicator of two ranks. They agree on its id over `store`, a torch Store that only this pair uses."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        """Waits for the peer as long as the store does. From there on the library itself knows no deadline."""
+        """Connect to the peer. Waiting in the store has the store's deadline; NCCL's own calls after it have none."""
         self._api = load_api()
         self._peer = 1 - rank
         self._calling = threading.Lock()
         if rank == 0:
             unique_id = self._api.unique_id()
             store.set("id", bytes(unique_id))
-            store.get("joined")
+            store.get("joined")  # NCCL would wait for ever for a peer that does not come; the store has a deadline
         else:
             unique_id = NcclUniqueId.from_buffer_copy(store.get("id"))
             store.set("joined", b"1")
         self._communicator: ctypes.c_void_p | None = self._api.join(unique_id, rank)
 
     def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> None:
-        """All parts as one group, on the stream."""
+        """Send or receive all parts as one group, on the stream."""
         with self._calling:
             if self._communicator is None:
                 raise PairBrokenError("the pair was given up")
@@ -52,7 +54,7 @@ class NcclChannel:
             self._api.exchange(parts, self._peer, self._communicator, handle, is_send=is_send)
 
     def abort(self) -> None:
-        """Ends its kernels, and calls that wait for the peer."""
+        """End the communicator: its kernels, and calls that wait for the peer."""
         has_lock = self._calling.acquire(timeout=ABORT_PATIENCE_S)
         try:
             communicator, self._communicator = self._communicator, None
@@ -64,7 +66,7 @@ class NcclChannel:
 
 
 class NcclApi:
-    """The functions of the library. Raises `PairBrokenError` when one of them fails."""
+    """The functions of the library. Each raises `PairBrokenError` if its call fails."""
 
     def __init__(self) -> None:
         try:
@@ -75,17 +77,20 @@ class NcclApi:
         library.ncclGetErrorString.restype = ctypes.c_char_p
         library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, NcclUniqueId, number]
         library.ncclCommAbort.argtypes = [pointer]
-        # Within a group a message is only noted down: giving Python's lock away for that would cost more than it.
+        # Within a group, a call only records a message. Releasing the GIL for it would take longer than the call, so
+        # `PyDLL` keeps it.
         self._noting = noting = ctypes.PyDLL(LIBRARY)
         for transfer in (library.ncclSend, library.ncclRecv, noting.ncclSend, noting.ncclRecv):
             transfer.argtypes = [pointer, size, number, number, pointer, pointer]
 
     def unique_id(self) -> NcclUniqueId:
+        """Return a new id, which both ranks of a communicator must know."""
         made = NcclUniqueId()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(made)))
         return made
 
     def join(self, unique_id: NcclUniqueId, rank: int) -> ctypes.c_void_p:
+        """Create a communicator of two ranks. It waits for the peer without a deadline."""
         made = ctypes.c_void_p()
         self._check("ncclCommInitRank", self._library.ncclCommInitRank(ctypes.byref(made), 2, unique_id, rank))
         return made
@@ -99,6 +104,7 @@ class NcclApi:
         *,
         is_send: bool,
     ) -> None:
+        """Queue messages on the stream, as one group if there are several."""
         is_group = len(parts) > 1
         library = self._noting if is_group else self._library
         call = library.ncclSend if is_send else library.ncclRecv
@@ -114,6 +120,7 @@ class NcclApi:
         self._check("ncclGroupEnd", status)
 
     def abort(self, communicator: ctypes.c_void_p) -> None:
+        """End a communicator and its kernels."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(communicator))
 
     def _check(self, what: str, status: int) -> None:

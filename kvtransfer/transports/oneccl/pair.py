@@ -1,7 +1,8 @@
-"""What a backend must do: make a channel between two processes, at run time, without a world of others.
+"""The port of a backend: make a channel between two processes at run time, without a world of other ranks.
 
 A channel has one direction: rank 0, the producer, sends; rank 1 receives. Collective libraries do not notice a dead
-peer, and some can neither wait with a deadline nor be interrupted: every call is made in a thread that may be given up.
+peer, and some calls have no deadline and cannot be interrupted. Therefore every call runs in a thread that can be given
+up.
 """
 
 from collections.abc import Sequence
@@ -10,29 +11,33 @@ from typing import Protocol
 from baton_serve.kvtransfer.errors import TransportUnavailable
 
 LANES = 3
-"""Messages that are under way at once, where a library allows it."""
+"""Number of messages in flight at once, if the library allows it."""
 
 
 class PairBrokenError(TransportUnavailable):
-    pass
+    """The pair cannot be used any more."""
 
 
 class Pair(Protocol):
-    """Used by one thread at a time. Both ends name the same sizes in the same order. Raises `PairBrokenError`."""
+    """A channel to one peer, used by one thread at a time. Both ends must use the same sizes in the same order. Raises
+    `PairBrokenError`.
+    """
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Returns when the parts may be changed."""
+        """Send a message. The parts may be changed when it returns."""
         ...
 
-    def receive(self, parts: Sequence[memoryview]) -> None: ...
+    def receive(self, parts: Sequence[memoryview]) -> None:
+        """Receive a message into the parts."""
+        ...
 
     def abandon(self) -> None:
-        """From any thread, never blocks. A call under way ends with an error, or never."""
+        """Give the pair up, from any thread and without blocking. A running call ends with an error, or never."""
         ...
 
 
 class Meeting(Protocol):
-    """The producer's half of a rendezvous: where, and with which secret, the consumer joins."""
+    """The producer's half of a rendezvous: the address at which the consumer joins, and the secret that it needs."""
 
     @property
     def address(self) -> bytes: ...
@@ -40,22 +45,26 @@ class Meeting(Protocol):
     def secret(self) -> bytes: ...
 
     def join(self, timeout_s: float) -> Pair:
-        """Blocks until the consumer has joined. Raises `PairBrokenError`; may never return."""
+        """Wait until the consumer has joined. Raises `PairBrokenError`; it may never return."""
         ...
 
 
 class Backend(Protocol):
+    """A library, and the way it is used, by which pairs can be made. Its name is a dialect of the transport."""
+
     @property
     def name(self) -> str: ...
 
     def load(self) -> None:
-        """Loads the library: seconds. Raises `TransportUnavailable`."""
+        """Load the library, which may take seconds. Raises `TransportUnavailable`."""
         ...
 
     def meet(self, host: str) -> Meeting:
-        """`host`: an address of this machine that the consumer can reach. Raises `TransportUnavailable`."""
+        """Prepare a rendezvous at `host`, an address of this machine that the consumer can reach. Raises
+        `TransportUnavailable`.
+        """
         ...
 
     def join(self, address: bytes, secret: bytes, timeout_s: float) -> Pair:
-        """The consumer's half. Blocks; raises `PairBrokenError`; may never return."""
+        """Join a rendezvous as the consumer. It blocks, raises `PairBrokenError`, and may never return."""
         ...

@@ -1,7 +1,7 @@
-"""The thread that calls a pair, and one that waits for what it began. They can be given up while a call of the library
-never returns.
+"""Two threads for one pair: one starts messages, the other waits for their end. Both can be given up if a call of the
+library never returns.
 
-Neither asks again and again: both stand in calls that leave Python's lock to others (docs/log/block-transfer.md).
+Neither thread polls. Both block in calls that release the GIL (docs/log/block-transfer.md).
 """
 
 import asyncio
@@ -19,22 +19,25 @@ logger = logging.getLogger(__name__)
 
 
 class Finish(Protocol):
-    """What is left of a job once the library has its work. Runs in the second thread."""
+    """The rest of a job after the library has got its work. It runs in the second thread."""
 
     def __call__(self) -> None:
-        """Waits. Raises `PairBrokenError`."""
+        """Wait for the end of the message. Raises `PairBrokenError`."""
         ...
 
 
 Job = Callable[[Pair], Finish | None]
-"""Raises `PairBrokenError` when the pair is of no use any more."""
+"""Starts a message and returns what waits for its end, or None if it has ended. Raises `PairBrokenError` if the pair
+cannot be used any more.
+"""
 
 
 class PairThread:
-    """Runs `open`, then jobs in order; each is begun before the ones ahead of it are finished, `LANES` at once.
+    """Runs `open_pair`, then jobs in order. A job may start before earlier ones have finished; up to `LANES` are in
+    flight.
 
-    `on_failed` is called on the loop, at most once, and not after `close`. A job that does not end within
-    `stall_timeout_s` is a failure: the peer is stuck, or the library is.
+    `on_failed` is called on the event loop at most once, and not after `close`. A job that does not end within
+    `stall_timeout_s` counts as a failure: the peer or the library is stuck.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class PairThread:
 
     @property
     def is_running(self) -> bool:
-        """A thread has not ended: after `close`, it is stuck in the library."""
+        """Return whether a thread has not ended. After `close` this means that it is stuck in the library."""
         return self._num_running > 0
 
     @property
@@ -68,6 +71,7 @@ class PairThread:
         return self._is_closed
 
     def submit(self, job: Job) -> None:
+        """Queue a job. Event loop only."""
         self._num_waiting += 1
         self._jobs.put(job)
         if self._watching is None:
@@ -102,7 +106,7 @@ class PairThread:
         if is_closed:
             pair.abandon()
             return
-        self._tell(self._is_open)
+        self._call_on_loop(self._is_open)
         while (job := self._jobs.get()) is not None:
             self._lanes.acquire()
             if self._is_closed:
@@ -114,7 +118,9 @@ class PairThread:
                 self._begun.put(finish)
 
     def _finish_all(self) -> None:
-        """When the pair was given up, what was begun ends: with an error, or never."""
+        """Wait for the end of each job in order. After the pair was given up, the jobs in flight end with an error or
+        never.
+        """
         while (finish := self._begun.get()) is not None:
             with self._explained():
                 finish()
@@ -135,12 +141,12 @@ class PairThread:
         try:
             yield
         except TransportUnavailable as exc:
-            self._tell(self._failed, str(exc))
+            self._call_on_loop(self._failed, str(exc))
         except Exception as exc:
-            logger.exception("a pair broke")
-            self._tell(self._failed, f"{type(exc).__name__}: {exc}")
+            logger.exception("oneccl: a pair broke")
+            self._call_on_loop(self._failed, f"{type(exc).__name__}: {exc}")
 
-    def _tell(self, call: Callable[..., None], *arguments: str) -> None:
+    def _call_on_loop(self, call: Callable[..., None], *arguments: str) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
 
@@ -158,11 +164,11 @@ class PairThread:
         self._on_failed(reason)
 
     def _watch(self, seen: int = -1) -> None:
-        """Some job must have ended since the last look."""
+        """Fail if no job has ended since the last check, `stall_timeout_s` ago."""
         if self._num_done >= self._num_waiting:
             self._watching = None
             return
         if seen == self._num_done:
-            self._failed(f"nothing moved for {self._stall_timeout_s:g} s")
+            self._failed(f"no message ended within {self._stall_timeout_s:g} s")
             return
         self._watching = self._loop.call_later(self._stall_timeout_s, self._watch, self._num_done)

@@ -1,7 +1,7 @@
-"""Pairs through torch.distributed: a group of two ranks over a store of their own, outside of any world.
+"""Pairs of torch.distributed: a group of two ranks with a store of its own, outside of any world.
 
-`xccl`, `nccl` and `gloo` are torch's own; `ccl` is registered with torch by oneccl_bindings_for_pytorch. Each pair has
-its own TCPStore, on a port that the producer's machine chooses.
+`xccl`, `nccl` and `gloo` belong to torch; oneccl_bindings_for_pytorch registers `ccl`. Each pair has its own TCPStore,
+on a port that the producer's machine chooses.
 """
 
 import importlib
@@ -16,20 +16,20 @@ import torch
 from baton_serve.kvtransfer.transports.oneccl.pair import Pair, PairBrokenError
 
 dist: Any = importlib.import_module("torch.distributed")
-"""Much of what is used here carries no types."""
+"""`torch.distributed` as Any, because much of what is used here has no type annotations."""
 Store = Any
 Group = Any
 """A torch ProcessGroup backend of two ranks."""
 
 
 class TorchBackend:
-    """For memory of the host: `gloo`."""
+    """The backend `gloo` for host memory."""
 
     def __init__(self, name: str = "gloo") -> None:
         self.name = name
 
     def load(self) -> None:
-        """Importing this module has done it."""
+        """Do nothing: importing this module has loaded the library."""
 
     def meet(self, host: str) -> "TorchMeeting":
         return TorchMeeting(host, lambda store, timeout_s: TorchPair(make_group(self.name, store, 0, host, timeout_s)))
@@ -41,6 +41,8 @@ class TorchBackend:
 
 
 class TorchMeeting:
+    """The producer's half of a rendezvous: a TCPStore that the consumer connects to."""
+
     secret = b""
 
     def __init__(self, host: str, make: Callable[[Store, float], Pair]) -> None:
@@ -56,7 +58,7 @@ class TorchMeeting:
 
 
 class TorchPair:
-    """Tensors are views of the parts: nothing is copied here."""
+    """A pair for host memory. Its tensors are views of the parts, so nothing is copied here."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -81,7 +83,7 @@ class TorchPair:
 
 
 def make_group(name: str, store: Store, rank: int, host: str, timeout_s: float) -> Group:
-    """`host`: an address of this machine, where gloo listens."""
+    """Create a group of two ranks. `host` is an address of this machine, on which gloo listens."""
     store = dist.PrefixStore("pair", store)
     timeout = timedelta(seconds=timeout_s)
     match name:
@@ -93,7 +95,7 @@ def make_group(name: str, store: Store, rank: int, host: str, timeout_s: float) 
         case "nccl" | "xccl":
             kind = getattr(dist, f"ProcessGroup{name.upper()}")
             options = kind.Options()
-            options._timeout = timedelta(days=1)  # deadlines are ours; torch's would end the process
+            options._timeout = timedelta(days=1)  # `PairThread` has the deadlines; torch's would end the process
             return kind(store, rank, 2, options)
         case "ccl":
             importlib.import_module("oneccl_bindings_for_pytorch")  # registers itself with torch
@@ -104,7 +106,7 @@ def make_group(name: str, store: Store, rank: int, host: str, timeout_s: float) 
 
 
 def join_store(address: bytes, timeout_s: float) -> tuple[Store, str]:
-    """The store, and this machine's own address on the way to it."""
+    """Return the producer's store, and the local address by which this machine reaches it."""
     host, _, port = address.decode().rpartition(":")
     with translated():
         with socket.create_connection((host, int(port)), timeout=timeout_s) as probe:
@@ -114,7 +116,7 @@ def join_store(address: bytes, timeout_s: float) -> tuple[Store, str]:
 
 
 class translated:  # noqa: N801 - used as a statement
-    """torch's errors (RuntimeError and its kin) as ours."""
+    """A context manager that turns torch's errors (RuntimeError and similar) into `PairBrokenError`."""
 
     def __enter__(self) -> None:
         return

@@ -1,7 +1,8 @@
-"""`oneccl`: a group of two ranks, made per connection at run time, over whichever collective library there is.
+"""The transport `oneccl`: a group of two ranks for each connection, made at run time with any collective library that
+is installed.
 
-On devices blocks travel from memory to memory: `xccl` on Arc, `nccl` on CUDA, `ccl` where only Intel's older bindings
-are installed. On hosts the same is done by oneCCL's own library, or by `gloo`.
+Blocks of devices travel from device to device: with `xccl` on Arc, `nccl` on CUDA, and `ccl` if only Intel's older
+bindings are installed. For host memory, oneCCL's own library or `gloo` does the same.
 """
 
 import asyncio
@@ -26,13 +27,19 @@ from baton_serve.kvtransfer.transports.zeromq import FrameReceiver
 logger = logging.getLogger(__name__)
 
 MAX_STUCK = 8
-"""So many threads that never came back from the library, and this process makes no more pairs."""
+"""Largest number of pairs that may hang in the library after they were closed. Beyond it, this process makes no more
+pairs.
+"""
 
 
 class OneCclTransport:
+    """Makes a pair for each connection, with the first backend that both ends have."""
+
     name = "oneccl"
     pulls = True
-    """Sends read the blocks when the peer takes them: a peer that froze must not count what it got after its lease."""
+    """A send reads the blocks when the peer takes them. A peer that froze must not count bytes that it got after its
+    lease.
+    """
     buffers = True
     streams = True
     narrows = False
@@ -43,7 +50,7 @@ class OneCclTransport:
         self._settings = settings
         self._host = _host_of(settings)
         self._blocks: Any = None
-        """`devicecopy.DeviceBlocks`, where the memory is a device's."""
+        """The `devicecopy.DeviceBlocks` if the memory is a device's, otherwise None."""
         self._backends: dict[str, Backend] = {}
         self._threads: list[PairThread] = []
 
@@ -52,11 +59,11 @@ class OneCclTransport:
         return tuple(self._backends)
 
     async def start(self) -> None:
-        """A backend whose library cannot be loaded is left out."""
+        """Load the libraries of the allowed backends. A backend whose library cannot be loaded is left out."""
         try:
             found = await asyncio.to_thread(self._find)
         except TransportUnavailable as exc:
-            logger.warning("oneccl cannot be used: %s", exc)
+            logger.warning("transport oneccl cannot be used: %s", exc)
             return
         chosen = self._settings.oneccl_backend
         for backend in found:
@@ -65,20 +72,20 @@ class OneCclTransport:
                     await asyncio.to_thread(backend.load)
                     self._backends[backend.name] = backend
             except TransportUnavailable as exc:
-                logger.warning("oneccl: %s cannot be used: %s", backend.name, exc)
+                logger.warning("transport oneccl: backend %s cannot be used: %s", backend.name, exc)
 
     def serves(self, hello: Hello) -> bool:
         return bool(self._backends)
 
-    async def sender(self, wish: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
-        self._check_secrecy(wish.hello.host)
-        backend = self._choose(wish.dialects)
+    async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
+        self._check_secrecy(request.hello.host)
+        backend = self._choose(request.dialects)
         meeting = await asyncio.to_thread(backend.meet, self._host)
         offer = Offer(self.name, meeting.address, meeting.secret, backend.name)
         thread = self._thread(lambda: meeting.join(self._settings.attach_timeout_s), on_failed)
         if self._blocks is None:
-            return PairSender(offer, thread, wish, self._settings)
-        sender: Sender = _device_module().DeviceSender(offer, thread, _blocks_of(wish.memory), self._settings)
+            return PairSender(offer, thread, request, self._settings)
+        sender: Sender = _device_module().DeviceSender(offer, thread, _blocks_of(request.memory), self._settings)
         return sender
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
@@ -104,7 +111,9 @@ class OneCclTransport:
             thread.close()
 
     def _check_secrecy(self, peer: Host) -> None:
-        """Collective libraries encrypt nothing: with the cluster's key no block leaves this machine by one."""
+        """Raise `TransportUnavailable` if blocks would leave this machine although the cluster has a key: collective
+        libraries encrypt nothing.
+        """
         if self._settings.curve_secret_key and peer.boot_id != self._here.boot_id:
             raise TransportUnavailable(
                 "it is not encrypted and the peer is on another machine, while this cluster has a key: "
@@ -118,7 +127,7 @@ class OneCclTransport:
         return device_backends(self._blocks)
 
     def _receiver(self, dialect: str, target: ReceiveTarget) -> Any:
-        """Of three kinds, which the caller only hands on."""
+        """Return one of three kinds of receiver; the caller only passes it on."""
         if self._blocks is None:
             if target.converter is None:
                 return PairReceiver(FrameReceiver(host_blocks(target.memory)), target.block_bytes)
@@ -139,6 +148,7 @@ class OneCclTransport:
 
     def _thread(self, join: Callable[[], Pair], on_failed: Callable[[str], None]) -> PairThread:
         self._threads = [thread for thread in self._threads if thread.is_running]
+        # A closed thread that still runs is stuck in the library, and nothing can end it.
         if sum(thread.is_closed for thread in self._threads) >= MAX_STUCK:
             raise TransportUnavailable(f"{MAX_STUCK} pairs never came back from the library: restart this process")
         thread = PairThread(join, on_failed=on_failed, stall_timeout_s=self._settings.stall_timeout_s)
@@ -147,16 +157,16 @@ class OneCclTransport:
 
 
 def _blocks_of(memory: BlockMemory) -> Any:
-    """`devicecopy.DeviceBlocks`. Loads torch."""
+    """Return the `devicecopy.DeviceBlocks` of a memory. It imports torch."""
     return importlib.import_module("baton_serve.kvtransfer.transports.devicecopy").DeviceBlocks(memory)
 
 
 def _device_module() -> ModuleType:
-    """Loads torch: only for memory of a device."""
+    """Import the module for memory of a device, which needs torch."""
     return importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device")
 
 
 def _host_of(settings: TransferSettings) -> str:
-    """An address of this machine that peers can reach."""
+    """Return an address of this machine that peers can reach."""
     bound = settings.bind.partition("://")[2].rpartition(":")[0].strip("[]")
     return settings.advertise_host or ("127.0.0.1" if bound in ("*", "0.0.0.0") else bound)

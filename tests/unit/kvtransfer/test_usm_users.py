@@ -70,7 +70,7 @@ def test_another_user_gets_no_shared_memory_even_with_its_secret(caplog: pytest.
         memory.close()
 
     asyncio.run(body())
-    assert f"shared memory is refused to processes of another user (uid {NOBODY})" in caplog.text
+    assert f"shared memory was refused to a process of another user (uid {NOBODY})" in caplog.text
 
 
 def test_no_secret_is_said_to_another_user_who_listens_under_a_producer_s_name() -> None:
@@ -87,7 +87,7 @@ def test_no_secret_is_said_to_another_user_who_listens_under_a_producer_s_name()
                     break
                 await asyncio.sleep(0.01)  # nobody listens yet
             assert await listening == 0
-        assert f"a process of another user (uid {NOBODY}) listens there" in str(refused.value)
+        assert f"a process of another user (uid {NOBODY}) listens at the producer's address" in str(refused.value)
         memory.close()
 
     asyncio.run(body())
