@@ -1,1 +1,1 @@
-"""The decisions of the engine, without torch: requests, scheduling, blocks and step times."""
+"""The decisions of the engine, without torch: requests, scheduling, block allocation and step times."""

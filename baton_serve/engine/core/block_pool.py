@@ -1,11 +1,12 @@
-"""Who owns which block of the KV cache, and which content is cached under which name.
+"""The block pool: which KV blocks are owned, and which content is cached under which block hash.
 
-Pure accounting: no tensor, no clock. A block is *owned* (reference count > 0) or *free*; a free block
-that has a name is still cached and can be shared again until it is evicted. Free blocks are taken in this
-order: nameless ones, then least recently released; a released table gives back its last block first, so
-prefixes outlive their ends. Block 0 is never given out: padding points at it.
+Pure accounting: no tensor, no clock. A block is *owned* (reference count > 0) or *free*. A free block that has a hash
+is still cached and can be shared again until it is evicted. Free blocks are allocated in this order: first blocks
+without a hash, then the least recently released. The blocks of a sequence are released from last to first, so that
+prefixes stay cached longer than what follows them. Block 0 is never allocated: padding refers to it.
 
-With a host tier, what is evicted goes there, and what is found there comes back into free blocks: `find`, then `take`.
+With a host tier, evicted blocks are copied there and found blocks are copied back into free blocks: `find`, then
+`take`.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,8 @@ from baton_serve.engine.core.host_tier import HostTier
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The longest prefix that is cached in any tier: its names and, for those in the device tier, their blocks."""
+    """The longest cached prefix in both tiers: its hashes, and the device blocks of these hashes (None: in the host
+    tier)."""
 
     names: list[BlockHash]
     blocks: list[int | None]
@@ -29,10 +31,13 @@ class CachedPrefix:
 
     @property
     def num_host(self) -> int:
+        """Return how many blocks of the prefix are in the host tier only."""
         return self.blocks.count(None)
 
 
 class BlockPool:
+    """Allocates the KV blocks of one engine and keeps the prefix cache. Engine thread only."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -41,8 +46,8 @@ class BlockPool:
         host: HostTier | None = None,
         versions: list[int] | None = None,
     ) -> None:
-        """`num_blocks` counts block 0, which is never given out. `versions` has a number for each block, which grows
-        whenever the block is given out."""
+        """`num_blocks` includes block 0, which is never allocated. `versions` has one number per block, which grows
+        whenever the block is allocated, so that its reuse can be detected."""
         self.host = host
         self._num_blocks = num_blocks
         self._versions = [0] * num_blocks if versions is None else versions
@@ -51,7 +56,7 @@ class BlockPool:
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._blocks: dict[BlockHash, int] = {}
         self._hits = [0] * num_blocks
-        """Since the block got its name."""
+        """By block: how often it was shared since it got its hash."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._events: list[BlockEvent] = []
 
@@ -61,7 +66,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached but unowned ones included."""
+        """Return how many blocks can be allocated now, including cached blocks that have no owner."""
         return len(self._free)
 
     @property
@@ -76,13 +81,18 @@ class BlockPool:
         return list(self._blocks)
 
     def hot_block_hashes(self, limit: int) -> list[BlockHash]:
-        """Those found most often, then those used last; a prefix before what follows it."""
-        age = {block: number for number, block in enumerate(reversed(self._free), 1)}  # owned ones are in use now
+        """Return at most `limit` hashes of cached blocks, the most often shared first, then the most recently used.
+
+        A prefix comes before the blocks that follow it.
+        """
+        # Owned blocks have age 0: they are in use now.
+        age = {block: number for number, block in enumerate(reversed(self._free), 1)}
         cached = sorted(self._blocks.items(), key=lambda item: (-self._hits[item[1]], age.get(item[1], 0)))
         return [name for name, _ in cached[:limit]]
 
     def match(self, names: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix. Owns nothing: call `share` before anything else."""
+        """Return the blocks of the longest cached prefix on the device. They are not owned yet: call `share` before any
+        other method."""
         found: list[int] = []
         for name in names:
             block = self._blocks.get(name)
@@ -92,13 +102,15 @@ class BlockPool:
         return found
 
     def find(self, names: Iterable[BlockHash]) -> CachedPrefix:
-        """As `match`, over both tiers; good until anything else is called, but for `num_taken` and `take`."""
+        """Return the longest cached prefix in both tiers. It is valid until any method except `num_taken` and `take` is
+        called."""
         known: list[BlockHash] = []
         blocks: list[int | None] = []
         from_host: set[BlockHash] = set()
         for name in names:
             block = self._blocks.get(name)
             if block is None:
+                # A hash that is repeated would be loaded twice: the prefix ends there.
                 if self.host is None or name not in self.host or name in from_host:
                     break
                 from_host.add(name)
@@ -107,30 +119,35 @@ class BlockPool:
         return CachedPrefix(known, blocks)
 
     def num_taken(self, prefix: CachedPrefix) -> int:
-        """How many free blocks `take(prefix)` would use."""
+        """Return how many free blocks `take(prefix)` would use."""
         return prefix.num_host + self.num_unowned(block for block in prefix.blocks if block is not None)
 
     def take(self, prefix: CachedPrefix) -> list[int]:
-        """Owns all of it; there must be `num_taken` free blocks. What lies in the host tier is on its way into blocks
-        of its own, cached from now on: nothing may read or write them before the host tier's moves are done."""
+        """Take ownership of all blocks of a prefix and return them; `num_taken` blocks must be free.
+
+        Blocks from the host tier get blocks of their own, which are cached from now on. Nothing may read or write these
+        before the copies of the host tier are done.
+        """
         self.share(block for block in prefix.blocks if block is not None)
         if not prefix.num_host:
             return [block for block in prefix.blocks if block is not None]
         assert self.host is not None
         names = [name for name, block in zip(prefix.names, prefix.blocks, strict=True) if block is None]
+        # The allocation below may evict other blocks into the host tier, which must not drop these meanwhile.
         self.host.protect(names)
         fresh = self.allocate(len(names))
-        assert fresh is not None, "no room for what lies in the host tier"
+        assert fresh is not None, "too few free blocks for the prefix in the host tier"
         self.host.load(names, fresh)
         self.register(names, fresh)
         following = iter(fresh)
         return [next(following) if block is None else block for block in prefix.blocks]
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """How many free blocks `share(blocks)` would take."""
+        """Return how many free blocks `share(blocks)` would take."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
+        """Add one owner to each of these blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
@@ -138,7 +155,8 @@ class BlockPool:
             self._hits[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Blocks without content, owned once; None, and nothing taken, when there are too few."""
+        """Return `count` blocks with undefined content and one owner. Return None, and change nothing, if too few are
+        free."""
         if count > len(self._free):
             return None
         taken: list[int] = []
@@ -160,12 +178,13 @@ class BlockPool:
         return taken
 
     def register(self, names: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """These owned blocks now hold the content of these names. A name cached elsewhere stays there."""
+        """Declare that these owned blocks hold the content of these hashes. A hash that is cached already keeps its
+        block."""
         if not self._caching:
             return
         stored: list[BlockHash] = []
         for name, block in zip(names, blocks, strict=True):
-            assert self._references[block] > 0, "only an owned block can be given a name"
+            assert self._references[block] > 0, "only an owned block can be given a hash"
             if name not in self._blocks and self._names[block] is None:
                 self._blocks[name] = block
                 self._names[block] = name
@@ -175,25 +194,27 @@ class BlockPool:
             self._record(BlocksStored(stored))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives up one ownership of each, the last first; the named ones stay cached."""
+        """Remove one owner from each block, the last block first. Blocks with a hash stay cached."""
         for block in reversed(blocks):
             assert self._references[block] > 0, "a block was released more often than owned"
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
                 if self._names[block] is None:
+                    # Without a hash it is useless for the cache: allocate it before any cached block.
                     self._free.move_to_end(block, last=False)
 
     def block_of(self, name: BlockHash) -> int | None:
         return self._blocks.get(name)
 
     def take_events(self) -> list[BlockEvent]:
-        """What was stored and removed since the last call, in order; tier by tier."""
+        """Return the stored and removed block hashes since the last call, in order within each tier, and clear the
+        list."""
         events, self._events = self._events, []
         return events if self.host is None else events + self.host.take_events()
 
     def check_invariants(self, owned: Sequence[int]) -> None:
-        """`owned` lists every ownership that exists outside, repeated as often as it is held."""
+        """Assert that counts, free list and hashes agree. `owned` lists each owned block once per owner. For tests."""
         expected = [0] * self._num_blocks
         for block in owned:
             expected[block] += 1
@@ -204,11 +225,12 @@ class BlockPool:
             block: name for block, name in enumerate(self._names) if name is not None
         }
         named = [self._names[block] is not None for block in self._free]
-        assert named == sorted(named), "a cached block would be evicted before a nameless one"
+        assert named == sorted(named), "a cached block would be evicted before one without a hash"
         if self.host is not None:
             self.host.check_invariants()
 
     def _record(self, event: BlockEvent) -> None:
+        """Append an event, or merge it into the last one of the same type."""
         last = self._events[-1] if self._events else None
         if last is not None and type(last) is type(event):
             last.names.extend(event.names)

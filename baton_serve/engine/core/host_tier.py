@@ -1,8 +1,8 @@
-"""Which content lies in which slot of the host tier, and the copies that this takes. Pure: no memory, no clock.
+"""The host tier: which KV blocks are kept in which slot of host memory, and the copies that this requires. Pure.
 
-What the device evicts is kept here until it is the least recently used; a block that is found again is copied back and
-stays here too, so that evicting it once more costs nothing. Copies (`HostTierCopy`) are told in an order in which
-they are right; whoever does them may overlap those that share neither block nor slot.
+Blocks evicted from the device are kept here until they are the least recently used. A block that is found again is
+copied back and also stays here, so that evicting it again needs no copy. `HostTierCopy` entries are correct if executed
+in order; copies that share neither block nor slot may overlap.
 """
 
 from collections import OrderedDict
@@ -14,21 +14,25 @@ from baton_serve.contracts.identity import BlockHash
 
 
 class HostTierCopy(NamedTuple):
+    """Copy one KV block between the device and the host tier."""
+
     block: int
     slot: int
     is_to_host: bool
-    """From the device's block to the host's slot; else the other way."""
+    """Direction: True from the device's block to the host's slot, False from the slot to the block."""
 
 
 class HostTier:
+    """Allocates the slots of the host tier. Owned by the block pool; engine thread only."""
+
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_stored = 0
         self.num_loaded = 0
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._held: frozenset[BlockHash] = frozenset()
-        self._moves: list[HostTierCopy] = []
+        self._protected: frozenset[BlockHash] = frozenset()
+        self._copies: list[HostTierCopy] = []
         self._events: list[BlockEvent] = []
 
     def __contains__(self, name: BlockHash) -> bool:
@@ -43,11 +47,12 @@ class HostTier:
         return bool(self._events)
 
     def names(self) -> list[BlockHash]:
-        """The least recently used first."""
+        """Return the block hashes in the host tier, the least recently used first."""
         return list(self._slots)
 
     def store(self, name: BlockHash, block: int) -> None:
-        """`block`, which holds the content of `name`, is about to be filled with something else."""
+        """Schedule a copy of `block` to the host, because the block will be overwritten. Nothing happens if all slots
+        are protected."""
         if name in self._slots:
             self._slots.move_to_end(name)
             return
@@ -55,46 +60,51 @@ class HostTier:
         if slot is None:
             return
         self._slots[name] = slot
-        self._moves.append(HostTierCopy(block, slot, is_to_host=True))
+        self._copies.append(HostTierCopy(block, slot, is_to_host=True))
         self.num_stored += 1
         self._record(BlocksStored([name], "host"))
 
     def protect(self, names: Iterable[BlockHash]) -> None:
-        """These are not given up before the next `load`."""
-        self._held = frozenset(names)
+        """Keep these hashes until the next call of `load`, even if slots are needed."""
+        self._protected = frozenset(names)
 
     def load(self, names: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """The content of these names, all of them here, goes to these blocks. Prefixes outlive their ends."""
-        self._held = frozenset()
-        self._moves += [
+        """Schedule copies of these hashes, which must all be here, to these blocks."""
+        self._protected = frozenset()
+        self._copies += [
             HostTierCopy(block, self._slots[name], is_to_host=False) for name, block in zip(names, blocks, strict=True)
         ]
         self.num_loaded += len(names)
+        # The first blocks of a prefix become the most recently used, so that they outlive its end.
         for name in reversed(names):
             self._slots.move_to_end(name)
 
     def take_tier_copies(self) -> list[HostTierCopy]:
-        """To be done before anything else touches their blocks."""
-        moves, self._moves = self._moves, []
-        return moves
+        """Return the scheduled copies and clear the list. Execute them before anything else uses their blocks."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def take_events(self) -> list[BlockEvent]:
+        """Return the events of this tier since the last call, and clear the list."""
         events, self._events = self._events, []
         return events
 
     def check_invariants(self) -> None:
+        """Assert that each slot is free or used once. For tests."""
         taken = [*self._slots.values(), *self._free]
-        assert sorted(taken) == list(range(self.num_slots)), "a slot is lost, or holds two contents"
-        assert not self._held, "slots are held for no load"
+        assert sorted(taken) == list(range(self.num_slots)), "a slot leaked or is used twice"
+        assert not self._protected, "slots are still protected after `load`"
 
     def _evict(self) -> int | None:
-        name = next((name for name in self._slots if name not in self._held), None)
+        """Remove the least recently used hash that is not protected and return its slot, or None if there is none."""
+        name = next((name for name in self._slots if name not in self._protected), None)
         if name is None:
             return None
         self._record(BlocksRemoved([name], "host"))
         return self._slots.pop(name)
 
     def _record(self, event: BlockEvent) -> None:
+        """Append an event, or merge it into the last one of the same type."""
         last = self._events[-1] if self._events else None
         if last is not None and type(last) is type(event):
             last.names.extend(event.names)

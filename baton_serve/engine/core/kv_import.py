@@ -1,6 +1,7 @@
-"""Blocks that come from another instance to be cached here, before anybody computes with them. Pure.
+"""Imports: blocks fetched from another instance into the prefix cache before any request computes with them. Pure.
 
-begin -> (receive)* -> end. Whoever drives this must not end while a copy may still write to the blocks.
+The order of calls is `begin`, `receive` any number of times, `end`. The caller must not end an import while a copy may
+still write to its blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,24 +12,32 @@ from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.errors import UsageError
 
 MAX_IMPORT_RATIO = 0.5
-"""Of the cache, for all imports together: running sequences need room to grow."""
+"""Largest fraction of the KV cache that all running imports may occupy together. Running sequences need the rest to
+grow."""
 
 
 class KVImports:
+    """Owns the blocks of running imports. Engine thread only."""
+
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._missing: dict[RequestId, dict[BlockHash, int]] = {}
 
     def begin(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
-        """Blocks to be filled with what follows the cached prefix of `names`, as far as there is room; the prefix is
-        kept meanwhile. Empty: there is nothing to bring, or no room, and nothing to end."""
+        """Allocate blocks for the hashes after the cached prefix of `names`, as many as fit, and return them.
+
+        The cached prefix is kept until `end`. Return an empty list if nothing is missing or no block is free; then
+        `end` is not needed. Raises `UsageError` if the import id is in use.
+        """
         table, pool = self._table, self._table.pool
         if import_id in table.import_blocks:
             raise UsageError(f"import {import_id} has begun already")
         prefix = pool.find(names)
         taken = sum(len(blocks) for blocks in table.import_blocks.values())
         spare = int(pool.num_total * MAX_IMPORT_RATIO) - taken - len(prefix)
+        # 1 % stays free, as for new sequences: running ones must be able to grow.
         num_importable = min(spare, pool.num_free - pool.num_taken(prefix) - pool.num_total // 100)
+        # A repeated hash needs only one block.
         wanted = list(dict.fromkeys(names[len(prefix) :][: max(0, num_importable)]))
         if not wanted:
             return []
@@ -41,7 +50,8 @@ class KVImports:
         return missing
 
     def receive(self, import_id: RequestId, names: Iterable[BlockHash]) -> list[int]:
-        """These hold their content now. Returns their blocks."""
+        """Register blocks whose content has arrived and return them. Raises `UsageError` for a hash that is not
+        missing."""
         missing = self._missing.get(import_id, {})
         blocks: list[int] = []
         for name in names:
@@ -52,6 +62,6 @@ class KVImports:
         return blocks
 
     def end(self, import_id: RequestId) -> list[int]:
-        """All of it is free, and what was received is cached. Returns the blocks that nothing came for."""
+        """Release all blocks of an import; received ones stay cached. Return the blocks that were not received."""
         self._table.pool.release(self._table.import_blocks.pop(import_id, []))
         return list(self._missing.pop(import_id, {}).values())

@@ -1,6 +1,6 @@
-"""What the engine tells its owner: the results of a step, of a reservation, and its state in numbers.
+"""Values that the engine returns to its owner: results of a step or a reservation, and statistics.
 
-Plain values; nothing here is shared with the engine's own state.
+They are plain values that share nothing with the engine's own state.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from baton_serve.contracts.messages import ErrorCode, FinishReason, TokenLogprob
 
 
 class SequenceOutput(Struct, frozen=True):
-    """New tokens of one sequence; `position` is the index of the first among the generated tokens."""
+    """New tokens of one sequence. `position` is the index of the first of them among the generated tokens."""
 
     request_id: RequestId
     sequence: int
@@ -27,19 +27,19 @@ class SequenceOutput(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenInfo:
-    """Where the time to the first token went; once per request that computed its prompt here."""
+    """How the time to the first token was spent. Reported once per request whose prompt was computed here."""
 
     request_id: RequestId
     queue_s: float
     prefill_s: float
     cached_tokens: int
     host_tokens: int = 0
-    """Cached tokens that came from the host tier."""
+    """Prompt tokens among `cached_tokens` that came from the host tier."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class NamedBlock(NamedTuple):
-    """A block's name and its index in the KV cache."""
+    """A block hash and the index of its block in the KV cache."""
 
     name: BlockHash
     block: int
@@ -47,8 +47,10 @@ class NamedBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompletedBlocks:
-    """Blocks of a `prefill` request whose KV is now computed, in prompt order. They stay where they are
-    until the request is released or cancelled."""
+    """Blocks of a `prefill` request whose KV is now computed, in prompt order.
+
+    They stay in the KV cache until the request is released or cancelled.
+    """
 
     request_id: RequestId
     blocks: list[NamedBlock]
@@ -56,14 +58,14 @@ class CompletedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CompletedLayerGroups:
-    """These parts of these blocks, groups of their layers, are computed, before the whole step is."""
+    """The layer groups `parts` of these blocks are computed, while the step still computes later layers."""
 
     parts: range
     blocks: list[CompletedBlocks]
 
 
 class PooledOutput(Struct, frozen=True):
-    """The vector of one input of a request, or the matrix of its tokens' vectors: float32, in this machine's order."""
+    """The result of one input of a pooling request: one vector, or one per token, as float32 in native byte order."""
 
     request_id: RequestId
     index: int
@@ -72,6 +74,8 @@ class PooledOutput(Struct, frozen=True):
 
 
 class FailedRequest(NamedTuple):
+    """A request that the engine has ended, with the reason."""
+
     request_id: RequestId
     message: str
     code: ErrorCode = "internal"
@@ -79,6 +83,8 @@ class FailedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
+    """Everything that one step has produced. `held` are finished `prefill` requests, which keep their blocks."""
+
     tokens: list[SequenceOutput] = field(default_factory=list)
     first: list[FirstTokenInfo] = field(default_factory=list)
     completed: list[CompletedBlocks] = field(default_factory=list)
@@ -90,7 +96,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Memory for a prompt that another instance computes. `missing` are the blocks to fetch."""
+    """Blocks reserved for a prompt that another instance computes. `missing` are those to fetch; `reused` counts cached
+    ones."""
 
     request_id: RequestId
     names: list[BlockHash]
@@ -100,7 +107,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Rates are measured inside; before any work they come from the warm-up."""
+    """A snapshot of the engine. Rates are measured; before any work they are estimates of the warm-up."""
 
     free_blocks: int
     total_blocks: int
@@ -118,7 +125,7 @@ class EngineStats:
     generated_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    """In the device tier."""
+    """Prompt tokens found in the device tier since start."""
     steps: int
     host_used_blocks: int = 0
     host_total_blocks: int = 0
@@ -126,6 +133,7 @@ class EngineStats:
     host_stored_blocks: int = 0
     host_loaded_blocks: int = 0
     prefill_is_measured: bool = True
-    """Since the warm-up."""
+    """False while `prefill_tokens_per_s` is only the warm-up's estimate."""
     spare_tokens_per_s: float = 0.0
-    """Of prompts, beside those who write and within what each of them was promised; 0: not at all."""
+    """Prompt tokens per second that can be computed beside the decoding sequences without violating their ITL SLOs; 0
+    if none."""

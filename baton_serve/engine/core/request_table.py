@@ -1,7 +1,19 @@
-"""All requests of the engine, the queues their sequences stand in, and the blocks and slots they own.
+"""The engine's request table: every request, the state of its sequences, and the KV blocks and batch slots they own.
 
-Pure: the transitions that `scheduler` and `reservations` are written in. A sequence is in exactly one place:
-`waiting` (a heap with lazy deletion), `loading`, `ready`, `running`, or held/reserved by its request alone.
+This module applies the decisions of `scheduler` and `reservations`. It is pure: no clock, no tensor, no I/O. Each
+sequence is in exactly one state, and the state says which container holds it:
+
+  state           container           owns
+  WAITING         the waiting heap    nothing
+  LOADING         `loading`           blocks; the host tier is still copying some of them to the device
+  READY           `ready`             blocks; waits for a batch slot
+  RUNNING         `running`           blocks and a batch slot
+  AWAITING_FETCH  only its request    blocks of a finished prefill, until the decode instance has fetched them
+  AWAITING_KV     only its request    blocks that another instance fills
+  FINISHED        none                nothing, or blocks that a step in flight still writes to
+
+A request starts with one *parent sequence*, which computes the prompt. With n > 1 the parent is forked once the first
+token of each sequence is known.
 """
 
 import heapq
@@ -16,27 +28,35 @@ from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceSt
 from baton_serve.engine.errors import RequestError
 
 DUE_TOKENS_PER_PROMPT_TOKEN = 4
-"""So many times its own length a prompt that is computed for another instance may be overtaken by shorter ones, in
-tokens of prompts computed: short ones do not wait for a long one, and no prompt waits for ever. The factor was found by
-replaying a trace: docs/log/pd-against-unified.md."""
+"""How late a `prefill` request may run: this many scheduled prompt tokens after its arrival, per token of its prompt.
+
+Requests run in order of these due times. A short prompt overtakes a long one, but only until the long one is due: it is
+delayed, never starved. The factor was found by replaying a trace (docs/log/pd-against-unified.md).
+"""
 
 
 class BlockCopy(NamedTuple):
+    """Copy the KV of all layers from block `source` to block `target`."""
+
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
+    """Limits of one step and of one sequence, named as in vLLM."""
+
     block_tokens: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_loras: int = 1
-    """Adapters that one step may mix."""
+    """Maximum number of different LoRA adapters in one step."""
 
 
 class RequestTable:
+    """Owns all requests of one engine. Only the engine thread may call it."""
+
     def __init__(self, pool: BlockPool, limits: SchedulerConfig, eos_token_ids: frozenset[int]) -> None:
         self.pool = pool
         self.limits = limits
@@ -44,22 +64,29 @@ class RequestTable:
         self.running: list[Sequence] = []
         self.ready: list[Sequence] = []
         self.loading: list[Sequence] = []
+        # `Reservations` writes `pin_counts` and `KVImports` writes `import_blocks`. They are stored here because these
+        # blocks belong to no sequence, and `check_invariants` must know every owner of a block.
         self.pin_counts: dict[BlockHash, int] = {}
         self.import_blocks: dict[RequestId, list[int]] = {}
         self.num_preemptions = 0
         self.num_scheduled_prompt_tokens = 0
-        """Of prompts, since the start: the clock by which prompts are due."""
+        """Prompt tokens scheduled since start. This is the clock in which `Request.due` is measured."""
         self._eos_token_ids = eos_token_ids
         self._waiting: list[tuple[SortKey, int, Sequence]] = []
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._pending_copies: list[BlockCopy] = []
-        self._finished_in_flight: set[Sequence] = set()  # ended, but a step being computed still writes to their blocks
+        self._finished_in_flight: set[Sequence] = set()
+        """Finished sequences whose blocks a step in flight still writes to; `reclaim` frees them."""
         self._is_sorted = True
         self._next_arrival = 0
         self._last_version = 0
 
     def add(self, work: Work, mode: Mode, now: float) -> Sequence:
-        """A new request; its trunk is in no queue yet."""
+        """Add a request and return its parent sequence, which the caller must enqueue or reserve blocks for.
+
+        `generate` requests of one priority run in order of arrival and `prefill` requests in order of their due times.
+        Raises `RequestError` if the request id is already in use.
+        """
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         sampling = work.sampling
@@ -82,24 +109,31 @@ class RequestTable:
         return parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks `num_tokens` tokens occupy; the last block may be partly filled."""
         return -(-num_tokens // self.limits.block_tokens)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """To the waiting queue, at the place its key gives it."""
+        """Put a sequence that owns no blocks into the waiting queue, at the place that its sort key gives."""
         assert not sequence.blocks
         sequence.state = SequenceState.WAITING
-        heapq.heappush(self._waiting, (sequence.key, self.new_version(), sequence))
+        # Sequences cannot be compared: the version makes every heap entry distinct, so that equal keys never compare
+        # them.
+        heapq.heappush(self._waiting, (sequence.sort_key, self._new_version(), sequence))
 
-    def head(self) -> Sequence | None:
-        """The waiting sequence that is next, left where it is."""
+    def peek_waiting(self) -> Sequence | None:
+        """Return the waiting sequence that is next in order, without removing it."""
+        # A sequence that ends while it waits leaves its heap entry behind, since removing it there would cost O(n). The
+        # entry is dropped here. No sequence has two: it returns to WAITING only after `pop_waiting` removed the first.
         while self._waiting and self._waiting[0][2].state is not SequenceState.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
 
     def pop_waiting(self) -> None:
+        """Remove the sequence that `peek_waiting` returned. Call it before anything else is queued or ended."""
         heapq.heappop(self._waiting)
 
-    def waiting(self) -> Iterator[Sequence]:
+    def iter_waiting(self) -> Iterator[Sequence]:
+        """Iterate over the waiting sequences, in no particular order."""
         return (sequence for _, _, sequence in self._waiting if sequence.state is SequenceState.WAITING)
 
     @property
@@ -107,42 +141,48 @@ class RequestTable:
         return bool(self._free_slots)
 
     def add_to_batch(self, sequence: Sequence) -> None:
-        """Into the batch, or to `ready` when every slot is taken. The sequence owns its blocks."""
+        """Give a sequence that owns its blocks a batch slot, or make it READY if every slot is taken."""
         if not self._free_slots:
             sequence.state = SequenceState.READY
             self.ready.append(sequence)
             return
         sequence.state = SequenceState.RUNNING
         sequence.slot = self._free_slots.pop()
-        sequence.block_table_version = self.new_version()
+        # Block table rows only grow while the version stays the same. Without a new version the row of this slot would
+        # keep the blocks of the sequence that had the slot before.
+        sequence.block_table_version = self._new_version()
         self.running.append(sequence)
         self._is_sorted = False
 
     def start_loading(self, sequence: Sequence) -> None:
-        """Out of the queue, until the copies from the host tier are done (`finish_loading`). The sequence owns its
-        blocks."""
+        """Park a sequence that owns its blocks until the host tier has copied their content in (`finish_loading`)."""
         sequence.state = SequenceState.LOADING
         self.loading.append(sequence)
 
     def finish_loading(self, sequence: Sequence) -> None:
+        """Move a sequence from LOADING into the batch."""
         self.loading.remove(sequence)
         self.add_to_batch(sequence)
 
     def sort_running(self) -> None:
-        """The most important first."""
+        """Sort `running` so that the most important sequence comes first."""
         if not self._is_sorted:
-            self.running.sort(key=lambda s: s.key)
+            self.running.sort(key=lambda s: s.sort_key)
             self._is_sorted = True
 
     def promote_ready(self) -> None:
-        """Free slots go to those who already own blocks."""
+        """Give free slots to READY sequences, the most important first."""
         if self.ready and self._free_slots:
-            queue, self.ready = sorted(self.ready, key=lambda s: s.key), []
-            for sequence in queue:
+            # `add_to_batch` appends to `self.ready` once the slots run out, so the loop must not iterate over it.
+            candidates, self.ready = sorted(self.ready, key=lambda s: s.sort_key), []
+            for sequence in candidates:
                 self.add_to_batch(sequence)
 
     def remove_from_batch(self, sequence: Sequence) -> None:
-        """Out of `running`, `ready` or `loading`, keeping its blocks."""
+        """Remove a sequence from `running`, `ready` or `loading`. It keeps its blocks; the caller sets its next state.
+
+        A sequence in any other state is left as it is.
+        """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._free_slots.append(sequence.slot)
@@ -153,22 +193,28 @@ class RequestTable:
             self.loading.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Frees its memory; it will be recomputed, from the cache as far as that still reaches."""
-        assert not sequence.num_steps_in_flight, "its blocks are being written"
+        """Free the blocks of a sequence and put it back into the waiting queue, to be recomputed.
+
+        Its tokens are kept. When it is scheduled again, blocks that are still in the prefix cache are reused.
+        """
+        assert not sequence.num_steps_in_flight, "a step in flight writes to the blocks of a preempted sequence"
         self.num_preemptions += 1
         self.remove_from_batch(sequence)
         self.free_blocks(sequence)
         self.enqueue(sequence)
 
     def free_blocks(self, sequence: Sequence) -> None:
+        """Release the blocks of a sequence to the pool. Blocks that have a hash stay cached until they are evicted."""
         self.pool.release(sequence.blocks)
         sequence.blocks = []
+        # The hashes stay: they depend on the tokens alone, and are needed to find the blocks in the cache again.
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
     def finish(self, sequence: Sequence) -> None:
-        """Frees everything, blocks that a step being computed writes to when that is over (`reclaim`); the request ends
-        with its last sequence."""
+        """End a sequence in any state and free what it owns; its request ends with its last sequence."""
         self.remove_from_batch(sequence)
+        # With async scheduling the device may still write to the blocks. If they were freed now, the next step could
+        # give them to another sequence, whose KV the running step would then overwrite.
         if sequence.num_steps_in_flight:
             self._finished_in_flight.add(sequence)
         else:
@@ -180,21 +226,29 @@ class RequestTable:
             del self.requests[request.work.request_id]
 
     def reclaim(self, sequence: Sequence) -> None:
-        """A step that wrote to this ended sequence's blocks is over."""
+        """Free the blocks of a finished sequence, unless another step in flight still writes to them.
+
+        Call it after each step that computed tokens of the sequence.
+        """
         if not sequence.num_steps_in_flight:
             self._finished_in_flight.discard(sequence)
             self.free_blocks(sequence)
 
     def finish_request(self, request: Request) -> None:
+        """End all sequences of a request, and thereby the request."""
+        # Iterate over a copy: `finish` removes from the list.
         for sequence in list(request.sequences):
             self.finish(sequence)
 
     def fail_request(self, request: Request) -> bool:
-        """Ends a request that computes no more. False: blocks of it may be being read by a copy at this moment, so they
-        stay, held, until its owner cancels it."""
+        """Stop computing a request. Return True if it has ended, False if it keeps its blocks.
+
+        A `prefill` request keeps them, and its entry in the table, until its owner cancels it.
+        """
         if request.mode != "prefill":
             self.finish_request(request)
             return True
+        # A transport may be reading the blocks at this moment. Only the owner knows when the last copy has ended.
         for sequence in request.sequences:
             self.remove_from_batch(sequence)
             sequence.state = SequenceState.AWAITING_FETCH
@@ -202,76 +256,89 @@ class RequestTable:
         return False
 
     def cancel(self, request_id: RequestId, index: int | None) -> None:
-        """Ends a request, or one of its sequences, in any state. Unknown ones are ignored."""
+        """End a request, or only its sequence `index`, in any state. Ignore unknown requests and sequences."""
         request = self.requests.get(request_id)
         if request is None:
             return
         if index is None or request.work.sequences == [index] or request.unstarted == [index]:
             self.finish_request(request)
         elif index in request.unstarted:
+            # The parent still computes the prompt for the other sequences: this one is just never forked.
             request.unstarted.remove(index)
         else:
             for sequence in [s for s in request.sequences if s.index == index]:
+                # Blocks that await their fetch hold the prompt of all sequences: they are freed with the request.
                 if sequence.state is not SequenceState.AWAITING_FETCH:
                     self.finish(sequence)
 
     def start_decoding(self, parent: Sequence, first_tokens: dict[int, int]) -> None:
-        """The prompt is computed and each index has its first token: those that go on join the batch.
+        """Start one sequence for each first token, once the prompt is computed. `first_tokens` is by sequence index.
 
-        The trunk becomes the first of them and keeps its place; the others share its full blocks and copy the last.
+        Sequences whose first token ends them (stop token or length) are not started. The parent becomes the first of
+        the others and keeps its place in the batch; the rest share its full blocks and copy the partly filled one.
         """
         request = parent.request
         request.unstarted = []
-        generated = parent.num_generated + 1
-        going = {i: t for i, t in first_tokens.items() if request.verdict(generated, t) is None}
-        for index in list(going)[1:]:
-            self._fork(parent, index, going[index])
-        if not going:
+        num_generated = parent.num_generated + 1
+        continuing = {i: t for i, t in first_tokens.items() if request.check_stop(num_generated, t) is None}
+        # Fork before the parent gets its own token: a fork copies the parent's tokens.
+        for index in list(continuing)[1:]:
+            self._fork(parent, index, continuing[index])
+        if not continuing:
             self.finish(parent)
             return
-        parent.index = next(iter(going))
+        parent.index = next(iter(continuing))
         self._is_sorted = False
-        parent.token_ids.append(going[parent.index])
+        # The index is part of the sort key, so `running` may have to be sorted again.
+        parent.token_ids.append(continuing[parent.index])
+        # Its prompt was computed by another instance, so it is not in the batch yet.
         if parent.state is not SequenceState.RUNNING:
             self.add_to_batch(parent)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies to execute before any block is written again."""
+        """Return the pending block copies and clear the list. Execute them before any other work touches a block."""
         copies, self._pending_copies = self._pending_copies, []
         return copies
 
-    def new_version(self) -> int:
+    def _new_version(self) -> int:
+        """Return a number that this table has not returned before, greater than all earlier ones."""
         self._last_version += 1
         return self._last_version
 
     def check_invariants(self) -> None:
+        """Assert that each block, slot and queue entry has the owners that the sequences claim. For tests."""
         sequences = [s for request in self.requests.values() for s in request.sequences]
         pinned = [b for name, n in self.pin_counts.items() for b in [self.pool.block_of(name)] * n if b is not None]
         owners = [*sequences, *self._finished_in_flight]
         imported = [block for blocks in self.import_blocks.values() for block in blocks]
         self.pool.check_invariants([block for s in owners for block in s.blocks] + pinned + imported)
-        assert all(s.num_steps_in_flight for s in self._finished_in_flight), "blocks were not freed"
+        assert all(s.num_steps_in_flight for s in self._finished_in_flight), "blocks of a finished sequence leaked"
         assert all(self.pool.block_of(name) is not None for name in self.pin_counts), "a pinned block was evicted"
         by_state = {state: {id(s) for s in sequences if s.state is state} for state in SequenceState}
         assert {id(s) for s in self.running} == by_state[SequenceState.RUNNING]
         assert {id(s) for s in self.ready} == by_state[SequenceState.READY]
         assert {id(s) for s in self.loading} == by_state[SequenceState.LOADING]
-        assert {id(s) for s in self.waiting()} == by_state[SequenceState.WAITING]
+        assert {id(s) for s in self.iter_waiting()} == by_state[SequenceState.WAITING]
         assert not by_state[SequenceState.FINISHED]
-        taken = [s.slot for s in self.running]
-        assert sorted(taken + self._free_slots) == list(range(self.limits.max_num_seqs)), "slots leaked"
+        used_slots = [s.slot for s in self.running]
+        assert sorted(used_slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "a slot leaked"
         for sequence in sequences:
             _check_sequence(sequence, self.limits.block_tokens)
 
     def _fork(self, parent: Sequence, index: int, first_token: int) -> None:
+        """Create sequence `index` from the parent's tokens and `first_token`, and put it into the batch.
+
+        Without a free block for the copy, the fork waits in the queue instead and finds the full blocks in the cache.
+        """
         sequence = Sequence(parent.request, index, [*parent.token_ids, first_token])
         parent.request.sequences.append(sequence)
-        num_full, tail = divmod(parent.num_computed_tokens, self.limits.block_tokens)
-        own = self.pool.allocate(1 if tail else 0)
-        if own is None:  # no room for the copied tail: it waits and finds the full blocks in the cache
+        num_full, remainder = divmod(parent.num_computed_tokens, self.limits.block_tokens)
+        own = self.pool.allocate(1 if remainder else 0)
+        if own is None:
             self.enqueue(sequence)
             return
         self.pool.share(parent.blocks[:num_full])
+        # Parent and fork will write different tokens into the partly filled block, so they cannot share it.
         self._pending_copies += [BlockCopy(parent.blocks[num_full], target) for target in own]
         sequence.blocks = parent.blocks[:num_full] + own
         sequence.block_hashes = parent.block_hashes[:num_full]
@@ -281,12 +348,14 @@ class RequestTable:
 
 
 def _check_sequence(sequence: Sequence, block_tokens: int) -> None:
+    """Assert that the token and block counts of one sequence agree."""
     if sequence.state is SequenceState.WAITING:
         assert not sequence.blocks
         assert sequence.num_computed_tokens == 0
     else:
         assert sequence.num_computed_tokens <= len(sequence.blocks) * block_tokens
         assert len(sequence.blocks) <= -(-(len(sequence.token_ids) + sequence.num_output_placeholders) // block_tokens)
+    # A live sequence always has a token to compute, or the scheduler would never reach its end.
     assert sequence.num_uncomputed_tokens > 0 or sequence.state in (
         SequenceState.AWAITING_FETCH,
         SequenceState.AWAITING_KV,

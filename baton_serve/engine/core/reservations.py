@@ -1,7 +1,7 @@
-"""The decode side of a handoff, and pins for fetches by name. Pure.
+"""The decode side of a handoff, and pins for blocks that other instances fetch. Pure.
 
-reserve -> (mark_received)* -> admit, or admit_locally when the handoff failed. Whoever drives this must not free
-(cancel, admit_locally) while a copy may still write to the reserved blocks.
+The order of calls is `reserve`, `mark_received` any number of times, then `admit`, or `admit_locally` if the handoff
+failed. The caller must not free blocks (cancel, `admit_locally`) while a copy may still write to them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,17 +16,24 @@ from baton_serve.engine.errors import UsageError
 
 
 class Reservations:
+    """Reserves and pins blocks in a request table. Engine thread only."""
+
     def __init__(self, table: RequestTable) -> None:
         self._table = table
 
     def reserve(self, work: Work, now: float) -> Reservation | None:
-        """Pins what is cached and allocates the rest; None: no room now."""
+        """Take the cached prefix of a prompt and allocate the other blocks. Return None if too few are free now.
+
+        Raises `RequestError` if the request id is in use.
+        """
         table = self._table
         pool, block_tokens = table.pool, table.limits.block_tokens
         block_hashes = hash_blocks(work.root, work.token_ids, block_tokens, media=work.media)
         num_full = len(work.token_ids) // block_tokens
+        # Only full blocks are in the cache; the partly filled last one is always fetched.
         prefix = pool.find(block_hashes[:num_full])
         needed = len(block_hashes) - len(prefix)
+        # Keep 1 % free for the growth of running sequences.
         spare = pool.num_total // 100 if table.running else 0
         if pool.num_free - pool.num_taken(prefix) - needed < spare:
             return None
@@ -42,7 +49,10 @@ class Reservations:
         return Reservation(work.request_id, block_hashes, len(cached), missing)
 
     def mark_received(self, request_id: RequestId, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of that name."""
+        """Mark blocks as received and return them; full ones can now be shared by other prompts.
+
+        Raises `UsageError` for a hash that is not missing.
+        """
         blocks: list[int] = []
         parent = self._reserved(request_id)
         full = set(parent.block_hashes)
@@ -56,38 +66,44 @@ class Reservations:
         return blocks
 
     def missing_blocks(self, request_id: RequestId) -> list[int]:
-        """Reserved blocks that have not been received; none for a request without a reservation."""
+        """Return reserved blocks that have not been received; empty for a request without a reservation."""
         request = self._table.requests.get(request_id)
         return list(request.missing.values()) if request is not None else []
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
-        """All blocks are there: the sequences go on after their first tokens. Those that these tokens end, that were
-        cancelled, or that have no token do not."""
+        """Start decoding a reserved request with the first tokens from its prefill, by sequence index.
+
+        Call it when all blocks have been received; otherwise it raises `UsageError`. A sequence is not started if its
+        first token ends it, if it was cancelled, or if it has no first token.
+        """
         parent = self._reserved(request_id)
         request = parent.request
         if request.missing:
             raise UsageError(f"request {request_id}: {len(request.missing)} blocks have not been received")
         parent.num_computed_tokens = len(parent.token_ids)
         parent.num_registered_blocks = len(parent.block_hashes)
+        # The prefill instance has reported the first token already.
         request.is_first_reported = True
         wanted = {index: token for index, token in first_tokens.items() if index in request.unstarted}
         self._table.start_decoding(parent, wanted)
 
     def admit_locally(self, request_id: RequestId) -> None:
-        """Computes the prompt here. Blocks that arrived are found again in the cache."""
+        """Compute the prompt on this instance. Blocks that have arrived are found again in the cache."""
         parent = self._reserved(request_id)
         parent.request.missing.clear()
         self._table.free_blocks(parent)
         self._table.enqueue(parent)
 
     def pin(self, block_hashes: Iterable[BlockHash]) -> list[NamedBlock]:
-        """The longest cached prefix, kept until `unpin`. What lies in the host tier takes free blocks, if there are."""
+        """Own the longest cached prefix until `unpin`, and return its blocks. Blocks in the host tier are included if
+        enough blocks are free to copy them to the device."""
         table, pool = self._table, self._table.pool
         wanted = list(block_hashes)
         prefix = pool.find(wanted)
         if pool.num_taken(prefix) <= pool.num_free:
             blocks = pool.take(prefix)
         else:
+            # Without free blocks for the host tier's part, pin only what is on the device.
             blocks = pool.match(wanted)
             pool.share(blocks)
         pinned = [NamedBlock(name, block) for name, block in zip(wanted, blocks, strict=False)]
@@ -96,6 +112,7 @@ class Reservations:
         return pinned
 
     def unpin(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Release pinned blocks. Raises `UsageError` for a hash that is not pinned."""
         table = self._table
         blocks: list[int] = []
         for name in block_hashes:
@@ -109,7 +126,8 @@ class Reservations:
         table.pool.release(blocks)
 
     def _reserved(self, request_id: RequestId) -> Sequence:
+        """Return the parent sequence of a reserved request. Raises `UsageError` if it has no reservation."""
         request = self._table.requests.get(request_id)
         if request is None or request.sequences[0].state is not SequenceState.AWAITING_KV:
-            raise UsageError(f"request {request_id} holds no reservation")
+            raise UsageError(f"request {request_id} has no reservation")
         return request.sequences[0]

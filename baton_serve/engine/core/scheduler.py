@@ -1,9 +1,9 @@
-"""What the next step computes, and what its results change. Pure: `now` is passed in.
+"""Decides what the next step computes, and applies the results of a step to the requests. Pure: `now` is passed in.
 
-Decodes come first, one token each; the rest of the token budget goes to prompts, in chunks that let those who write
-have their next tokens in the time that they were promised (`engine.core.step_time_model`). When a
-decode needs a block and none is free, the least important sequence gives up its memory and is recomputed later.
-A prompt enters only when all its blocks are there, so it never stops halfway.
+Decoding sequences come first, with one token each. The rest of the token budget goes to prompts, in chunks that let the
+decoding sequences keep their inter-token SLOs (`engine.core.step_time_model`). If a decoding sequence needs a block and
+none is free, the least important sequence is preempted and recomputed later. A prompt is admitted only when all its
+blocks can be allocated, so it never stops halfway.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from baton_serve.engine.core.sequence import Request, Sequence, SequenceState
 from baton_serve.engine.core.step_time_model import StepTimeModel
 
 PROMPT_LOGPROBS_CHUNK = 256
-"""Rows of logits are `vocab_size` wide: requests that want all of them go in small chunks."""
+"""Maximum prompt tokens per chunk of a request with prompt logprobs. They need the logits of every row, each
+`vocab_size` wide, and larger chunks could exceed the device's memory."""
 
 
 class ScheduledChunk(Struct, frozen=True, gc=False):
@@ -30,11 +31,11 @@ class ScheduledChunk(Struct, frozen=True, gc=False):
     start: int
     length: int
     is_last: bool
-    """The chunk reaches the sequence's end, so a token follows."""
+    """Whether the chunk reaches the end of the sequence, so that a token is sampled after it."""
 
 
 class SampleRow(Struct, frozen=True, gc=False):
-    """One token to choose, from the logits of a chunk's last row."""
+    """Sample one token from the logits of the last row of chunk number `chunk`, for sequence `index` of the request."""
 
     chunk: int
     sequence: Sequence
@@ -43,35 +44,40 @@ class SampleRow(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
+    """The work of one step. Made by `Scheduler.schedule` and executed by the model runner."""
+
     chunks: list[ScheduledChunk]
     rows: list[SampleRow]
 
     def blocks(self, block_tokens: int) -> Iterator[int]:
-        """All that are read or written, some of them more than once."""
+        """Iterate over all blocks that the step reads or writes; shared ones appear more than once."""
         for chunk in self.chunks:
             yield from chunk.sequence.blocks[: -(-(chunk.start + chunk.length) // block_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
+    """The reason why no token could be sampled for a row."""
+
     message: str
     code: ErrorCode
 
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """The runner's answer to a plan. `token_ids` and `logprobs` follow `ScheduledBatch.rows`."""
+    """The results of a step. `token_ids` and `logprobs` are in the order of `ScheduledBatch.rows`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By chunk: the log-probability of the token after each of its rows, the prompt's last excepted."""
+    """By chunk number: the logprobs of the token after each row, without the prompt's last row."""
     failed: dict[int, RowFailure] = field(default_factory=dict)
-    """By row of the plan: why no token could be chosen for it. What stands in `token_ids` there means nothing."""
+    """By row number: the reason why no token was sampled. Ignore `token_ids` of these rows."""
 
 
 class _Blocked(NamedTuple):
-    """The first waiting sequence found no room: what was free then, and whether a reserve was kept."""
+    """Records that the first waiting sequence did not get its blocks, how many were free, and whether sequences were
+    running, for which a reserve is kept."""
 
     head: Sequence
     num_free: int
@@ -79,33 +85,39 @@ class _Blocked(NamedTuple):
 
 
 class Scheduler:
+    """Schedules the requests of one engine. Engine thread only."""
+
     def __init__(self, table: RequestTable, step_time_model: StepTimeModel | None = None) -> None:
-        """`step_time_model` learns from who runs the plans; without it steps are as long as the limits allow."""
+        """`step_time_model` is updated by the engine after each step. Without one, only the configured limits bound a
+        step."""
         self._table = table
         self._step_time_model = step_time_model or StepTimeModel()
         self._blocked: _Blocked | None = None
-        self._step_loras: set[str] = set()  # adapters of the step that is being planned
+        self._step_loras: set[str] = set()
+        """LoRA adapters of the step that is being scheduled."""
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
-        """In the device tier."""
+        """Prompt tokens found in the device tier since start."""
         self.num_host_hit_tokens = 0
         self.requests_missing_images: list[Request] = []
-        """Those in no queue any more whose images are elsewhere, and whose blocks are not here either: whoever runs the
-        plans ends them."""
+        """Requests that were removed from the queue because blocks of their images are not cached and the images are on
+        another instance. The engine fails them."""
 
     @property
     def is_short_of_blocks(self) -> bool:
-        """The next waiting sequence lacks memory: nobody may overtake it."""
-        return self._blocked is not None and self._blocked.head is self._table.head()
+        """Return whether the next waiting sequence lacks blocks. Then no reservation may take blocks before it."""
+        return self._blocked is not None and self._blocked.head is self._table.peek_waiting()
 
     def has_work(self) -> bool:
+        """Return whether `schedule` may find something to compute, or loading sequences are to be polled."""
         table = self._table
         if table.running or table.loading or (table.ready and table.has_free_slot):
             return True
-        head = table.head()
+        head = table.peek_waiting()
         return head is not None and table.has_free_slot and not self._is_still_blocked(head)
 
     def schedule(self, now: float) -> ScheduledBatch:
+        """Choose the work of the next step, and allocate its blocks."""
         table = self._table
         table.promote_ready()
         table.sort_running()
@@ -113,8 +125,9 @@ class Scheduler:
         budget = table.limits.max_num_batched_tokens
         prompts: list[Sequence] = []
         self._step_loras.clear()
+        # Iterate over a copy: a preemption removes from `running`.
         for sequence in list(table.running):
-            # A victim always sorts after the one that needs its block: it has no chunk yet.
+            # A preempted sequence always sorts after the one that needs its block, so it has no chunk in this step yet.
             if sequence.must_await_tokens or not self._fits_max_loras(sequence):
                 continue
             if sequence.num_uncomputed_tokens > 1:
@@ -122,31 +135,44 @@ class Scheduler:
             elif sequence.state is SequenceState.RUNNING and self._allocate_next_block(sequence):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, True))
         budget -= len(chunks)
-        if chunks and (prompts or table.head() is not None):
+        # The chunk budget protects decoding sequences only if prompts can enter this step.
+        if chunks and (prompts or table.peek_waiting() is not None):
             budget = min(budget, self._chunk_budget([chunk.sequence for chunk in chunks], budget))
         for sequence in prompts:
             if budget > 0 and sequence.state is SequenceState.RUNNING:
                 budget -= self._append_chunk(chunks, sequence, budget)
         while (
-            budget > 0 and (head := table.head()) is not None and self._fits_max_loras(head) and self._admit(head, now)
+            budget > 0
+            and (head := table.peek_waiting()) is not None
+            and self._fits_max_loras(head)
+            and self._admit(head, now)
         ):
             if head.state is SequenceState.RUNNING:
                 budget -= self._append_chunk(chunks, head, budget)
         return ScheduledBatch(chunks, _sample_rows(chunks))
 
     def schedule_ahead(self, now: float) -> ScheduledBatch | None:
-        """What can be computed after a step whose tokens are not known yet: sequences go on unless it is certain that
-        they end. None: nothing, or only after somebody gave up memory, which nobody does while it is being written."""
+        """Choose a step to launch before the tokens of the previous step are known, or return None if there is none.
+
+        Sequences are assumed to continue unless their maximum length ends them. None also if a preemption would be
+        needed: the step in flight writes to the blocks of the candidates.
+        """
         block_tokens = self._table.limits.block_tokens
-        going = self._table.running + self._table.ready
-        growing = sum(s.num_computed_tokens == len(s.blocks) * block_tokens and not s.must_await_tokens for s in going)
-        if growing > self._table.pool.num_free:
+        active = self._table.running + self._table.ready
+        # Each sequence whose last block is full needs one more.
+        num_growing = sum(
+            s.num_computed_tokens == len(s.blocks) * block_tokens and not s.must_await_tokens for s in active
+        )
+        if num_growing > self._table.pool.num_free:
             return None
         plan = self.schedule(now)
         return plan if plan.chunks else None
 
     def advance(self, plan: ScheduledBatch) -> StepResult:
-        """Takes into the state what is known before the tokens are: the device may still be computing them."""
+        """Apply what is known about a step before its tokens are; the device may still compute it.
+
+        Return the completed blocks of `prefill` requests.
+        """
         result = StepResult()
         block_tokens = self._table.limits.block_tokens
         for chunk in plan.chunks:
@@ -163,9 +189,11 @@ class Scheduler:
     def apply(
         self, plan: ScheduledBatch, sampled: ModelRunnerOutput, now: float, *, advanced: StepResult | None = None
     ) -> StepResult:
-        """Takes the step's results into the state. Everything in `plan` was computed. `advanced`: what `advance`
-        returned, if it was called already. Sequences that have ended since get no token, and nobody is told
-        of their blocks."""
+        """Apply the results of a step, in which everything in `plan` was computed.
+
+        `advanced` is the return value of `advance` if it was called before. Sequences that have ended since the launch
+        get no token, and their completed blocks are not reported.
+        """
         result = self.advance(plan) if advanced is None else advanced
         by_chunk: dict[int, list[int]] = {}
         for position, row in enumerate(plan.rows):
@@ -182,13 +210,14 @@ class Scheduler:
             if sequence.request.wants_prompt_logprobs:
                 sequence.request.prompt_logprobs += sampled.prompt_logprobs.get(number, [])
             if chunk.is_last:
-                self._register_full_blocks(sequence)  # when the step ran ahead, its tokens were not known then
+                # `advance` of a step that ran ahead could not hash blocks whose last tokens were unknown then.
+                self._register_full_blocks(sequence)
                 self._report_first(sequence.request, now, result)
                 self._append_tokens(sequence, plan, by_chunk[number], sampled, result)
         return result
 
     def abandon(self, plan: ScheduledBatch) -> None:
-        """The device could not compute this plan, for which `advance` was called: its requests end."""
+        """Undo `advance` for a step that the device could not compute. The caller fails its requests."""
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_steps_in_flight -= 1
@@ -197,7 +226,8 @@ class Scheduler:
                 self._table.reclaim(sequence)
 
     def spare_tokens_per_s(self) -> float:
-        """Of prompts, beside those who write and as fast as all of them were promised; 0: not at all."""
+        """Return the prefill headroom: prompt tokens per second that can be computed beside the decoding sequences
+        without violating their ITL SLOs. 0 if a decoding sequence has no SLO or they are violated already."""
         step_time_model = self._step_time_model
         decoding = [s for s in self._table.running if s.num_uncomputed_tokens == 1]
         if not decoding:
@@ -209,12 +239,15 @@ class Scheduler:
         return step_time_model.tokens_per_s(chunk_budget, len(decoding))
 
     def _chunk_budget(self, decoding: list[Sequence], budget: int) -> int:
-        """Of prompts beside `decoding`, at most `budget`."""
+        """Return how many prompt tokens a step may have beside the `decoding` sequences, at most `budget`."""
         chunk_budget = self._step_time_model.chunk_budget([s.request.work.itl_s for s in decoding])
         return budget if chunk_budget is None else min(chunk_budget, budget)
 
     def _fits_max_loras(self, sequence: Sequence) -> bool:
-        """Whether its adapter has a place in this step. If not, it waits for those before it."""
+        """Return whether the sequence's LoRA adapter fits into this step, and reserve its place.
+
+        If not, the sequence waits for a step with other adapters.
+        """
         adapter = sequence.request.work.lora
         if not adapter or adapter in self._step_loras:
             return True
@@ -224,6 +257,7 @@ class Scheduler:
         return True
 
     def _append_chunk(self, chunks: list[ScheduledChunk], sequence: Sequence, budget: int) -> int:
+        """Add a chunk of at most `budget` tokens and return its length."""
         length = min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
@@ -233,14 +267,15 @@ class Scheduler:
         return length
 
     def _allocate_next_block(self, sequence: Sequence) -> bool:
-        """A block for the next token; False if the sequence itself had to give way."""
+        """Allocate a block for the next token if needed. Return False if the sequence itself was preempted."""
         table = self._table
         if sequence.num_computed_tokens < len(sequence.blocks) * table.limits.block_tokens:
             return True
         while (block := table.pool.allocate(1)) is None:
-            # Blocks of a `prefill` request may be read by a copy at this moment: those never move.
+            # Never preempt a `prefill` request: a transport may be reading its blocks at this moment.
             candidates = [s for s in table.running + table.ready if s.request.mode != "prefill"]
-            victim = max(candidates, key=lambda s: s.key)
+            # The least important one has the largest sort key.
+            victim = max(candidates, key=lambda s: s.sort_key)
             table.preempt(victim)
             if victim is sequence:
                 return False
@@ -248,24 +283,31 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Gives the first waiting sequence its blocks and a slot, or remembers why not. It gets the slot only later if
-        some of its prefix must come from the host tier first."""
+        """Allocate the blocks of the first waiting sequence and give it a slot. Return False if that is not possible
+        now.
+
+        If part of its prefix is in the host tier, it gets the slot only after these blocks have been copied to the
+        device.
+        """
         table = self._table
         pool, block_tokens = table.pool, table.limits.block_tokens
         if not table.has_free_slot or self._is_still_blocked(sequence):
             return False
         request = sequence.request
-        request.prompt_logprobs = []  # those of a preempted attempt are computed again
+        # A preempted request starts its prompt again, and with it the prompt logprobs.
+        request.prompt_logprobs = []
         num_tokens = len(sequence.token_ids)
         sequence.extend_block_hashes(num_tokens // block_tokens, block_tokens)
-        # At least the last token is computed: its logits are needed.
+        # Leave at least the last token to compute: its logits give the next token.
         reusable = [] if request.wants_prompt_logprobs else sequence.block_hashes[: (num_tokens - 1) // block_tokens]
         prefix = pool.find(reusable)
+        # A decode instance has no vision tower: it needs the blocks of the images from the cache.
         if len(prefix) * block_tokens < request.num_image_prefix_tokens:
             table.pop_waiting()
             self.requests_missing_images.append(request)
             return False
         needed = table.num_blocks_for(num_tokens) - len(prefix)
+        # Keep 1 % free for the growth of running sequences, or the new one would soon cause a preemption.
         reserve = pool.num_total // 100 if table.running else 0
         if pool.num_free - pool.num_taken(prefix) - needed < reserve:
             self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
@@ -292,13 +334,14 @@ class Scheduler:
         return True
 
     def _is_still_blocked(self, head: Sequence) -> bool:
-        """Nothing has changed since `head` found too little memory, so it need not be tried again."""
+        """Return whether nothing has changed since `head` did not get its blocks, so that a retry is useless."""
         blocked = self._blocked
         if blocked is None or blocked.head is not head or self._table.pool.num_free > blocked.num_free:
             return False
         return blocked.was_running == bool(self._table.running)
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
+        """Register the hashes of blocks that are now full, so that other prompts can share them."""
         block_tokens = self._table.limits.block_tokens
         known, full = (
             sequence.num_registered_blocks,
@@ -310,23 +353,24 @@ class Scheduler:
             sequence.num_registered_blocks = full
 
     def last_chunk_blocks(self, plan: ScheduledBatch) -> list[CompletedBlocks]:
-        """What `advance` will report of `prefill` requests whose last chunk this is."""
+        """Return the blocks that `advance` will report for `prefill` requests whose last chunk is in `plan`."""
         last = [chunk for chunk in plan.chunks if chunk.is_last and chunk.sequence.request.mode == "prefill"]
         return [self._completed_by(chunk.sequence, chunk.start + chunk.length) for chunk in last]
 
     def _publish(self, sequence: Sequence, result: StepResult) -> None:
-        """Reports the blocks of a `prefill` request that are new to its owner, cached ones included."""
+        """Report the completed blocks of a `prefill` request that were not reported yet, including cached ones."""
         completed = self._completed_by(sequence, sequence.num_computed_tokens)
         if completed.blocks:
             sequence.request.num_published += len(completed.blocks)
             result.completed.append(completed)
 
     def _completed_by(self, sequence: Sequence, num_computed_tokens: int) -> CompletedBlocks:
-        """Not reported yet, when `num_computed_tokens` tokens are computed."""
+        """Return the blocks that are complete with `num_computed_tokens` tokens and were not reported yet."""
         request, block_tokens = sequence.request, self._table.limits.block_tokens
         full = num_computed_tokens // block_tokens
         block_hashes = sequence.block_hashes[request.num_published : full]
         if num_computed_tokens == len(sequence.token_ids) and num_computed_tokens % block_tokens:
+            # The last block of a prompt is handed off even if it is partly filled; it has a hash only for the transfer.
             parent = sequence.block_hashes[full - 1] if full else None
             tail = sequence.token_ids[full * block_tokens :]
             work, at = request.work, full * block_tokens
@@ -338,6 +382,8 @@ class Scheduler:
         return CompletedBlocks(request.work.request_id, named)
 
     def _report_first(self, request: Request, now: float, result: StepResult) -> None:
+        """Add the report of a request's first token, once."""
+        # A request whose blocks came from another instance has computed no prompt here.
         if request.is_first_reported or request.started_at is None:
             return
         request.is_first_reported = True
@@ -356,32 +402,35 @@ class Scheduler:
     def _append_tokens(
         self, sequence: Sequence, plan: ScheduledBatch, rows: list[int], sampled: ModelRunnerOutput, result: StepResult
     ) -> None:
-        """The chosen tokens of one chunk: several when the trunk of n > 1 sequences reached its end."""
+        """Process the sampled tokens of one chunk: several if the parent of n > 1 sequences has reached the end of the
+        prompt."""
         request, table = sequence.request, self._table
         chosen: dict[int, int] = {}
-        generated = sequence.num_generated
+        num_generated = sequence.num_generated
         for row in rows:
             index, token = plan.rows[row].index, sampled.token_ids[row]
             if request.unstarted and index not in request.unstarted:
-                continue  # cancelled since the step was launched
+                # This sequence was cancelled after the step was launched.
+                continue
             chosen[index] = token
-            verdict = request.verdict(generated + 1, token)
+            stop = request.check_stop(num_generated + 1, token)
             logprobs = sampled.logprobs[row] if sampled.logprobs is not None else None
             result.tokens.append(
                 SequenceOutput(
                     request_id=request.work.request_id,
                     sequence=index,
-                    position=generated,
+                    position=num_generated,
                     token_ids=[token],
                     logprobs=None if logprobs is None else [logprobs],
-                    finish_reason=verdict.reason if verdict else None,
-                    stop_token_id=verdict.stop_token_id if verdict else None,
+                    finish_reason=stop.reason if stop else None,
+                    stop_token_id=stop.stop_token_id if stop else None,
                 )
             )
         if request.mode == "prefill":
             table.remove_from_batch(sequence)
             sequence.state = SequenceState.AWAITING_FETCH
             request.unstarted = []
+            # The blocks stay owned until the decode instance has fetched them.
             result.held.append(request.work.request_id)
         elif request.unstarted:
             table.start_decoding(sequence, chosen)
@@ -392,6 +441,7 @@ class Scheduler:
 
 
 def _sample_rows(chunks: list[ScheduledChunk]) -> list[SampleRow]:
+    """Return one row for each token to sample: a parent sequence needs one for each sequence that it starts."""
     rows: list[SampleRow] = []
     for number, chunk in enumerate(chunks):
         if chunk.is_last:

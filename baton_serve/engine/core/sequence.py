@@ -1,7 +1,7 @@
-"""A request and its sequences as the scheduler sees them: token ids, owned blocks, and where each one stands.
+"""A request and its sequences as the scheduler sees them: token ids, owned blocks and state.
 
-Pure state. A request starts with one sequence, the *trunk*, that computes the prompt; sequences of n > 1 fork from
-it when their first tokens are known.
+Pure state. A request starts with one *parent sequence* that computes the prompt; with n > 1 the other sequences fork
+from it when their first tokens are known.
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ Mode = Literal["generate", "prefill"]
 
 
 class SequenceState(Enum):
+    """The states of a sequence; `request_table` lists the container and the owned resources of each."""
+
     WAITING = auto()  # owns no block
     LOADING = auto()  # owns blocks, some of which are on their way from the host tier
     READY = auto()  # owns blocks, computed up to its last token; waits for a slot
@@ -27,14 +29,15 @@ class SequenceState(Enum):
 
 
 class StopDecision(NamedTuple):
-    """Why a token ended its sequence; `stop_token_id` only if the token itself did."""
+    """The reason why a token ends its sequence; `stop_token_id` is set only if the token itself is a stop token."""
 
     reason: FinishReason
     stop_token_id: int | None
 
 
 class SortKey(NamedTuple):
-    """What runs first: smaller priority, then what is due earlier, then earlier arrival, then sequence index."""
+    """The scheduling order: smaller priority value, then earlier due time, then earlier arrival, then smaller sequence
+    index."""
 
     priority: int
     due: int
@@ -44,81 +47,105 @@ class SortKey(NamedTuple):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
+    """One request of the engine, from `RequestTable.add` until its last sequence has ended."""
+
     work: Work
     mode: Mode
     due: int
+    """Due time of a `prefill` request, in scheduled prompt tokens since start (`DUE_TOKENS_PER_PROMPT_TOKEN`)."""
     order: int
     arrived_at: float
     stop_token_ids: frozenset[int]
     max_model_len: int
-    unstarted: list[int] = field(default_factory=list)  # sequence indexes that have no token of their own yet
+    unstarted: list[int] = field(default_factory=list)
+    """Indexes of sequences that have no token of their own yet."""
     sequences: list["Sequence"] = field(default_factory=list)
-    missing: dict[BlockHash, int] = field(default_factory=dict)  # reserved, not received
+    missing: dict[BlockHash, int] = field(default_factory=dict)
+    """Reserved blocks that have not been received yet, by block hash."""
     started_at: float | None = None
+    """When the prompt was first scheduled; None before."""
     cached_tokens: int = 0
-    host_tokens: int = 0  # cached ones that lay in the host tier
-    num_published: int = 0  # leading blocks already reported as completed
+    """Prompt tokens that were found in the prefix cache, in any tier."""
+    host_tokens: int = 0
+    """Prompt tokens among `cached_tokens` whose blocks were in the host tier."""
+    num_published: int = 0
+    """Number of leading blocks that were already reported as completed."""
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    has_images: bool = False  # those of the prompt are here: all of it can be computed
+    has_images: bool = False
+    """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
+        """Return whether prompt logprobs are still to be computed."""
         return self.work.sampling.prompt_logprobs is not None and not self.is_first_reported
 
     @property
     def num_image_prefix_tokens(self) -> int:
-        """Leading tokens that cannot be computed here: their images are elsewhere."""
+        """Return how many leading tokens cannot be computed here because their images are on another instance."""
         return 0 if self.has_images else end_of(self.work.media)
 
     @property
     def must_await_first_tokens(self) -> bool:
-        """Nothing follows the prompt before its first tokens are known: they decide who goes on, or end it."""
+        """Return whether nothing can be scheduled after the prompt until its first tokens are known.
+
+        With several sequences they decide which ones continue; a `prefill` request ends with them.
+        """
         unstarted = self.unstarted
         return len(unstarted) > 1 or (bool(unstarted) and (self.mode == "prefill" or self.wants_prompt_logprobs))
 
-    def verdict(self, num_generated: int, token_id: int) -> StopDecision | None:
-        """Judges the `num_generated`-th generated token of a sequence; None: it goes on."""
+    def check_stop(self, num_generated: int, token_id: int) -> StopDecision | None:
+        """Return why the sequence ends with `token_id` as its `num_generated`-th generated token, or None if it
+        continues."""
         sampling = self.work.sampling
+        # Before `min_tokens` a stop token does not end the sequence, as in vLLM.
         if token_id in self.stop_token_ids and num_generated >= sampling.min_tokens:
             return StopDecision("stop", token_id)
         return StopDecision("length", None) if self.reaches_max_length(num_generated) else None
 
     def reaches_max_length(self, num_generated: int) -> bool:
-        """The `num_generated`-th generated token is a sequence's last, whatever it is."""
+        """Return whether the `num_generated`-th generated token is a sequence's last one, whatever token it is."""
         length = self.work.num_prompt_tokens + num_generated
         return num_generated >= self.work.sampling.max_tokens or length >= self.max_model_len
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
+    """One token stream of a request, with the blocks and the batch slot that it owns."""
+
     request: Request
     index: int
     token_ids: list[int]
     state: SequenceState = SequenceState.WAITING
-    num_computed_tokens: int = 0  # leading tokens whose KV is in `blocks`
+    num_computed_tokens: int = 0
+    """Number of leading tokens whose KV is in `blocks`."""
     blocks: list[int] = field(default_factory=list)
-    block_hashes: list[BlockHash] = field(default_factory=list)  # of leading full blocks
-    num_registered_blocks: int = 0  # leading full blocks the pool knows the names of
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Hashes of the leading full blocks."""
+    num_registered_blocks: int = 0
+    """Number of leading full blocks whose hashes are registered in the block pool."""
     slot: int = -1
-    block_table_version: int = -1  # changes whenever `blocks` is not an extension of what it was
-    num_steps_in_flight: int = 0  # steps that are being computed and write to `blocks`
-    num_output_placeholders: int = (
-        0  # tokens that are being computed: known to follow `token_ids`, not yet what they are
-    )
+    """Slot in the batch; -1 if the sequence is not running."""
+    block_table_version: int = -1
+    """Changes whenever `blocks` is not an extension of its previous value."""
+    num_steps_in_flight: int = 0
+    """Number of steps that the device is computing and that write to `blocks`."""
+    num_output_placeholders: int = 0
+    """Number of tokens that follow `token_ids` and are being computed, so that their values are not known yet."""
 
     @property
-    def key(self) -> SortKey:
+    def sort_key(self) -> SortKey:
+        """Return the position of this sequence in the scheduling order."""
         return SortKey(self.request.work.priority, self.request.due, self.request.order, self.index)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is to be computed; 1 in the steady state of decoding."""
+        """Return the number of tokens whose KV is to be computed: 1 in the steady state of decoding."""
         return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def must_await_tokens(self) -> bool:
-        """What this sequence computes next depends on which tokens the steps being computed give."""
+        """Return whether the next step of this sequence depends on tokens that are still being computed."""
         if not self.num_output_placeholders:
             return False
         return self.request.must_await_first_tokens or self.request.reaches_max_length(
@@ -127,13 +154,15 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Return the number of generated tokens that are known."""
         return len(self.token_ids) - self.request.work.num_prompt_tokens
 
     def extend_block_hashes(self, num_full: int, block_tokens: int) -> None:
-        """Makes `block_hashes` cover the first `num_full` blocks."""
+        """Compute `block_hashes` up to the first `num_full` blocks."""
         start = len(self.block_hashes)
         if start < num_full:
             tokens = self.token_ids[start * block_tokens : num_full * block_tokens]
+            # Hashes are chained: continue from the last known block instead of hashing the whole prompt again.
             parent = self.block_hashes[-1] if self.block_hashes else None
             work, at = self.request.work, start * block_tokens
             self.block_hashes += hash_blocks(work.root, tokens, block_tokens, parent=parent, media=work.media, start=at)

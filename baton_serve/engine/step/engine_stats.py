@@ -34,7 +34,7 @@ class StepMeter:
 
 def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) -> EngineStats:
     pool = table.pool
-    waiting = [*table.waiting(), *table.loading]
+    waiting = [*table.iter_waiting(), *table.loading]
     host = pool.host or HostTier(0)
     sequences = [s for request in table.requests.values() for s in request.sequences]
     held = [s for s in sequences if s.state is SequenceState.AWAITING_FETCH]

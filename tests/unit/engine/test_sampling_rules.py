@@ -39,7 +39,7 @@ def test_an_ordinary_request_passes() -> None:
 
 
 def test_too_long_a_prompt_is_told_with_numbers() -> None:
-    with pytest.raises(RequestError, match=r"20 tokens.*at most\s+19") as caught:
+    with pytest.raises(RequestError, match=r"20 tokens.*maximum is 19") as caught:
         check(20)
     assert caught.value.code == "too_long"
 

@@ -111,7 +111,7 @@ def test_a_preempted_request_comes_before_later_ones() -> None:
     while not table.num_preemptions:
         step(table, scheduler)
     add(table, make_work("c", [3] * 4))
-    head = table.head()
+    head = table.peek_waiting()
     assert head is not None
     assert head.request.work.request_id == "b"
 
@@ -231,14 +231,20 @@ def test_short_prompts_for_other_instances_overtake_a_long_one_within_bounds(
     finish(scheduler, scheduler.schedule(0.0))
     add(table, make_work("long", [2] * 9), "prefill")
     add(table, make_work("short", [3] * 4), "prefill")
-    assert [s.request.work.request_id for s in sorted(table.waiting(), key=lambda s: s.key)] == ["short", "long"]
+    assert [s.request.work.request_id for s in sorted(table.iter_waiting(), key=lambda s: s.sort_key)] == [
+        "short",
+        "long",
+    ]
     table.num_scheduled_prompt_tokens += DUE_TOKENS_PER_PROMPT_TOKEN * 9  # so much was computed before it meanwhile
     add(table, make_work("late", [4] * 1), "prefill")
-    assert [s.request.work.request_id for s in sorted(table.waiting(), key=lambda s: s.key)][-1] == "late"
+    assert [s.request.work.request_id for s in sorted(table.iter_waiting(), key=lambda s: s.sort_key)][-1] == "late"
     table.cancel(RequestId("first"), None)
 
 
 def test_prompts_that_are_answered_here_come_in_their_order(table: RequestTable) -> None:
     add(table, make_work("long", [2] * 9))
     add(table, make_work("short", [3] * 4))
-    assert [s.request.work.request_id for s in sorted(table.waiting(), key=lambda s: s.key)] == ["long", "short"]
+    assert [s.request.work.request_id for s in sorted(table.iter_waiting(), key=lambda s: s.sort_key)] == [
+        "long",
+        "short",
+    ]
