@@ -7,7 +7,7 @@ from tools.house import Figure, Rooms, duplicate_classes, figures, large_classes
 FIGURES = figures()
 BUDGETS = {
     "files under 60 lines that are no plug-in": 61,
-    "classes of 250 lines and more": 12,
+    "classes of 250 lines of code and more": 11,
     "words of docs/ without docs/log/": 33_000,
     "prose that must be read twice": 1_254,
 }
